@@ -1,0 +1,41 @@
+"""Per-sample gradients in PyTorch, through hooks.
+
+    autograd_hacks.add_hooks(model)
+    loss_fn(model(x), y).backward()
+    autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
+"""
+
+from autograd_hacks import errors, forms, rules
+from autograd_hacks.grad1 import compute_grad1
+from autograd_hacks.hooks import (
+    accumulate,
+    add_hooks,
+    clear_backprops,
+    disable_hooks,
+    enable_hooks,
+    pause_hooks,
+    remove_hooks,
+)
+from autograd_hacks.losses import backward
+from autograd_hacks.rules import is_supported, register_rule
+
+__all__ = [
+    # Hook a model.
+    "add_hooks",
+    "remove_hooks",
+    "enable_hooks",
+    "disable_hooks",
+    "pause_hooks",
+    # Run it.
+    "backward",
+    "accumulate",
+    "clear_backprops",
+    # Read the per-sample gradients.
+    "compute_grad1",
+    # Extend it.
+    "is_supported",
+    "register_rule",
+    "forms",
+    "rules",
+    "errors",
+]

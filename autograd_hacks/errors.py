@@ -1,0 +1,32 @@
+"""What the library raises.  Every message says where, what was given, what was expected and how to mend it."""
+
+import torch.nn as nn
+
+
+class PerSampleGradientError(RuntimeError):
+    """Base of the errors below: the per-sample gradients that were asked for do not exist or can't be known."""
+
+
+class NothingRecorded(PerSampleGradientError):
+    """There is no backward pass to read: none has run, hooks were off, or its rows were thrown away."""
+
+
+class UnsupportedLayer(PerSampleGradientError):
+    """A trainable parameter belongs to a layer that no rule covers."""
+
+
+class BatchSizeError(PerSampleGradientError):
+    """The layers disagree on the number of samples, or an input has no batch axis."""
+
+
+class StaleRecord(PerSampleGradientError):
+    """A tensor that the record refers to was overwritten after the layer read it."""
+
+
+class HigherOrderError(PerSampleGradientError):
+    """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
+
+
+def where(path: str, layer: nn.Module) -> str:
+    """A layer's name for people: its path in the model and its type."""
+    return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"

@@ -1,0 +1,10 @@
+"""One parameter's per-sample gradients as a structured matrix J: row n is the gradient of sample n.
+
+The base class `Form` defines every verb through `dense` and indexing; the other forms only make verbs faster or smaller.
+"""
+
+from autograd_hacks.forms.base import BUDGET, Concatenation, Dense, Form, Grouping, Sum
+from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.outer import Outer
+
+__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Outer", "Sum"]

@@ -1,0 +1,125 @@
+"""The weight of a convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn import grad as weight_gradients
+
+from autograd_hacks.forms.base import Form, Index
+from autograd_hacks.forms.outer import Outer
+
+_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_WEIGHT_GRADIENT = {
+    1: weight_gradients.conv1d_weight,
+    2: weight_gradients.conv2d_weight,
+    3: weight_gradients.conv3d_weight,
+}
+# Numbers cut into windows at a time.  Windows that stay in the cache took 0.4 of the time of one copy of them all
+# (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
+_WINDOWS = 2**20
+
+
+class Convolution(Form):
+    """Row n of J is the ordinary weight gradient of sample n alone; the operation's own kernels are the verbs.
+
+    x: (N, C, *S)    g: (N, O, *L), the gradient at the output    shape: the weight's, (O, C / groups, *K)
+    stride, padding, dilation: a number for each spatial dimension
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        g: Tensor,
+        shape: torch.Size,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> None:
+        self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
+        self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
+        self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        if not self.samples:
+            return self.x.new_zeros(0, *self.shape) if out is None else out
+        if self.writes_in_place:
+            return self._dense_by_windows(out)
+        # One ordinary weight gradient in which every sample is a group of its own.
+        rows = self._weight_gradient(
+            rearrange(self.x, "n c ... -> 1 (n c) ..."),
+            rearrange(self.g, "n o ... -> 1 (n o) ..."),
+            self.samples,
+        ).view(self.samples, *self.shape)
+        return rows if out is None else out.copy_(rows)
+
+    def __getitem__(self, index: Index) -> Convolution:
+        return Convolution(
+            self.x[index], self.g[index], self.shape, self.stride, self.padding, self.dilation, self.groups
+        )
+
+    def dot(self, v: Tensor) -> Tensor:
+        forward = _FORWARD[len(self.kernel)]
+        tangent = forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
+        return (tangent * self.g).flatten(1).sum(1)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        return self._weight_gradient(self.x, self.g * w.view(-1, *[1] * (self.g.ndim - 1)), 1)
+
+    def norms(self) -> Tensor:
+        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
+        if self.groups > 1 or self.positions * (fan_out + fan_in) >= fan_out * fan_in:
+            return super().norms()
+        return torch.cat([Outer(*part.factors(), self.shape).norms() for part in self._window_chunks()])
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""
+        x = F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
+        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
+            x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
+        n = len(self.kernel)
+        windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
+        windows = windows.flatten(1, 1 + n).flatten(2)
+        left = self.g.unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
+        return left.mT, windows.mT
+
+    @property
+    def writes_in_place(self) -> bool:  # type: ignore[override]
+        """Whether J is written through windows and a matrix product, or by a grouped convolution.
+
+        Windows write N·C·K·L numbers; the grouped kernel reorders the N·O·C·K/G of its result, at twice the price for
+        each.  Measured on two cores: 256 -> 256 channels at 8×8, 12 ms against 29; 32 -> 64 at 26×26, 7.4 against 5.4.
+        """
+        pointwise = all(size == 1 for size in self.kernel)  # windows of one number are a view
+        return pointwise or self.positions * self.groups <= 2 * self.shape[0]
+
+    def _window_chunks(self) -> Iterator[Convolution]:
+        row = max(1, self.groups * self.shape[1:].numel() * self.positions)
+        step = max(1, _WINDOWS // row)
+        for start in range(0, max(1, self.samples), step):
+            yield self[start : start + step]
+
+    def _dense_by_windows(self, out: Tensor | None) -> Tensor:
+        if out is None and torch.is_grad_enabled() and (self.x.requires_grad or self.g.requires_grad):
+            products = [Outer(*part.factors()).dense() for part in self._window_chunks()]
+            return torch.cat(products).view(self.samples, *self.shape)
+        rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
+        start = 0
+        for part in self._window_chunks():
+            left, right = part.factors()
+            piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
+            Outer(left, right).dense(piece)
+            start += part.samples
+        return rows
+
+    def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:
+        shape = (copies * self.shape[0], *self.shape[1:])
+        weight_gradient = _WEIGHT_GRADIENT[len(self.kernel)]
+        return weight_gradient(x, shape, g, self.stride, self.padding, self.dilation, copies * self.groups)

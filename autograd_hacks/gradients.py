@@ -1,0 +1,202 @@
+"""The gate between records and rules: loss scale, dtype and shape checks, once, before any rule; then one form for each
+parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from autograd_hacks.errors import (
+    BatchSizeError,
+    HigherOrderError,
+    NothingRecorded,
+    StaleRecord,
+    UnsupportedLayer,
+    where,
+)
+from autograd_hacks.forms import Concatenation, Dense, Form, Sum
+from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit
+from autograd_hacks.rules import Call, rule_for
+
+LOSS_TYPES = ("mean", "sum")
+
+
+def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | None) -> dict[str, Form | None]:
+    """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
+
+    loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
+    """
+    check_loss_type(loss_type)
+    check_supported(model)
+    segments = readable_segments(recorder)
+    tables = [segment_forms(segment, loss_type) for segment in segments]
+    return {
+        name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def check_loss_type(loss_type: str | None) -> None:
+    if loss_type is not None and loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
+            "autograd_hacks.backward(losses)"
+        )
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raises UnsupportedLayer where a parameter that trains belongs to a layer without a rule."""
+    missing = [
+        f"{where(path, layer)} with {', '.join(names)}"
+        for path, layer in model.named_modules()
+        if (names := _trainable(layer)) and rule_for(layer) is None
+    ]
+    if missing:
+        raise UnsupportedLayer(
+            f"no rule covers {'; '.join(missing)}. A rule is looked up by type, and a subclass that changes forward or "
+            "weight needs one of its own. Either teach the library this layer with "
+            "autograd_hacks.register_rule(type, rule), or freeze it with layer.requires_grad_(False)."
+        )
+
+
+def readable_segments(recorder: Recorder) -> list[Segment]:
+    """The recorded rows; raises where there are none or they can't be trusted."""
+    if not Switch.on:
+        raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
+    if not recorder.segments:
+        no_backward = (
+            "no backward pass has reached a trainable parameter of a hooked layer since add_hooks. Call loss.backward() on "
+            "a loss of this model's output (outside torch.no_grad and torch.func) first."
+        )
+        no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
+        raise NothingRecorded(recorder.why_empty or (no_backward if recorder.forwards else no_forward))
+    for recorded in (p for segment in recorder.segments for p in segment.passes):
+        if recorded.higher_order:
+            raise HigherOrderError(
+                "the backward pass ran with create_graph=True. Per-sample gradients of higher-order losses are not "
+                "supported: run the backward pass without it, or call clear_backprops(model) and repeat the step."
+            )
+        if not recorded.finished:
+            raise NothingRecorded(
+                "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
+                "the backward pass."
+            )
+    return recorder.segments
+
+
+def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor, Form], int]:
+    """{parameter: form} of one segment, and its number of samples."""
+    found: dict[Tensor, list[Form]] = {}
+    for recorded in segment.passes:
+        reduction = _reduction(recorded, loss_type)
+        for visit, received in recorded.received.items():
+            _check_unchanged(visit, received)
+            call = _gated(visit, received, reduction)
+            for name, form in _apply_rule(visit, received, call).items():
+                found.setdefault(visit.parameters[name][0], []).append(form)
+    samples = common_batch_size(segment)
+    return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
+
+
+def common_batch_size(segment: Segment) -> int:
+    """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
+    sizes = {}
+    for recorded in segment.passes:
+        if recorded.losses:
+            sizes["the vector given to backward(losses)"] = recorded.losses.samples
+        for visit, received in recorded.received.items():
+            if rule_for(visit.layer):
+                sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", _batch_size(received))
+    if len(set(sizes.values())) > 1:
+        listing = "; ".join(f"{place}: {size}" for place, size in sizes.items())
+        raise BatchSizeError(
+            f"the numbers of samples disagree, so that rows can't be matched: {listing}. Expected one number for all: let "
+            "axis 0 be the batch in every layer's input, and give losses one entry for each sample."
+        )
+    return next(iter(sizes.values()))
+
+
+def _reduction(recorded: Pass, loss_type: str | None) -> str:
+    """How the pass's loss was made of the samples' losses: 'mean' or 'sum'."""
+    if recorded.losses is None:
+        return loss_type or "mean"
+    if loss_type not in (None, recorded.losses.loss_type):
+        raise ValueError(
+            f"loss_type is {loss_type!r}, but backward(losses) ran with loss_type={recorded.losses.loss_type!r}. "
+            "Leave loss_type out: the scale is known."
+        )
+    return recorded.losses.loss_type
+
+
+def _check_unchanged(visit: Visit, received: Received) -> None:
+    for kind, watched in (("input", visit.versions), ("gradient at the output", received.versions)):
+        for tensor, version in watched:
+            if tensor._version != version:
+                raise StaleRecord(
+                    f"the {kind} of {where(visit.path, visit.layer)}, of shape {tuple(tensor.shape)}, was overwritten in "
+                    f"place after the layer read it (version {tensor._version}; expected {version}). Read the per-sample "
+                    "gradients before that, or give the layer a copy: x.clone()."
+                )
+
+
+def _batch_size(received: Received) -> int:
+    return next(grad.shape[0] if grad.ndim else 1 for grad in received.grads if grad is not None)
+
+
+def _gated(visit: Visit, received: Received, reduction: str) -> Call:
+    """The call as rules expect it: gradients of the samples' own losses, in the parameters' dtype."""
+    dtype = next(parameter.dtype for parameter, _ in visit.parameters.values())
+
+    def promote(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
+
+    # The mean divided every sample's gradient by N.
+    scale = _batch_size(received) if reduction == "mean" else 1
+    args, kwargs = tree_map_only(Tensor, promote, (visit.args, visit.kwargs))
+    grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
+    return Call(visit.path, visit.layer, args, kwargs, tuple(grads))
+
+
+def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Form]:
+    """{name: form} for the layer's parameters that the pass reached, checked against what a form must be."""
+    place, rule = where(visit.path, visit.layer), rule_for(visit.layer)
+    if rule is None:
+        return {}  # what trains here has been refused by check_supported; what doesn't is not wanted
+    try:
+        forms = rule(visit.layer, call)
+    except BatchSizeError as error:
+        raise BatchSizeError(f"{place} {error}") from None
+    for name in received.reached:
+        if name not in forms:
+            raise UnsupportedLayer(
+                f"the rule of {place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. Register "
+                "a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+            )
+        expected = (_batch_size(received), *visit.parameters[name][0].shape)
+        if (forms[name].samples, *forms[name].shape) != expected:
+            raise BatchSizeError(
+                f"the rule of {place} returned per-sample gradients of shape {(forms[name].samples, *forms[name].shape)} "
+                f"for {name!r}; expected {expected}: samples first, then the parameter's shape."
+            )
+    return {name: forms[name] for name in received.reached}
+
+
+def _stack(forms: Sequence[Form | None], sizes: Sequence[int], parameter: Tensor) -> Form | None:
+    """The rows of all segments; zeros for a segment that did not reach the parameter."""
+    if all(form is None for form in forms):
+        return None
+    zeros = [Dense(parameter.new_zeros(()).expand(size, *parameter.shape)) for size in sizes]
+    parts = [zero if form is None else form for form, zero in zip(forms, zeros)]
+    return parts[0] if len(parts) == 1 else Concatenation(parts)
+
+
+def _shapes(visit: Visit) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor, _ in visit.versions)
+
+
+def _trainable(layer: nn.Module) -> list[str]:
+    return [name for name, p in layer._parameters.items() if p is not None and p.requires_grad]

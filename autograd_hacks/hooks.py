@@ -1,0 +1,188 @@
+"""Hooks on a model and its layers, and the switches for them.  No mathematics."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
+
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.record import Recorder, Switch
+
+
+def add_hooks(model: nn.Module) -> Hooked:
+    """Hooks every layer of `model` that has parameters, so that a backward pass leaves what `compute_grad1` needs.
+
+    Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
+    hooks at the end, unless the model had hooks before::
+
+        with autograd_hacks.add_hooks(model):
+            ...
+
+    Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
+
+    Raises TypeError where `model` is no ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+    root = _root_hook(model)
+    is_new = root is None
+    if root is None:
+        root = _ForwardBegins(Recorder())
+        root.handles.append(model.register_forward_pre_hook(root, prepend=True))
+    for path, layer in model.named_modules():
+        if layer._parameters and not any(_belongs(hook, root) for hook in layer._forward_hooks.values()):
+            # First in line: the rules need what the layer itself returned, before other hooks change it.
+            hook = _LayerRan(root.recorder, path)
+            root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+    return Hooked(model, is_new)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Leaves the model as it was before `add_hooks`: no hooks, no records, no ``grad1``.  Warns where it had no hooks."""
+    root = _root_hook(model)
+    if root is None:
+        warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
+        return
+    root.recorder.attached = False
+    root.recorder.clear()
+    for handle in root.handles:
+        handle.remove()
+    for parameter in model.parameters():
+        vars(parameter).pop("grad1", None)
+
+
+def enable_hooks() -> None:
+    """Undoes `disable_hooks`."""
+    Switch.on = True
+
+
+def disable_hooks() -> None:
+    """Stops all recording, everywhere in the process, until `enable_hooks`.  What was recorded before stays."""
+    Switch.on = False
+
+
+@contextmanager
+def pause_hooks() -> Iterator[None]:
+    """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
+    before, Switch.on = Switch.on, False
+    try:
+        yield
+    finally:
+        Switch.on = before
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """A context in which the rows of several forward and backward passes are appended, for micro-batches::
+
+        with autograd_hacks.accumulate(model):
+            for x, y in micro_batches:
+                loss_fn(model(x), y).backward()
+        autograd_hacks.compute_grad1(model)
+
+    With ``loss_type='mean'`` each loss is taken for the mean over its own micro-batch, so that a row is the gradient of
+    its sample's loss however large the micro-batch was.  An exception throws the rows away.
+
+    Raises NothingRecorded where the model has no hooks, RuntimeError inside another `accumulate` of the same model.
+    """
+    recorder = recorder_of(model)
+    if recorder.accumulating:
+        raise RuntimeError("accumulate: this model is accumulating already; leave that context first")
+    recorder.clear()
+    recorder.accumulating = True
+    try:
+        yield
+    except BaseException as error:
+        recorder.clear(
+            f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again"
+        )
+        raise
+    finally:
+        recorder.accumulating = False
+
+
+def clear_backprops(model: nn.Module) -> None:
+    """Forgets the recorded backward passes and frees their memory.
+
+    A training loop doesn't need it: a backward pass from a later forward replaces the record.  ``grad1`` stays.
+
+    Raises NothingRecorded where the model has no hooks.
+    """
+    recorder_of(model).clear("clear_backprops(model) has cleared the record; run a forward and a backward pass")
+
+
+def recorder_of(model: nn.Module) -> Recorder:
+    """The model's records.  Raises NothingRecorded where it has no hooks."""
+    root = _root_hook(model)
+    if root is None:
+        raise NothingRecorded(
+            f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks on this very object, before the "
+            "forward pass; a copy of a hooked model, a part of it or a wrapper around it counts as another."
+        )
+    return root.recorder
+
+
+class Hooked:
+    """What `add_hooks` returns: a context that removes the hooks it added."""
+
+    def __init__(self, model: nn.Module, is_new: bool) -> None:
+        self._model, self._is_new = model, is_new
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_new and _root_hook(self._model) is not None:
+            remove_hooks(self._model)
+
+
+class _Hook:
+    """A hook; a copy of its module, by deepcopy or pickle, gets one that only removes itself."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
+        return _Unhooked, ()
+
+
+class _ForwardBegins(_Hook):
+    """On the model itself.  The records and the way back hang on it, so that they live as long as the model."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.handles: list[RemovableHandle] = []
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self.recorder.begin_forward()
+
+
+class _LayerRan(_Hook):
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        super().__init__(recorder)
+        self.path = path
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.recorder.visit(self.path, layer, args, kwargs, output)
+
+
+class _Unhooked:
+    """What is left of a hook in a copy of a hooked model, until the copy first runs."""
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
+
+
+def _root_hook(model: nn.Module) -> _ForwardBegins | None:
+    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _ForwardBegins)), None)
+
+
+def _belongs(hook: object, root: _ForwardBegins) -> bool:
+    return isinstance(hook, _LayerRan) and hook.recorder is root.recorder

@@ -1,0 +1,54 @@
+"""Backward from a vector of per-sample losses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.gradients import check_loss_type, common_batch_size
+from autograd_hacks.record import ANNOUNCED, Losses, current_task
+
+
+def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
+    """Runs the backward pass of ``losses.mean()``, or of ``losses.sum()``, and notes which of the two it was.
+
+    `compute_grad1` then needs no ``loss_type``, and masks, weights or ignored targets in the loss need no thought: row n
+    is the gradient of ``losses[n]``.
+
+    losses: N, one loss for each sample    loss_type: 'mean' or 'sum', what ``param.grad`` is to be the gradient of
+    retain_graph: as in ``torch.Tensor.backward``
+
+    Raises ValueError for losses that are no vector, TypeError for what is no tensor, and BatchSizeError where the number of
+    losses is not the number of samples that the hooked layers saw; the record is empty then, and ``param.grad`` filled.
+    """
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample")
+    if losses.ndim != 1:
+        raise ValueError(
+            f"backward was given losses of shape {tuple(losses.shape)}; expected a vector of N losses, one for each sample. "
+            "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)."
+        )
+    check_loss_type(loss_type)
+    announcement = Losses(len(losses), loss_type)
+    # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
+    root = losses.view_as(losses)
+    tasks: list[int] = []
+
+    def announce(_: object) -> None:
+        tasks.append(current_task())
+        ANNOUNCED[tasks[0]] = announcement
+
+    if root.grad_fn is not None:
+        root.grad_fn.register_prehook(announce)
+    share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
+    try:
+        root.backward(torch.full_like(losses, share), retain_graph)
+    finally:
+        for task in tasks:
+            ANNOUNCED.pop(task, None)
+    for recorder in announcement.recorders:
+        try:
+            common_batch_size(recorder.segments[-1])
+        except RuntimeError:
+            recorder.clear("the losses given to backward did not match the batch; repeat the step")
+            raise

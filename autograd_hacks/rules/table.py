@@ -1,0 +1,52 @@
+"""The support list, and how a layer finds its rule."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from autograd_hacks.rules.call import Rule
+from autograd_hacks.rules.conv import conv
+from autograd_hacks.rules.linear import linear
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: conv,
+    nn.Conv2d: conv,
+    nn.Conv3d: conv,
+}
+
+_COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
+    in a way of its own, for which the base class's rule would be silently wrong."""
+    changed = set(vars(layer)) & set(_COMPUTES)
+    for cls in type(layer).__mro__:
+        if cls in RULES:
+            return None if changed else RULES[cls]
+        changed |= set(vars(cls)) & set(_COMPUTES)
+    return None
+
+
+def is_supported(layer: nn.Module) -> bool:
+    """Whether a rule gives the per-sample gradients of the layer's own parameters.
+
+    False for layers without parameters, such as ReLU, which need none.
+    """
+    return rule_for(layer) is not None
+
+
+def register_rule(layer_type: type[nn.Module], rule: Rule) -> None:
+    """Teaches the library a layer: ``rule(layer, call)`` returns a form for each of the layer's own parameters.
+
+    It holds for subclasses too, unless they change ``forward``, and replaces an earlier rule for the type.
+    See the page "Add your own layer" in the documentation.
+
+    Raises TypeError where `layer_type` is no subclass of ``torch.nn.Module`` or `rule` can't be called.
+    """
+    if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+        raise TypeError(f"register_rule was given {layer_type!r}; expected a subclass of torch.nn.Module")
+    if not callable(rule):
+        raise TypeError(f"register_rule was given the rule {rule!r}; expected a function of (layer, call)")
+    RULES[layer_type] = rule

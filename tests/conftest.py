@@ -1,0 +1,22 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+import autograd_hacks
+
+# In CI the same examples in every run, so that a red run is the change's doing; elsewhere new ones each time.
+settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("local", deadline=None, max_examples=60, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+torch.set_num_threads(1)  # tests run in parallel processes
+
+
+@pytest.fixture(autouse=True)
+def _fresh_start() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    autograd_hacks.enable_hooks()

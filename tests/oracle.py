@@ -1,0 +1,47 @@
+"""What is true: one backward pass for each sample.  Imports nothing from the library."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets of a batch -> N losses."""
+
+
+def one_backward_per_sample(
+    model: nn.Module, losses: Losses, x: Tensor, y: Tensor, run: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """{parameter name: (N, *shape)}, or None where no sample's loss reached it; leaves ``.grad`` as it was."""
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    rows: dict[str, list[Tensor | None]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
+    for n in range(len(x)):
+        model.zero_grad(set_to_none=True)
+        losses((run or model)(x[n : n + 1]), y[n : n + 1]).sum().backward()
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                rows[name].append(p.grad)
+    for name, p in model.named_parameters():
+        p.grad = kept[name]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return {
+        name: None if grads and all(g is None for g in grads) else _stack(grads, shapes[name])
+        for name, grads in rows.items()
+    }
+
+
+def _stack(grads: list[Tensor | None], shape: torch.Size) -> Tensor:
+    filled = [torch.zeros(shape) if g is None else g for g in grads]
+    return torch.stack(filled) if filled else torch.zeros(0, *shape)
+
+
+def assert_rows(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    """Each parameter's grad1 against the oracle's rows, at the dtype's own tolerance."""
+    for name, p in model.named_parameters():
+        if name not in expected:
+            assert not hasattr(p, "grad1"), name
+        elif expected[name] is None:
+            assert p.grad1 is None, name
+        else:
+            torch.testing.assert_close(p.grad1, expected[name], check_dtype=False, msg=lambda m, name=name: f"{name}: {m}")
