@@ -38,7 +38,11 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
 
 @torch.no_grad()
 def _write(form: Form | None, parameter: Tensor, memory: Tensor | None) -> Tensor | None:
-    return None if form is None else form.dense(memory).to(parameter.dtype)
+    if form is None:
+        return None
+    if memory is None and form.writes_in_place:
+        memory = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
+    return form.dense(memory).to(parameter.dtype)
 
 
 def _free_memory(parameter: Tensor, form: Form | None) -> Tensor | None:

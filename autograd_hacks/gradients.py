@@ -93,7 +93,7 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
     found: dict[Tensor, list[Form]] = {}
     for recorded in segment.passes:
         reduction = _reduction(recorded, loss_type)
-        for visit, received in recorded.received.items():
+        for visit, received in reversed(recorded.received.items()):  # in the order of the forward
             _check_unchanged(visit, received)
             call = _gated(visit, received, reduction)
             for name, form in _apply_rule(visit, received, call).items():
@@ -108,7 +108,7 @@ def common_batch_size(segment: Segment) -> int:
     for recorded in segment.passes:
         if recorded.losses:
             sizes["the vector given to backward(losses)"] = recorded.losses.samples
-        for visit, received in recorded.received.items():
+        for visit, received in reversed(recorded.received.items()):
             if rule_for(visit.layer):
                 sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", _batch_size(received))
     if len(set(sizes.values())) > 1:

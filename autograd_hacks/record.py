@@ -38,6 +38,7 @@ class Visit:
     forward: int  # which forward of the model
     task: int  # the backward pass that recomputes this call, or NO_TASK
     versions: list[tuple[Tensor, int]]
+    differentiated: bool = False  # whether a pass with create_graph has come through it
 
 
 @dataclass(eq=False)
@@ -138,12 +139,14 @@ class Recorder:
             tensor.grad_fn.register_prehook(partial(self._receive, visit, slot, tensor.output_nr))
 
     def _receive(self, visit: Visit, slot: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+        # The created graph leads to the parameters past this hook, so that a later pass through both would be read wrong.
+        visit.differentiated |= torch.is_grad_enabled()
         grad = grads[output_nr]
         reached = {name for name, (_, node) in visit.parameters.items() if _gets_gradient(node)}
         if not (Switch.on and self.attached) or grad is None or not reached:  # a gradient on its way to an input alone is none of ours
             return
         current = self._pass_of(visit)
-        current.higher_order |= torch.is_grad_enabled()
+        current.higher_order |= visit.differentiated
         received = current.received.setdefault(visit, Received([None] * visit.outputs))
         received.grads[slot] = grad = grad.detach()
         received.versions.append((grad, grad._version))

@@ -1,0 +1,363 @@
+"""What raises: where, what was given, what was expected, how to mend it; and the model is usable afterwards."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn as nn
+from test_records import assert_right, batch, mlp, squares, step
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import (
+    BatchSizeError,
+    HigherOrderError,
+    NothingRecorded,
+    PerSampleGradientError,
+    StaleRecord,
+    UnsupportedLayer,
+)
+from autograd_hacks.forms import Dense
+from autograd_hacks.rules import RULES, Call
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        yield model
+
+
+@contextmanager
+def raises(model: nn.Module, error: type[Exception], *words: str) -> Iterator[None]:
+    """The error with all of the words in its message; and then the next step is right."""
+    with pytest.raises(error) as info:
+        yield
+    for word in words:
+        assert word in str(info.value), str(info.value)
+    autograd_hacks.enable_hooks()
+    model.zero_grad()
+    step(model, *batch(6, 9))
+    assert_right(model, *batch(6, 9))
+
+
+def test_compute_before_hooks() -> None:
+    with pytest.raises(NothingRecorded, match="add_hooks"):
+        autograd_hacks.compute_grad1(mlp())
+
+
+def test_compute_before_any_forward(model: nn.Module) -> None:
+    with raises(model, NothingRecorded, "has not run", "forward and a backward"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_compute_before_any_backward(model: nn.Module) -> None:
+    model(batch()[0])
+    with raises(model, NothingRecorded, "no backward pass", "loss.backward()"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_compute_after_a_backward_that_reached_only_the_input(model: nn.Module) -> None:
+    x = batch()[0].requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    with raises(model, NothingRecorded, "no backward pass"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_compute_after_disable_hooks(model: nn.Module) -> None:
+    step(model, *batch())
+    autograd_hacks.disable_hooks()
+    with raises(model, NothingRecorded, "disabled", "enable_hooks()"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_compute_after_steps_while_disabled(model: nn.Module) -> None:
+    autograd_hacks.disable_hooks()
+    step(model, *batch())
+    autograd_hacks.enable_hooks()
+    with raises(model, NothingRecorded):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_compute_after_clearing(model: nn.Module) -> None:
+    step(model, *batch())
+    autograd_hacks.clear_backprops(model)
+    with raises(model, NothingRecorded, "clear_backprops"):
+        autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("loss_type", ["average", "", 1])
+def test_a_loss_type_that_is_neither(model: nn.Module, loss_type: object) -> None:
+    step(model, *batch())
+    with raises(model, ValueError, repr(loss_type), "'mean' or 'sum'"):
+        autograd_hacks.compute_grad1(model, loss_type)
+    with raises(model, ValueError, repr(loss_type)):
+        autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), loss_type)
+
+
+def test_a_loss_type_that_contradicts_backward(model: nn.Module) -> None:
+    autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), "mean")
+    with raises(model, ValueError, "'sum'", "'mean'"):
+        autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("length", [1, 4, 10])
+def test_a_loss_vector_of_the_wrong_length(model: nn.Module, length: int) -> None:
+    x, y = batch()
+    losses = squares(model(x), y).mean().expand(length)
+    with raises(model, BatchSizeError, f"backward(losses): {length}", "layer '0' (Linear), input (5, 3): 5"):
+        autograd_hacks.backward(losses)
+    step(model, x, y)
+    with raises(model, BatchSizeError, "backward(losses)"):
+        autograd_hacks.backward(squares(model(x), y)[:3])
+
+
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda losses: losses[:, None]], ids=["scalar", "matrix"])
+def test_losses_that_are_no_vector(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> None:
+    losses = reduce(squares(model(batch()[0]), batch()[1]))
+    with raises(model, ValueError, str(tuple(losses.shape)), "reduction='none'"):
+        autograd_hacks.backward(losses)
+
+
+def test_losses_that_are_no_tensor(model: nn.Module) -> None:
+    with raises(model, TypeError, "list"):
+        autograd_hacks.backward([1.0])
+
+
+def test_losses_without_a_graph(model: nn.Module) -> None:
+    with raises(model, RuntimeError, "does not require grad"):
+        autograd_hacks.backward(torch.ones(5))
+
+
+def test_batch_sizes_that_disagree(model: nn.Sequential) -> None:
+    x, _ = batch()
+    (model[0](x).sum() + model[2](torch.ones(3, 4, dtype=torch.float64)).sum()).backward()
+    with raises(model, BatchSizeError, "layer '0' (Linear), input (5, 3): 5", "layer '2' (Linear), input (3, 4): 3"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_an_unbatched_input_to_linear(model: nn.Module) -> None:
+    model(batch()[0][0]).sum().backward()
+    with raises(model, BatchSizeError, "layer '0' (Linear)", "(3,)", "(N, ..., in_features)", "unsqueeze(0)"):
+        autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_unbatched_input_to_a_convolution(dims: int) -> None:
+    layer = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims](2, 3, 2)
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.zeros(2, *[4] * dims)).sum().backward()
+        with pytest.raises(BatchSizeError, match=re.escape("the model itself (Conv")) as info:
+            autograd_hacks.compute_grad1(layer)
+        assert str((2, *[4] * dims)) in str(info.value)
+
+
+def test_a_backward_with_create_graph(model: nn.Module) -> None:
+    x, y = batch()
+    torch.autograd.grad(squares(model(x), y).mean(), list(model.parameters()), create_graph=True)
+    with raises(model, HigherOrderError, "create_graph=True", "clear_backprops"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_gradient_penalty_through_a_created_graph(model: nn.Module) -> None:
+    x, y = batch()
+    x.requires_grad_()
+    loss = squares(model(x), y).mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.pow(2).sum()).backward()
+    with raises(model, PerSampleGradientError):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_an_input_overwritten_before_the_backward(model: nn.Sequential) -> None:
+    x, y = batch()
+    for p in model[0].parameters():
+        p.requires_grad_(p is model[0].bias)  # autograd itself has no use for x then, and says nothing
+    loss = squares(model(x), y).mean()
+    x.zero_()
+    loss.backward()
+    with pytest.raises(StaleRecord, match=r"input of layer '0' \(Linear\), of shape \(5, 3\)"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_an_input_overwritten_after_the_backward(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    x[0] = 0
+    with raises(model, StaleRecord, "layer '0' (Linear)", "overwritten in place", "x.clone()"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_an_input_that_the_optimizer_moved() -> None:
+    class Prompt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt, self.layer = nn.Linear(3, 4, bias=False), nn.Linear(3, 2)
+
+        def forward(self) -> Tensor:
+            return self.layer(self.prompt.weight)
+
+    model = Prompt()
+    with autograd_hacks.add_hooks(model):
+        model().sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(StaleRecord, match="layer 'layer'"):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_gradient_overwritten_after_the_backward(model: nn.Module) -> None:
+    gradient = torch.ones(5, 2, dtype=torch.float64)
+    model(batch()[0]).backward(gradient)
+    gradient.mul_(2)
+    with raises(model, StaleRecord, "gradient at the output of layer '2'"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
+    def fail() -> None:
+        with autograd_hacks.accumulate(model):
+            step(model, *batch())
+            raise KeyError("loader")
+
+    with pytest.raises(KeyError, match="loader"):
+        fail()
+    with raises(model, NothingRecorded, "accumulate(model) was left by KeyError"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_accumulate_within_itself_and_without_hooks(model: nn.Module) -> None:
+    with autograd_hacks.accumulate(model):
+        with pytest.raises(RuntimeError, match="accumulating already"), autograd_hacks.accumulate(model):
+            pass
+        step(model, *batch())
+    assert_right(model, *batch())
+    with pytest.raises(NothingRecorded, match="has no hooks"), autograd_hacks.accumulate(mlp()):
+        pass
+
+
+class Scale(nn.Module):
+    """y = x · scale, for which there is no rule."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(features, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(features, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def scaled() -> nn.Sequential:
+    return nn.Sequential(mlp(), Scale(2))
+
+
+def test_a_layer_without_a_rule() -> None:
+    model = scaled()
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        with pytest.raises(UnsupportedLayer) as info:
+            autograd_hacks.compute_grad1(model)
+        for word in ("layer '1' (Scale) with scale", "register_rule", "requires_grad_(False)"):
+            assert word in str(info.value)
+        model[1].requires_grad_(False)
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
+def test_a_registered_rule_covers_the_layer() -> None:
+    model = scaled()
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        autograd_hacks.register_rule(Scale, lambda layer, call: {"scale": Dense(call.grads[0] * call.args[0])})
+        try:
+            assert autograd_hacks.is_supported(model[1])
+            assert_right(model, *batch())
+        finally:
+            del RULES[Scale]
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "words"),
+    [
+        (lambda layer, call: {}, UnsupportedLayer, "returned forms for nothing, but 'scale' trains too"),
+        (lambda layer, call: {"scale": Dense(call.grads[0][:, :1])}, BatchSizeError, r"\(5, 1\).*expected \(5, 2\)"),
+        (lambda layer, call: {"scale": Dense(call.grads[0][:3])}, BatchSizeError, r"\(3, 2\).*expected \(5, 2\)"),
+    ],
+)
+def test_a_registered_rule_that_is_wrong(
+    rule: Callable[[Scale, Call], dict[str, Dense]], error: type[Exception], words: str
+) -> None:
+    model = scaled()
+    autograd_hacks.register_rule(Scale, rule)
+    try:
+        with autograd_hacks.add_hooks(model):
+            step(model, *batch())
+            with pytest.raises(error, match=words):
+                autograd_hacks.compute_grad1(model)
+    finally:
+        del RULES[Scale]
+
+
+def test_register_rule_with_what_is_no_layer_or_no_rule() -> None:
+    with pytest.raises(TypeError, match="subclass"):
+        autograd_hacks.register_rule("Linear", lambda layer, call: {})
+    with pytest.raises(TypeError, match="function"):
+        autograd_hacks.register_rule(Scale, None)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Doubled(3, 2),
+        Standardised(1, 1, 1),
+        patched(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
+        nn.utils.parametrizations.spectral_norm(nn.Conv1d(3, 2, 1)),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_layer_that_computes_in_its_own_way_is_no_layer_of_its_base_class(layer: nn.Module) -> None:
+    assert not autograd_hacks.is_supported(layer)
+    with autograd_hacks.add_hooks(layer):
+        with pytest.raises(UnsupportedLayer, match="the model itself"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_an_old_weight_norm_is_refused() -> None:
+    layer = torch.nn.utils.weight_norm(nn.Linear(3, 2))
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(UnsupportedLayer, match="weight_g"):
+            autograd_hacks.compute_grad1(layer)
+
+
+def test_a_subclass_that_changes_nothing_is_supported() -> None:
+    class Named(nn.Linear):
+        pass
+
+    assert autograd_hacks.is_supported(Named(3, 2))
+    assert not autograd_hacks.is_supported(nn.ReLU())
+
+
+def test_add_hooks_to_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match="list"):
+        autograd_hacks.add_hooks([nn.Linear(1, 1)])
