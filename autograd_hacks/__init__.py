@@ -1,8 +1,8 @@
 """Per-sample gradients in PyTorch, through hooks.
 
-    autograd_hacks.add_hooks(model)
-    loss_fn(model(x), y).backward()
-    autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
+autograd_hacks.add_hooks(model)
+loss_fn(model(x), y).backward()
+autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
 from autograd_hacks import errors, forms, rules
@@ -17,7 +17,7 @@ from autograd_hacks.hooks import (
     remove_hooks,
 )
 from autograd_hacks.losses import backward
-from autograd_hacks.rules import is_supported, register_rule
+from autograd_hacks.rules.table import is_supported, register_rule
 
 __all__ = [
     # Hook a model.

@@ -14,7 +14,7 @@ from autograd_hacks.hooks import recorder_of
 
 
 def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
-    """Sets ``param.grad1``, of shape (N, *param.shape), on every parameter that trains, from the last backward pass.
+    """Sets ``param.grad1``, of shape ``(N, *param.shape)``, on every parameter that trains, from the last backward pass.
 
     Row n is the gradient of sample n's loss ℓₙ, where the batch loss was the mean or the sum of ℓ₁ … ℓ_N with the batch's
     own denominators held fixed.  So ``grad1.mean(0) == grad`` for 'mean' and ``grad1.sum(0) == grad`` for 'sum', after one
@@ -33,7 +33,7 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
         memory = _free_memory(parameter, forms.get(name))
         vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
         if name in forms:
-            parameter.grad1 = _write(forms[name], parameter, memory)
+            vars(parameter)["grad1"] = _write(forms[name], parameter, memory)
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def _holders(attributes: dict[str, Tensor]) -> tuple[int, int, int]:
     """Who holds the tensor (names, lists), its storage (views, numpy), and its C++ side (graphs, DLPack)."""
     tensor = attributes["grad1"]
     storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return sys.getrefcount(tensor), storage, tensor._use_count()
+    return sys.getrefcount(tensor), storage, tensor._use_count()  # type: ignore[attr-defined]  # torch has it untyped
 
 
 _ALONE = _holders({"grad1": torch.empty(1)})

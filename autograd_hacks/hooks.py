@@ -15,7 +15,7 @@ from autograd_hacks.record import Recorder, Switch
 
 
 def add_hooks(model: nn.Module) -> Hooked:
-    """Hooks every layer of `model` that has parameters, so that a backward pass leaves what `compute_grad1` needs.
+    """Hooks every layer of ``model`` that has parameters, so that a backward pass leaves what `compute_grad1` needs.
 
     Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
     hooks at the end, unless the model had hooks before::
@@ -25,7 +25,7 @@ def add_hooks(model: nn.Module) -> Hooked:
 
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where `model` is no ``torch.nn.Module``.
+    Raises TypeError where ``model`` is no ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
@@ -98,9 +98,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        recorder.clear(
-            f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again"
-        )
+        recorder.clear(f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again")
         raise
     finally:
         recorder.accumulating = False

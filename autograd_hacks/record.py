@@ -113,7 +113,7 @@ class Recorder:
             return
         parameters = {name: p for name, p in layer._parameters.items() if p is not None and p.requires_grad}
         outputs = [output] if isinstance(output, Tensor) else _tensors(output)
-        watched = [(slot, tensor) for slot, tensor in enumerate(outputs) if tensor.grad_fn is not None]
+        watched = [(slot, x.grad_fn, x.output_nr) for slot, x in enumerate(outputs) if x.grad_fn is not None]
         if not (parameters and watched):
             return
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -133,17 +133,19 @@ class Recorder:
             current_task(),
             [(x, x._version) for x in inputs if not x.is_inference()],
         )
-        for slot, tensor in watched:
+        for slot, node, output_nr in watched:
             # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after
             # the user's hooks on the tensor, and an in-place operation after the layer can't move it.
-            tensor.grad_fn.register_prehook(partial(self._receive, visit, slot, tensor.output_nr))
+            node.register_prehook(partial(self._receive, visit, slot, output_nr))
 
     def _receive(self, visit: Visit, slot: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         # The created graph leads to the parameters past this hook, so that a later pass through both would be read wrong.
         visit.differentiated |= torch.is_grad_enabled()
         grad = grads[output_nr]
         reached = {name for name, (_, node) in visit.parameters.items() if _gets_gradient(node)}
-        if not (Switch.on and self.attached) or grad is None or not reached:  # a gradient on its way to an input alone is none of ours
+        if (
+            not (Switch.on and self.attached) or grad is None or not reached
+        ):  # a gradient on its way to an input alone is none of ours
             return
         current = self._pass_of(visit)
         current.higher_order |= visit.differentiated

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py --output bench
 
-Every round runs each system once, in turn, so that a busy machine slows all of them alike; the table shows medians and
-ratios to the plain forward and backward pass of the same run.
+Every round runs each system once, in an order of its own, so that a busy machine slows all of them alike; the table shows
+medians, and ratios to the plain forward and backward pass of the same run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -100,12 +101,16 @@ def measure(steps: dict[str, Callable[[], Grads]], rounds: int) -> dict[str, lis
     expected = steps["one backward per sample"]()
     for name, step in steps.items():
         for parameter, rows in step().items():
-            torch.testing.assert_close(rows, expected[parameter], rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                rows, expected[parameter], rtol=1e-4, atol=1e-5, msg=f"{name} is wrong on {parameter}"
+            )
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    shuffler = random.Random(0)
     for _ in tqdm(range(rounds), desc="rounds", unit="round"):
-        for name, step in steps.items():
+        # In another order each time: what ran before leaves the allocator and the caches as it likes.
+        for name in shuffler.sample(list(steps), len(steps)):
             start = time.perf_counter()
-            step()
+            steps[name]()
             seconds[name].append(time.perf_counter() - start)
     return seconds
 

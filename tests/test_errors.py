@@ -20,7 +20,7 @@ from autograd_hacks.errors import (
     UnsupportedLayer,
 )
 from autograd_hacks.forms import Dense
-from autograd_hacks.rules import RULES, Call
+from autograd_hacks.rules import RULES, Call, single_input
 
 
 @pytest.fixture
@@ -336,9 +336,8 @@ def patched() -> nn.Module:
 )
 def test_a_layer_that_computes_in_its_own_way_is_no_layer_of_its_base_class(layer: nn.Module) -> None:
     assert not autograd_hacks.is_supported(layer)
-    with autograd_hacks.add_hooks(layer):
-        with pytest.raises(UnsupportedLayer, match="the model itself"):
-            autograd_hacks.compute_grad1(layer)
+    with autograd_hacks.add_hooks(layer), pytest.raises(UnsupportedLayer, match="the model itself"):
+        autograd_hacks.compute_grad1(layer)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
@@ -361,3 +360,21 @@ def test_a_subclass_that_changes_nothing_is_supported() -> None:
 def test_add_hooks_to_what_is_no_module() -> None:
     with pytest.raises(TypeError, match="list"):
         autograd_hacks.add_hooks([nn.Linear(1, 1)])
+
+
+def test_a_single_input_rule_for_a_layer_of_several() -> None:
+    class Shifted(Scale):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x) + y
+
+    model = Shifted(2)
+    autograd_hacks.register_rule(Shifted, single_input(lambda layer, x, g: {"scale": Dense(x * g)}))
+    try:
+        with autograd_hacks.add_hooks(model):
+            model(torch.ones(3, 2), y=torch.ones(3, 2)).sum().backward()
+            with pytest.raises(
+                TypeError, match=r"the model itself \(Shifted\) .* given 2 arguments .* without single_input"
+            ):
+                autograd_hacks.compute_grad1(model)
+    finally:
+        del RULES[Shifted]

@@ -224,7 +224,6 @@ def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> No
     assert_right(model, *batch(6))
 
 
-
 @pytest.mark.parametrize(
     "hold",
     [

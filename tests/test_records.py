@@ -146,9 +146,7 @@ def test_two_forwards_in_one_loss_add(model: nn.Module) -> None:
     def run(pairs: Tensor) -> Tensor:
         return torch.cat([model(pairs[:, :3]), model(pairs[:, 3:])], 1)
 
-    expected = one_backward_per_sample(
-        model, lambda out, y: squares(out[:, :2], y) + squares(out[:, 2:], y), both, y, run
-    )
+    expected = one_backward_per_sample(model, lambda out, y: squares(out[:, :2], y) + squares(out[:, 2:], y), both, y, run)
     assert_rows(model, expected)
 
 
@@ -268,7 +266,9 @@ def test_accumulate_with_a_retained_graph_adds_within_its_rows(model: nn.Module)
     autograd_hacks.compute_grad1(model)
     twice = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)[:, None]
     with autograd_hacks.pause_hooks():
-        expected = one_backward_per_sample(model, lambda out, y: squares(out, y[:, :2]) * y[:, 2], x, torch.cat([y, twice], 1))
+        expected = one_backward_per_sample(
+            model, lambda out, y: squares(out, y[:, :2]) * y[:, 2], x, torch.cat([y, twice], 1)
+        )
     assert_rows(model, expected)
 
 

@@ -25,11 +25,11 @@ class Form(ABC):
     samples: int
     shape: torch.Size
     writes_in_place = True
-    """Whether ``dense(out)`` writes straight into `out`, and not by way of a copy."""
+    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """J written out, (N, *shape), in memory of its own; into `out` where that is given."""
+        """J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
@@ -50,7 +50,7 @@ class Form(ABC):
             yield self[start : start + step]
 
     def dot(self, v: Tensor) -> Tensor:
-        """J v: every sample's gradient along `v`.  v: shape.  Returns N."""
+        """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
         return torch.cat([part.matrix() @ v.flatten() for part in self.chunks()])
 
     def weighted_sum(self, w: Tensor) -> Tensor:
@@ -62,13 +62,10 @@ class Form(ABC):
         return total.view(self.shape)
 
     def gram(self, other: Form) -> Tensor:
-        """J Kᵀ: inner products of this form's rows with those of `other`, which has M samples of the same shape.
+        """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
         Returns (N, M)."""
         return torch.cat(
-            [
-                torch.cat([mine.matrix() @ theirs.matrix().mT for theirs in other.chunks()], dim=1)
-                for mine in self.chunks()
-            ]
+            [torch.cat([mine.matrix() @ theirs.matrix().mT for theirs in other.chunks()], dim=1) for mine in self.chunks()]
         )
 
     def norms(self) -> Tensor:
@@ -99,7 +96,7 @@ class Form(ABC):
 class Dense(Form):
     """J itself: for small parameters such as biases and affine norms.
 
-    values: (N, *shape)
+    values: ``(N, *shape)``
     """
 
     def __init__(self, values: Tensor) -> None:

@@ -28,7 +28,7 @@ _WINDOWS = 2**20
 class Convolution(Form):
     """Row n of J is the ordinary weight gradient of sample n alone; the operation's own kernels are the verbs.
 
-    x: (N, C, *S)    g: (N, O, *L), the gradient at the output    shape: the weight's, (O, C / groups, *K)
+    x: ``(N, C, *S)``    g: ``(N, O, *L)``, the gradient at the output    shape: the weight's, ``(O, C / groups, *K)``
     stride, padding, dilation: a number for each spatial dimension
     """
 
@@ -60,9 +60,7 @@ class Convolution(Form):
         return rows if out is None else out.copy_(rows)
 
     def __getitem__(self, index: Index) -> Convolution:
-        return Convolution(
-            self.x[index], self.g[index], self.shape, self.stride, self.padding, self.dilation, self.groups
-        )
+        return Convolution(self.x[index], self.g[index], self.shape, self.stride, self.padding, self.dilation, self.groups)
 
     def dot(self, v: Tensor) -> Tensor:
         forward = _FORWARD[len(self.kernel)]
@@ -92,13 +90,17 @@ class Convolution(Form):
 
     @property
     def writes_in_place(self) -> bool:  # type: ignore[override]
-        """Whether J is written through windows and a matrix product, or by a grouped convolution.
+        """Whether J is written through windows and a matrix product, or else by a grouped convolution.
 
-        Windows write N·C·K·L numbers; the grouped kernel reorders the N·O·C·K/G of its result, at twice the price for
-        each.  Measured on two cores: 256 -> 256 channels at 8×8, 12 ms against 29; 32 -> 64 at 26×26, 7.4 against 5.4.
+        Both do the same multiplications, so the numbers that they move decide, for a sample: the C·K·L of its windows
+        against its input, its output gradient and three times its J, which the grouped kernel reorders.  Measured on two
+        cores, windows against grouped: 256 -> 256 channels at 8×8, 12 ms and 29; 1 -> 32 at 26×26, 0.4 and 1.0; 32 -> 64
+        at 26×26, 7.4 and 5.4; 64 -> 64 at 16×16, 1.6 and 1.1.
         """
-        pointwise = all(size == 1 for size in self.kernel)  # windows of one number are a view
-        return pointwise or self.positions * self.groups <= 2 * self.shape[0]
+        if all(size == 1 for size in self.kernel):
+            return True  # windows of one number are a view
+        windows = self.groups * self.shape[1:].numel() * self.positions
+        return windows <= self.x.shape[1:].numel() + self.g.shape[1:].numel() + 3 * self.shape.numel()
 
     def _window_chunks(self) -> Iterator[Convolution]:
         row = max(1, self.groups * self.shape[1:].numel() * self.positions)

@@ -32,11 +32,20 @@ class Outer(Form):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        if self.positions == 1:  # a product over one position is a multiplication: no matrix kernel to set up
+        if self.positions == 1 and not self._outgrows_the_cache():
             rows = torch.mul(self.left.mT, self.right, out=target)
         else:
             rows = torch.bmm(self.left.mT, self.right, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
+
+    def _outgrows_the_cache(self) -> bool:
+        """Whether a matrix kernel beats a multiplication even for one position.
+
+        It has more to set up, but doesn't read the memory that it writes.  Measured on two cores, multiplication against
+        matrix kernel: 302 MB, 16.8 ms and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
+        """
+        size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
+        return self.left.is_cpu and size > 128 * 2**20
 
     def __getitem__(self, index: Index) -> Form:
         return Outer(self.left[index], self.right[index], self.shape)

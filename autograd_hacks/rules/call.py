@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import BatchSizeError
+from autograd_hacks.errors import BatchSizeError, where
 from autograd_hacks.forms import Form
 
 
@@ -39,9 +39,14 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
 
     @wraps(formula)
     def rule(layer: nn.Module, call: Call) -> Mapping[str, Form]:
-        (x,) = (*call.args, *call.kwargs.values())
-        (g,) = call.grads
-        return formula(layer, x, g)
+        inputs = (*call.args, *call.kwargs.values())
+        if len(inputs) != 1 or len(call.grads) != 1 or call.grads[0] is None:
+            raise TypeError(
+                f"the rule {formula.__name__} for {where(call.path, layer)} is for one tensor in and one out, but the layer "
+                f"was given {len(inputs)} arguments and returned {len(call.grads)} tensors. Write rule(layer, call) without "
+                "single_input, which sees all of them."
+            )
+        return formula(layer, inputs[0], call.grads[0])
 
     return rule
 

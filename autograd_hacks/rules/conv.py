@@ -40,7 +40,7 @@ def _pad(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         totals = [dilation * (size - 1) for dilation, size in zip(layer.dilation, layer.kernel_size)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        sides = [(pad, pad) for pad in layer.padding]
+        sides = [(int(pad), int(pad)) for pad in layer.padding]
     if layer.padding_mode == "zeros" and all(before == after for before, after in sides):
         return x, tuple(before for before, _ in sides)
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

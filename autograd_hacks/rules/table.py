@@ -14,6 +14,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv2d: conv,
     nn.Conv3d: conv,
 }
+"""{layer type: rule}"""
 
 _COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
@@ -43,7 +44,7 @@ def register_rule(layer_type: type[nn.Module], rule: Rule) -> None:
     It holds for subclasses too, unless they change ``forward``, and replaces an earlier rule for the type.
     See the page "Add your own layer" in the documentation.
 
-    Raises TypeError where `layer_type` is no subclass of ``torch.nn.Module`` or `rule` can't be called.
+    Raises TypeError where ``layer_type`` is no subclass of ``torch.nn.Module`` or ``rule`` can't be called.
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise TypeError(f"register_rule was given {layer_type!r}; expected a subclass of torch.nn.Module")

@@ -1,0 +1,93 @@
+"""Law 7: each of these mistakes fails the suite.  They are made on purpose here, and the suite's own tests are run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn as nn
+from strategies import Case
+from test_forms import test_every_verb_equals_its_definition as verbs_law
+from test_rules import test_rule_equals_one_backward_per_sample as rows_law
+from torch import Tensor
+
+from autograd_hacks.forms import Convolution, Dense, Form, Outer
+from autograd_hacks.rules import RULES, Call
+
+
+def off_by_a_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, 1.001 * g
+
+
+def swapped_samples(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, g[[1, 0, *range(2, len(g))]]
+
+
+def permuted_fold(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a folded batch, N·T, read as T·N."""
+    return x, g.flatten(0, 1).unflatten(0, (g.shape[1], g.shape[0])).transpose(0, 1).reshape(g.shape)
+
+
+def mixed_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([x[:1] + x[1:2], x[1:]]), g
+
+
+def wrong_bias(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(x), g
+
+
+def none(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, g
+
+
+LINEAR = Case(nn.Linear(3, 2).double(), torch.arange(60.0).view(4, 5, 3).sin().double())
+CONV = Case(nn.Conv2d(2, 4, 3, groups=2).double(), torch.arange(200.0).view(4, 2, 5, 5).sin().double())
+
+
+@pytest.mark.parametrize("mistake", [off_by_a_thousandth, swapped_samples, permuted_fold, mixed_pair, wrong_bias])
+@pytest.mark.parametrize("case", [LINEAR, CONV], ids=["Linear", "Conv2d"])
+@pytest.mark.parametrize("loss_type", ["mean", "sum"])
+def test_a_wrong_rule_fails(
+    mistake: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    case: Case,
+    loss_type: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = RULES[type(case.layer)]
+
+    def sabotage(how: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
+            x, g = how(call.args[0], call.grads[0])
+            return rule(layer, replace(call, args=(x,), grads=(g,)))
+
+        monkeypatch.setitem(RULES, type(case.layer), wrong)
+
+    sabotage(none)
+    rows_law.hypothesis.inner_test(case, loss_type)
+    sabotage(mistake)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        rows_law.hypothesis.inner_test(case, loss_type)
+
+
+X, G = torch.randn(3, 2, 6).double(), torch.randn(3, 4, 4).double()
+SHAPE = torch.Size((4, 2, 3))
+
+
+@pytest.mark.parametrize("verb", ["dot", "weighted_sum", "gram", "norms"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Outer(G.mT, torch.randn(3, 4, 6).double(), SHAPE),
+        Outer(G[:, :, 0], X[:, 0], SHAPE),
+        Convolution(X, G, SHAPE, [1], [0], [1], 1),
+        Dense(torch.randn(3, *SHAPE).double()),
+        Dense(torch.randn(2, *SHAPE).double()) .group(torch.tensor([0, 2]), 3),
+    ],
+    ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping"],
+)  # fmt: skip
+def test_a_wrong_verb_fails(form: Form, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs_law.hypothesis.inner_test((form, form))
+    right = getattr(type(form), verb)
+    monkeypatch.setattr(type(form), verb, lambda self, *args: 1.001 * right(self, *args))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        verbs_law.hypothesis.inner_test((form, form))
