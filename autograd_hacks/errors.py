@@ -19,6 +19,10 @@ class BatchSizeError(PerSampleGradientError):
     """The layers disagree on the number of samples, or an input has no batch axis."""
 
 
+class SamplesMixed(PerSampleGradientError):
+    """A layer's output for one sample depends on the others, so that samples have no gradients of their own."""
+
+
 class StaleRecord(PerSampleGradientError):
     """A tensor that the record refers to was overwritten after the layer read it."""
 

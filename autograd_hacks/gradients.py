@@ -13,6 +13,7 @@ from autograd_hacks.errors import (
     BatchSizeError,
     HigherOrderError,
     NothingRecorded,
+    SamplesMixed,
     StaleRecord,
     UnsupportedLayer,
     where,
@@ -158,7 +159,7 @@ def _gated(visit: Visit, received: Received, reduction: str) -> Call:
     scale = _batch_size(received) if reduction == "mean" else 1
     args, kwargs = tree_map_only(Tensor, promote, (visit.args, visit.kwargs))
     grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
-    return Call(visit.path, visit.layer, args, kwargs, tuple(grads))
+    return Call(visit.path, visit.layer, args, kwargs, tuple(grads), visit.training, visit.state)
 
 
 def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Form]:
@@ -168,8 +169,8 @@ def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Fo
         return {}  # what trains here has been refused by check_supported; what doesn't is not wanted
     try:
         forms = rule(visit.layer, call)
-    except BatchSizeError as error:
-        raise BatchSizeError(f"{place} {error}") from None
+    except (BatchSizeError, SamplesMixed) as error:
+        raise type(error)(f"{place} {error}") from None
     for name in received.reached:
         if name not in forms:
             raise UnsupportedLayer(

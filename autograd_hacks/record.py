@@ -38,6 +38,8 @@ class Visit:
     forward: int  # which forward of the model
     task: int  # the backward pass that recomputes this call, or NO_TASK
     versions: list[tuple[Tensor, int]]
+    training: bool
+    state: dict[str, tuple[Tensor, int]]  # the layer's own parameters and buffers
     differentiated: bool = False  # whether a pass with create_graph has come through it
 
 
@@ -132,6 +134,12 @@ class Recorder:
             self.forwards,
             current_task(),
             [(x, x._version) for x in inputs if not x.is_inference()],
+            layer.training,
+            {
+                name: (x, x._version)
+                for name, x in (*layer._parameters.items(), *layer._buffers.items())
+                if x is not None and not x.is_inference()
+            },
         )
         for slot, node, output_nr in watched:
             # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after

@@ -1,13 +1,14 @@
 """Random layers with an input, and random forms.  Valid by construction: nothing is drawn to be thrown away."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Outer
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer
 
 small = st.integers(1, 3)
 
@@ -62,28 +63,113 @@ def convs(draw: st.DrawFn) -> Case:
     return Case(layer.double(), x)
 
 
-layers = st.one_of(linears(), convs())
+@st.composite
+def transposed_convs(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    dims, groups = draw(small), draw(small)
+    per_axis = st.tuples(*[small] * dims)
+    kernel, stride, dilation = draw(per_axis), draw(per_axis), draw(per_axis)
+    extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
+    padding = tuple(draw(st.integers(0, (d * (k - 1)) // 2)) for k, d in zip(kernel, dilation))
+    layer = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims](
+        groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), kernel, stride=stride, padding=padding,
+        output_padding=extra, groups=groups, bias=draw(st.booleans()), dilation=dilation,
+    )  # fmt: skip
+    size = draw(st.tuples(*[st.integers(1, 3)] * dims))
+    return Case(layer.double(), torch.randn(draw(st.integers(1, 3)), layer.in_channels, *size, dtype=torch.float64))
+
+
+@st.composite
+def embeddings(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    entries = draw(st.integers(2, 5))
+    layer = nn.Embedding(
+        entries,
+        draw(small),
+        padding_idx=draw(st.sampled_from([None, 0, 1, -1])),
+        max_norm=draw(st.sampled_from([None, 0.5])),
+        norm_type=draw(st.sampled_from([1.0, 2.0])),
+    )
+    return Case(layer.double(), torch.randint(entries, (draw(st.integers(1, 4)), *draw(st.lists(small, max_size=2)))))
+
+
+@st.composite
+def embedding_bags(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    entries = draw(st.integers(2, 5))
+    mode = draw(st.sampled_from(["sum", "mean", "max"]))
+    layer = nn.EmbeddingBag(entries, draw(small), mode=mode, padding_idx=draw(st.sampled_from([None, 0, -1])))
+    return Case(layer.double(), torch.randint(entries, (draw(st.integers(1, 4)), draw(st.integers(1, 4)))))
+
+
+@st.composite
+def norms(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    bias, samples = draw(st.booleans()), draw(st.integers(1, 3))
+    shape = draw(st.lists(small, min_size=1, max_size=2))
+    between = draw(st.lists(small, max_size=2))
+    channels, spatial = 2 * draw(st.integers(1, 2)), [draw(st.integers(2, 3)) for _ in range(draw(small))]
+    dims = len(spatial) - 1
+    kind = draw(st.sampled_from(["layer", "rms", "group", "batch", "sync", "instance"]))
+    eps = draw(st.sampled_from([1e-5, 0.1]))
+    running = draw(st.booleans())
+    layer = {
+        "layer": lambda: nn.LayerNorm(shape, bias=bias, eps=eps),
+        "rms": lambda: nn.RMSNorm(shape, eps=draw(st.sampled_from([None, eps]))),
+        "group": lambda: nn.GroupNorm(draw(st.sampled_from([1, 2, channels])), channels, eps=eps),
+        "batch": lambda: [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims](channels, eps=eps),
+        "sync": lambda: nn.SyncBatchNorm(channels, eps=eps),
+        "instance": lambda: [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d][dims](
+            channels, eps=eps, affine=True, track_running_stats=running
+        ),
+    }[kind]()
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    for name, buffer in layer.named_buffers():
+        if buffer.is_floating_point():
+            nn.init.uniform_(buffer, 0.5, 2)
+        del name
+    layer = layer.double().train(kind in ("layer", "rms", "group") or (kind == "instance" and draw(st.booleans())))
+    size = [*between, *shape] if kind in ("layer", "rms") else [channels, *spatial]
+    return Case(layer, torch.randn(samples, *size, dtype=torch.float64))
+
+
+@st.composite
+def prelus(draw: st.DrawFn) -> Case:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    channels = draw(small)
+    size = draw(st.lists(small, max_size=2))
+    layer = nn.PReLU(draw(st.sampled_from([1, channels])))
+    shape = [channels, *size] if layer.num_parameters > 1 or draw(st.booleans()) else []
+    return Case(layer.double(), torch.randn(draw(st.integers(1, 4)), *shape, dtype=torch.float64))
+
+
+layers = st.one_of(linears(), convs(), transposed_convs(), embeddings(), embedding_bags(), norms(), prelus())
+# Layers of which every output sees the input, with a sample and a position at the least.
 filled_layers = st.one_of(linears(least=1), convs())
 
 
 @st.composite
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
-    """A form that is made of no other.  shape: (O, C, K)"""
-    kind = draw(st.sampled_from(["dense", "outer", "convolution"]))
-    fan_out, channels, kernel = shape
-    positions = draw(st.integers(0 if kind == "outer" else 1, 4))
+    """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
+    kind = draw(st.sampled_from(["dense", "outer", "convolution" if len(shape) == 3 else "lookup"]))
+    positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
+    g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
     if kind == "dense":
         return Dense(torch.randn(samples, *shape, dtype=torch.float64))
     if kind == "outer":
-        left = torch.randn(samples, positions, fan_out, dtype=torch.float64)
-        return Outer(left, torch.randn(samples, positions, channels * kernel, dtype=torch.float64), torch.Size(shape))
+        return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
+    if kind == "lookup":
+        entries, features = shape
+        index = torch.randint(entries, (samples, positions))
+        return Lookup(index, torch.randn(samples, positions, features, dtype=torch.float64), entries)
+    _, channels, kernel = shape
     # Without groups, so that one shape fits all kinds; test_rules draws the groups.
     stride, padding, dilation = draw(small), draw(st.integers(0, 2)), draw(small)
     length = (positions - 1) * stride + (kernel - 1) * dilation + 1 + draw(st.integers(0, stride - 1))
     padding = min(padding, (length - 1) // 2)
     x = torch.randn(samples, channels, length - 2 * padding, dtype=torch.float64)
-    g = torch.randn(samples, fan_out, positions, dtype=torch.float64)
-    return Convolution(x, g, torch.Size(shape), [stride], [padding], [dilation], 1)
+    return Convolution(x, g.mT, torch.Size(shape), [stride], [padding], [dilation], 1)
 
 
 @st.composite

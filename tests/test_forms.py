@@ -8,9 +8,9 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Outer, Sum, base
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Sum, base
 
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
 
 @st.composite
@@ -111,6 +111,8 @@ def _scale(form: Form, s: Tensor) -> Form:
         case Convolution():
             spread = (form.stride, form.padding, form.dilation, form.groups)
             return Convolution(form.x, form.g * s, form.shape, *spread)
+        case Lookup():
+            return Lookup(form.index, form.g * s, form.entries)
         case Grouping():
             return Grouping(_scale(form.form, s), form.rows, form.samples)
         case Sum():

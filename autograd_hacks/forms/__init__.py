@@ -5,6 +5,7 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 
 from autograd_hacks.forms.base import BUDGET, Concatenation, Dense, Form, Grouping, Sum
 from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
 
-__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Outer", "Sum"]
+__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Lookup", "Outer", "Sum"]

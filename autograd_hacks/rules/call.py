@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import BatchSizeError, where
+from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
 
 
@@ -21,6 +21,7 @@ class Call:
     args, kwargs: what the layer's forward was given
     grads: for each tensor that the layer returned, the gradient of the sum of the samples' losses at it, or None where
     the loss did not reach it
+    training: whether the layer was in training mode    state: its parameters and buffers, for `read`
     """
 
     path: str
@@ -28,6 +29,35 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     grads: tuple[Tensor | None, ...]
+    training: bool
+    state: Mapping[str, tuple[Tensor, int]]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient at the layer's only output.  Raises TypeError where it returned several."""
+        if len(self.grads) != 1 or self.grads[0] is None:
+            raise TypeError(
+                f"{where(self.path, self.layer)} returned {len(self.grads)} tensors, but its rule asks for one gradient. "
+                "Let the rule read call.grads instead, which holds them all."
+            )
+        return self.grads[0]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """What the layer's forward was given at a position or under a name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def read(self, name: str) -> Tensor:
+        """The layer's own parameter or buffer as it was in the forward pass.
+
+        Raises StaleRecord where it has been changed since.
+        """
+        tensor, version = self.state[name]
+        if tensor._version != version or getattr(self.layer, name) is not tensor:
+            raise StaleRecord(
+                f"{name!r} of {where(self.path, self.layer)} has changed since the forward pass, and the layer's per-sample "
+                "gradients depend on it. Read them before optimizer.step(), and before another forward in training mode."
+            )
+        return tensor.detach()
 
 
 Rule = Callable[[Any, Call], Mapping[str, Form]]
@@ -40,13 +70,12 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
     @wraps(formula)
     def rule(layer: nn.Module, call: Call) -> Mapping[str, Form]:
         inputs = (*call.args, *call.kwargs.values())
-        if len(inputs) != 1 or len(call.grads) != 1 or call.grads[0] is None:
+        if len(inputs) != 1:
             raise TypeError(
-                f"the rule {formula.__name__} for {where(call.path, layer)} is for one tensor in and one out, but the layer "
-                f"was given {len(inputs)} arguments and returned {len(call.grads)} tensors. Write rule(layer, call) without "
-                "single_input, which sees all of them."
+                f"{where(call.path, layer)} was given {len(inputs)} arguments, but its rule {formula.__name__} is for one. "
+                "Write rule(layer, call) without single_input, which sees all of them."
             )
-        return formula(layer, inputs[0], call.grads[0])
+        return formula(layer, inputs[0], call.grad)
 
     return rule
 

@@ -1,4 +1,4 @@
-"""Conv1d, Conv2d, Conv3d."""
+"""Convolutions and transposed convolutions."""
 
 from collections.abc import Mapping
 
@@ -8,40 +8,55 @@ from einops import reduce
 from torch import Tensor
 
 from autograd_hacks.forms import Convolution, Dense, Form
-from autograd_hacks.rules.call import needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch, single_input
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 @single_input
 def conv(layer: _Conv, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x: N C *S    g: N O *L.  Sample n's gradient is the ordinary weight gradient of x[n] and g[n]."""
     needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
-    x, padding = _pad(layer, x)
-    forms: dict[str, Form] = {
-        "weight": Convolution(x, g, layer.weight.shape, layer.stride, padding, layer.dilation, layer.groups)
-    }
-    if layer.bias is not None:
-        forms["bias"] = Dense(reduce(g, "n o ... -> n o", "sum"))
-    return forms
-
-
-def _pad(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input, and the zeros that the convolution is still to add on both sides of each axis.
-
-    A kernel sees the same input whether padding is cut from the convolution or put into x; zeros on both sides are left
-    to the convolution, which needs no copy, and all else is put into x: reflections, and the extra column that 'same'
-    adds at the end for an even kernel.
-    """
-    none = (0,) * len(layer.kernel_size)
-    if layer.padding == "valid":
-        return x, none
     if layer.padding == "same":
         totals = [dilation * (size - 1) for dilation, size in zip(layer.dilation, layer.kernel_size)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        sides = [(int(pad), int(pad)) for pad in layer.padding]
-    if layer.padding_mode == "zeros" and all(before == after for before, after in sides):
-        return x, tuple(before for before, _ in sides)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(x, [pad for side in reversed(sides) for pad in side], mode=mode), none
+        padding = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
+        sides = [(int(pad), int(pad)) for pad in padding]
+    return _forms(layer, x, g, g, sides, layer.padding_mode)
+
+
+def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
+    """x: N C *S    g: N O *L.  The layer is a convolution's input gradient, so x and g change places.
+
+    That convolution goes from L to S.  Behind its last position there is room for padding, of which output_padding has
+    made a part real.
+    """
+    x, g = call.argument(0, "input"), call.grad
+    needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
+    spread = zip(x.shape[2:], g.shape[2:], layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    sides = [
+        (int(pad), (size - 1) * stride + dilation * (kernel - 1) + 1 - int(pad) - length)
+        for size, length, kernel, stride, pad, dilation in spread
+    ]
+    return _forms(layer, g, x, g, sides, "zeros")
+
+
+def _forms(
+    layer: _Conv | _ConvTranspose, x: Tensor, g: Tensor, at_output: Tensor, sides: list[tuple[int, int]], mode: str
+) -> Mapping[str, Form]:
+    """The weight's form for a convolution from x to g, and the bias's.
+
+    sides: what is put before and after each spatial axis of x; negative where something is cut off.  A kernel sees the
+    same whether the convolution pads or x is padded; equal zeros are left to the convolution, which needs no copy.
+    """
+    padding = tuple(before for before, _ in sides)
+    if mode != "zeros" or any(before != after for before, after in sides):
+        x = F.pad(x, [pad for side in reversed(sides) for pad in side], mode="constant" if mode == "zeros" else mode)
+        padding = (0,) * len(sides)
+    weight = Convolution(x, g, layer.weight.shape, layer.stride, padding, layer.dilation, layer.groups)
+    forms: dict[str, Form] = {"weight": weight}
+    if layer.bias is not None:
+        forms["bias"] = Dense(reduce(at_output, "n o ... -> n o", "sum"))
+    return forms

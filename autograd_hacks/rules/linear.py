@@ -1,4 +1,4 @@
-"""Linear: y = x Wᵀ + b."""
+"""Linear, Bilinear and PReLU."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.call import needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch, single_input
 
 
 @single_input
@@ -19,3 +19,26 @@ def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     if layer.bias is not None:
         forms["bias"] = Dense(left.sum(1))
     return forms
+
+
+def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
+    """x₁: N *T I    x₂: N *T J    g: N *T O.  y = x₁ᵀ W x₂ + b, so a position adds g ⊗ x₁ ⊗ x₂."""
+    x1, x2, g = call.argument(0, "input1"), call.argument(1, "input2"), call.grad
+    needs_batch(x1, at_least=2, layout="(N, ..., in1_features)")
+    x1, x2, left = (rearrange(t, "n ... f -> n (...) f") for t in (x1, x2, g))
+    right = rearrange(x1[..., :, None] * x2[..., None, :], "n t i j -> n t (i j)")
+    forms: dict[str, Form] = {"weight": Outer(left, right, layer.weight.shape)}
+    if layer.bias is not None:
+        forms["bias"] = Dense(left.sum(1))
+    return forms
+
+
+@single_input
+def prelu(layer: nn.PReLU, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
+    slopes = g * x.clamp(max=0)
+    channels = layer.num_parameters
+    if channels == 1:
+        return {"weight": Dense(slopes.flatten(1).sum(1, keepdim=True) if x.ndim > 1 else slopes[:, None])}
+    needs_batch(x, at_least=2, layout="(N, num_parameters, ...)")
+    return {"weight": Dense(slopes.flatten(2).sum(2) if x.ndim > 2 else slopes)}

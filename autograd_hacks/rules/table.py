@@ -5,14 +5,33 @@ from __future__ import annotations
 import torch.nn as nn
 
 from autograd_hacks.rules.call import Rule
-from autograd_hacks.rules.conv import conv
-from autograd_hacks.rules.linear import linear
+from autograd_hacks.rules.conv import conv, conv_transpose
+from autograd_hacks.rules.embedding import embedding, embedding_bag
+from autograd_hacks.rules.linear import bilinear, linear, prelu
+from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
+    nn.Bilinear: bilinear,
+    nn.PReLU: prelu,
     nn.Conv1d: conv,
     nn.Conv2d: conv,
     nn.Conv3d: conv,
+    nn.ConvTranspose1d: conv_transpose,
+    nn.ConvTranspose2d: conv_transpose,
+    nn.ConvTranspose3d: conv_transpose,
+    nn.Embedding: embedding,
+    nn.EmbeddingBag: embedding_bag,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+    nn.BatchNorm1d: running_norm,
+    nn.BatchNorm2d: running_norm,
+    nn.BatchNorm3d: running_norm,
+    nn.SyncBatchNorm: running_norm,
+    nn.InstanceNorm1d: running_norm,
+    nn.InstanceNorm2d: running_norm,
+    nn.InstanceNorm3d: running_norm,
 }
 """{layer type: rule}"""
 

@@ -1,0 +1,75 @@
+"""Embedding and EmbeddingBag: tables that are read by index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn as nn
+from einops import rearrange
+from torch import Tensor
+
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.forms import Form, Lookup
+from autograd_hacks.rules.call import Call, needs_batch, single_input
+
+
+@single_input
+def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
+    needs_batch(index, at_least=1, layout="(N, ...)")
+    _refuse_scale_by_freq(layer)
+    index, g = rearrange(index, "n ... -> n (...)"), rearrange(g, "n ... d -> n (...) d")
+    return {"weight": _lookup(layer, index, g)}
+
+
+def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
+    """N bags, g: N D.  A bag's entries get its g, times their weights for 'sum', over their number for 'mean', and for
+    'max' in the features where they are the largest."""
+    _refuse_scale_by_freq(layer)
+    index, offsets, weights = (
+        call.argument(place, name) for place, name in enumerate(("input", "offsets", "per_sample_weights"))
+    )
+    g = call.grad
+    if index.ndim == 2:
+        length = index.shape[1]
+        offsets = torch.arange(0, index.numel(), length or 1, device=index.device)[: len(index)]
+        if not length:
+            offsets = torch.zeros(len(index), dtype=torch.long, device=index.device)
+    elif layer.include_last_offset:
+        offsets = offsets[:-1]
+    index, weights = index.flatten(), None if weights is None else weights.flatten()
+    ends = torch.cat([offsets[1:], offsets.new_tensor([len(index)])])
+    bags = torch.arange(len(offsets), device=index.device).repeat_interleave(ends - offsets)
+    counted = torch.ones_like(index) if layer.padding_idx is None else (index != layer.padding_idx).long()
+    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, counted)
+    if layer.mode == "max":
+        return {"weight": _largest(layer, call, index, offsets, g * (sizes > 0)[:, None])}
+    values = g[bags] * counted[:, None]
+    if layer.mode == "mean":
+        values = values / sizes.clamp(min=1)[bags, None]
+    elif weights is not None:
+        values = values * weights[:, None]
+    return {"weight": Lookup(index[:, None], values[:, None], layer.num_embeddings).group(bags, len(offsets))}
+
+
+def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
+    """Each feature of a bag goes to the entry in which it is the largest, which the operation itself tells."""
+    largest = 2  # torch's number for the mode
+    weight = call.read("weight")
+    *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
+    return Lookup(entries.long(), g.diag_embed(), layer.num_embeddings)
+
+
+def _lookup(layer: nn.Embedding, index: Tensor, g: Tensor) -> Form:
+    if layer.padding_idx is not None:
+        g = g * (index != layer.padding_idx)[..., None]
+    return Lookup(index, g, layer.num_embeddings)
+
+
+def _refuse_scale_by_freq(layer: nn.Embedding | nn.EmbeddingBag) -> None:
+    if layer.scale_grad_by_freq:
+        raise SamplesMixed(
+            "divides gradients by how often the whole batch reads an entry (scale_grad_by_freq), so that a sample's "
+            "gradient depends on the others. Build it with scale_grad_by_freq=False."
+        )

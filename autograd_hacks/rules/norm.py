@@ -1,0 +1,70 @@
+"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised; so the weight's J is g x̂ and the bias's is g, summed over
+the positions that share an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.forms import Dense, Form
+from autograd_hacks.rules.call import Call, needs_batch, single_input
+
+_INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
+
+
+@single_input
+def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x, g: N *T *S, normalised over S."""
+    needs_batch(x, at_least=1 + len(layer.normalized_shape), layout="(N, ..., *normalized_shape)")
+    return _affine(layer, F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
+
+
+@single_input
+def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x, g: N *T *S, divided by the root mean square over S."""
+    needs_batch(x, at_least=1 + len(layer.normalized_shape), layout="(N, ..., *normalized_shape)")
+    return _affine(layer, F.rms_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
+
+
+@single_input
+def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x, g: N C *T, normalised over T and the channels of a group."""
+    return _affine(layer, F.group_norm(x, layer.num_groups, eps=layer.eps), g)
+
+
+def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[str, Form]:
+    """BatchNorm and InstanceNorm.  x, g: N C *T, normalised with running statistics, or each instance by its own."""
+    by_instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm)
+    of_input = call.training or not layer.track_running_stats
+    if of_input and not by_instance:
+        raise SamplesMixed(
+            f"normalises with statistics of the batch ({'training mode' if call.training else 'no running statistics'}), so "
+            "that its samples have no gradients of their own. Call .eval() on it, or use GroupNorm."
+        )
+    x, g = call.argument(0, "input"), call.grad
+    if by_instance:
+        axes = next(n for kind, n in _INSTANCE_NORMS.items() if isinstance(layer, kind))
+        needs_batch(x, at_least=axes, layout="(N, C, *spatial)")
+    if of_input:
+        xhat = F.instance_norm(x, eps=layer.eps)
+    else:
+        mean, var = call.read("running_mean").to(x.dtype), call.read("running_var").to(x.dtype)
+        xhat = F.batch_norm(x, mean, var, training=False, eps=layer.eps)
+    return _affine(layer, xhat, g)
+
+
+def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
+    """Forms for a weight and a bias over the `last` axes, or over the channels, axis 1, where there is no such number."""
+
+    def sum_positions(values: Tensor) -> Tensor:
+        shared = range(1, values.ndim - last) if last else range(2, values.ndim)
+        return values.sum(tuple(shared)) if len(shared) else values
+
+    forms: dict[str, Form] = {"weight": Dense(sum_positions(g * xhat))}
+    if getattr(layer, "bias", None) is not None:
+        forms["bias"] = Dense(sum_positions(g))
+    return forms

@@ -1,0 +1,193 @@
+"""What the strategies of test_rules don't draw: several inputs, refusals, and what a layer's own state has to do with it."""
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
+
+
+def losses(out: Tensor, y: Tensor) -> Tensor:
+    flat = out.flatten(1)
+    return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)).sum(1) + y * (flat**2).sum(1)
+
+
+def check(model: nn.Module, x: Tensor) -> None:
+    """One step through the model against one backward for each sample."""
+    y = torch.arange(1.0, len(x) + 1, dtype=torch.float64)
+    with autograd_hacks.add_hooks(model):
+        losses(model(x), y).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_rows(model, one_backward_per_sample(model, losses, x, y))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_with_offsets(mode: str, padding_idx: int | None, include_last_offset: bool, weighted: bool) -> None:
+    """Bags of every length, an empty one and one of nothing but padding among them."""
+    mode = "sum" if weighted else mode  # the only one that takes weights
+    layer = nn.EmbeddingBag(
+        5, 3, mode=mode, padding_idx=padding_idx, include_last_offset=include_last_offset, dtype=torch.float64
+    )
+    bags = [torch.tensor(bag, dtype=torch.long) for bag in ([0, 4, 4, 1], [], [2, 2], [3], [1, 2, 0])]
+    weights = [torch.linspace(-1, 1, len(bag), dtype=torch.float64) for bag in bags]
+
+    def run(chosen: range) -> Tensor:
+        ends = torch.tensor([0, *[len(bags[n]) for n in chosen]]).cumsum(0)
+        offsets = ends if include_last_offset else ends[:-1]
+        psw = torch.cat([weights[n] for n in chosen]) if weighted else None
+        return layer(torch.cat([bags[n] for n in chosen]), offsets, per_sample_weights=psw)
+
+    y = torch.arange(1.0, len(bags) + 1, dtype=torch.float64)
+    with autograd_hacks.add_hooks(layer):
+        losses(run(range(len(bags))), y).mean().backward()
+        autograd_hacks.compute_grad1(layer)
+        with autograd_hacks.pause_hooks():
+            expected = [
+                torch.autograd.grad(losses(run(range(n, n + 1)), y[n : n + 1]).sum(), [layer.weight])[0]
+                for n in range(len(bags))
+            ]
+        torch.testing.assert_close(layer.weight.grad1, torch.stack(expected))
+        torch.testing.assert_close(layer.weight.grad1.mean(0), layer.weight.grad)
+
+
+def test_weighted_bags_in_two_dimensions() -> None:
+    layer, weights = nn.EmbeddingBag(4, 2, mode="sum", dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    index, y = torch.randint(4, (3, 5)), torch.ones(3, dtype=torch.float64)
+    with autograd_hacks.add_hooks(layer):
+        losses(layer(index, per_sample_weights=weights), y).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        for n in range(3):
+            alone = losses(layer(index[n : n + 1], per_sample_weights=weights[n : n + 1]), y[:1]).sum()
+            torch.testing.assert_close(layer.weight.grad1[n], torch.autograd.grad(alone, [layer.weight])[0])
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Embedding(4, 2, scale_grad_by_freq=True), nn.EmbeddingBag(4, 2, scale_grad_by_freq=True)]
+)
+def test_gradients_scaled_by_the_batchs_frequencies_are_refused(layer: nn.Module) -> None:
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        with pytest.raises(SamplesMixed, match=r"the model itself \(Embedding.*scale_grad_by_freq=False"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_embedding_has_dense_rows() -> None:
+    layer = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    index = torch.tensor([[0, 1], [1, 1], [4, 0]])
+    with autograd_hacks.add_hooks(layer):
+        layer(index).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        torch.testing.assert_close(layer.weight.grad1.sum(0), layer.weight.grad.to_dense())
+
+
+def test_bilinear() -> None:
+    class Pair(nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            self.layer = nn.Bilinear(2, 3, 4, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[..., :2], input2=x[..., 2:])
+
+    for shape in ((4, 5), (3, 2, 5)):
+        for bias in (True, False):
+            check(Pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
+
+
+def test_a_transposed_convolution_with_an_output_size() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, output_size=(6, 5))
+
+    check(Sized().double(), torch.randn(3, 2, 3, 3, dtype=torch.float64))
+
+
+def test_tied_embedding_and_decoder() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(6, 4), nn.Embedding(5, 4)
+            self.norm, self.decode = nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
+            self.decode.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            at = torch.arange(tokens.shape[1]).expand_as(tokens)
+            return self.decode(self.norm(torch.tanh(self.embed(tokens) + self.embed(tokens.flip(1)) + self.positions(at))))
+
+    check(Language().double(), torch.randint(6, (3, 5)))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval(), nn.SyncBatchNorm(3)]
+)
+def test_normalising_over_the_batch_is_refused(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), layer)
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(4, 2)).sum().backward()
+        with pytest.raises(SamplesMixed, match=r"layer '1' \(.*BatchNorm.*\) normalises .* GroupNorm"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_what_counts_is_the_mode_that_the_forward_ran_in() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
+    x = torch.randn(4, 2, dtype=torch.float64)
+    model(x)
+    model.eval()
+    check(model, x)
+    with autograd_hacks.add_hooks(model):
+        loss = model(x).sum()
+        model.train()
+        loss.backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_running_statistics_that_have_moved_since() -> None:
+    layer = nn.BatchNorm1d(3).eval()
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.randn(4, 3)).sum().backward()
+        layer.running_mean.add_(1)
+        with pytest.raises(StaleRecord, match=r"'running_mean' of the model itself \(BatchNorm1d\)"):
+            autograd_hacks.compute_grad1(layer)
+
+
+def test_a_weight_that_the_optimizer_has_moved_since() -> None:
+    layer = nn.EmbeddingBag(4, 2, mode="max")
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        torch.optim.SGD(layer.parameters(), 1.0).step()
+        with pytest.raises(StaleRecord, match=r"'weight' .* before optimizer.step\(\)"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Embedding(3, 2), torch.tensor(1)),
+        (nn.LayerNorm(3), torch.randn(3)),
+        (nn.RMSNorm((2, 3)), torch.randn(2, 3)),
+        (nn.InstanceNorm1d(2, affine=True), torch.randn(2, 4)),
+        (nn.PReLU(3), torch.randn(3)),
+        (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_unbatched_inputs(layer: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(layer):
+        try:
+            layer(x).sum().backward()
+        except RuntimeError:
+            assert isinstance(layer, nn.PReLU)  # which takes none with several weights
+            return
+        with pytest.raises(BatchSizeError, match=r"the model itself \(.*without a batch axis.*unsqueeze"):
+            autograd_hacks.compute_grad1(layer)
