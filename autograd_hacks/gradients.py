@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from autograd_hacks.errors import (
     BatchSizeError,
@@ -21,6 +20,7 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Concatenation, Dense, Form, Sum
 from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit
 from autograd_hacks.rules import Call, rule_for
+from autograd_hacks.trees import map_tensors
 
 LOSS_TYPES = ("mean", "sum")
 
@@ -111,7 +111,7 @@ def common_batch_size(segment: Segment) -> int:
             sizes["the vector given to backward(losses)"] = recorded.losses.samples
         for visit, received in reversed(recorded.received.items()):
             if rule_for(visit.layer):
-                sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", _batch_size(received))
+                sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", _batch_size(visit, received))
     if len(set(sizes.values())) > 1:
         listing = "; ".join(f"{place}: {size}" for place, size in sizes.items())
         raise BatchSizeError(
@@ -144,7 +144,11 @@ def _check_unchanged(visit: Visit, received: Received) -> None:
                 )
 
 
-def _batch_size(received: Received) -> int:
+def _batch_size(visit: Visit, received: Received) -> int:
+    """How many samples a call saw: on axis 0 of its outputs, unless the layer's rule knows better."""
+    count = getattr(rule_for(visit.layer), "samples", None)
+    if count is not None:
+        return int(count(visit.layer, visit.args, visit.kwargs))
     return next(grad.shape[0] if grad.ndim else 1 for grad in received.grads if grad is not None)
 
 
@@ -156,10 +160,12 @@ def _gated(visit: Visit, received: Received, reduction: str) -> Call:
         return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
 
     # The mean divided every sample's gradient by N.
-    scale = _batch_size(received) if reduction == "mean" else 1
-    args, kwargs = tree_map_only(Tensor, promote, (visit.args, visit.kwargs))
+    scale = _batch_size(visit, received) if reduction == "mean" else 1
+    args, kwargs = map_tensors(promote, (visit.args, visit.kwargs))
     grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
-    return Call(visit.path, visit.layer, args, kwargs, tuple(grads), visit.training, visit.state)
+    return Call(
+        visit.path, visit.layer, args, kwargs, tuple(grads), visit.training, visit.state, visit.random_state, visit.results
+    )
 
 
 def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Form]:
@@ -177,7 +183,7 @@ def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Fo
                 f"the rule of {place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. Register "
                 "a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
-        expected = (_batch_size(received), *visit.parameters[name][0].shape)
+        expected = (_batch_size(visit, received), *visit.parameters[name][0].shape)
         if (forms[name].samples, *forms[name].shape) != expected:
             raise BatchSizeError(
                 f"the rule of {place} returned per-sample gradients of shape {(forms[name].samples, *forms[name].shape)} "

@@ -36,6 +36,8 @@ def add_hooks(model: nn.Module) -> Hooked:
         root.handles.append(model.register_forward_pre_hook(root, prepend=True))
     for path, layer in model.named_modules():
         if layer._parameters and not any(_belongs(hook, root) for hook in layer._forward_hooks.values()):
+            if isinstance(getattr(layer, "dropout", None), float):
+                root.handles.append(layer.register_forward_pre_hook(_LayerBegins(root.recorder)))
             # First in line: the rules need what the layer itself returned, before other hooks change it.
             hook = _LayerRan(root.recorder, path)
             root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
@@ -158,6 +160,13 @@ class _ForwardBegins(_Hook):
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         self.recorder.begin_forward()
+
+
+class _LayerBegins(_Hook):
+    """On layers with dropout inside."""
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self.recorder.begin_layer(layer)
 
 
 class _LayerRan(_Hook):

@@ -14,7 +14,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autograd_hacks.rules.table import covered
+from autograd_hacks.trees import map_tensors, tensors_of
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
@@ -33,13 +35,15 @@ class Visit:
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    parameters: dict[str, tuple[Tensor, Node]]  # the layer's own that train, each with its end of the graph
+    parameters: dict[str, tuple[Tensor, Node]]  # those that its rule covers and that train, each with its end of the graph
     outputs: int
     forward: int  # which forward of the model
     task: int  # the backward pass that recomputes this call, or NO_TASK
     versions: list[tuple[Tensor, int]]
     training: bool
-    state: dict[str, tuple[Tensor, int]]  # the layer's own parameters and buffers
+    state: dict[str, tuple[Tensor, int]]  # the parameters that its rule covers, and its own buffers
+    random_state: Tensor | None  # before the call, for a layer that draws random numbers in it
+    results: tuple[tuple[Tensor, int], ...]  # what such a layer returned
     differentiated: bool = False  # whether a pass with create_graph has come through it
 
 
@@ -95,6 +99,7 @@ class Recorder:
         self.attached = True
         self.forwards = 0
         self.why_empty = ""  # why there is nothing to read, where that isn't plain
+        self.random_states: dict[nn.Module, Tensor] = {}  # of layers that run just now
         self._answered = False  # whether a backward has come since the last forward began
 
     def clear(self, why: str = "") -> None:
@@ -105,6 +110,11 @@ class Recorder:
             self.forwards += 1
             self._answered = False
 
+    def begin_layer(self, layer: nn.Module) -> None:
+        """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
+        if Switch.on and torch.is_grad_enabled() and layer.training and layer.dropout:
+            self.random_states[layer] = torch.get_rng_state()
+
     def visit(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Notes a call of a layer, and asks the graph for the gradients at its outputs."""
         if not Switch.on or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -113,8 +123,10 @@ class Recorder:
             self.begin_forward()
         if not torch.is_grad_enabled():
             return
-        parameters = {name: p for name, p in layer._parameters.items() if p is not None and p.requires_grad}
-        outputs = [output] if isinstance(output, Tensor) else _tensors(output)
+        owned = covered(layer)
+        parameters = {name: p for name, p in owned.items() if p.requires_grad}
+        outputs = tensors_of(output)
+        random_state = self.random_states.pop(layer, None)
         watched = [(slot, x.grad_fn, x.output_nr) for slot, x in enumerate(outputs) if x.grad_fn is not None]
         if not (parameters and watched):
             return
@@ -122,8 +134,8 @@ class Recorder:
             args = (args[0].detach(),)
             inputs = [args[0]]
         else:
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            inputs = _tensors((args, kwargs))
+            args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+            inputs = tensors_of((args, kwargs))
         visit = Visit(
             path,
             layer,
@@ -137,9 +149,11 @@ class Recorder:
             layer.training,
             {
                 name: (x, x._version)
-                for name, x in (*layer._parameters.items(), *layer._buffers.items())
+                for name, x in (*owned.items(), *layer._buffers.items())
                 if x is not None and not x.is_inference()
             },
+            random_state,
+            () if random_state is None else tuple((x.detach(), x._version) for x in outputs),
         )
         for slot, node, output_nr in watched:
             # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after
@@ -186,10 +200,6 @@ class Recorder:
             self.segments = [*self.segments, segment] if self.accumulating else [segment]
         segment.forwards.add(visit.forward)
         return current
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _gets_gradient(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -22,6 +22,8 @@ class Call:
     grads: for each tensor that the layer returned, the gradient of the sum of the samples' losses at it, or None where
     the loss did not reach it
     training: whether the layer was in training mode    state: its parameters and buffers, for `read`
+    random_state: the generator's before the call, and outputs: what came out, with its version, for layers with dropout
+    inside
     """
 
     path: str
@@ -31,6 +33,8 @@ class Call:
     grads: tuple[Tensor | None, ...]
     training: bool
     state: Mapping[str, tuple[Tensor, int]]
+    random_state: Tensor | None
+    outputs: tuple[tuple[Tensor, int], ...]
 
     @property
     def grad(self) -> Tensor:
@@ -52,7 +56,8 @@ class Call:
         Raises StaleRecord where it has been changed since.
         """
         tensor, version = self.state[name]
-        if tensor._version != version or getattr(self.layer, name) is not tensor:
+        *path, own_name = name.split(".")
+        if tensor._version != version or getattr(self.layer.get_submodule(".".join(path)), own_name) is not tensor:
             raise StaleRecord(
                 f"{name!r} of {where(self.path, self.layer)} has changed since the forward pass, and the layer's per-sample "
                 "gradients depend on it. Read them before optimizer.step(), and before another forward in training mode."
@@ -78,6 +83,16 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
         return formula(layer, inputs[0], call.grad)
 
     return rule
+
+
+def counts_samples(count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int]) -> Callable[[Rule], Rule]:
+    """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them."""
+
+    def mark(rule: Rule) -> Rule:
+        vars(rule)["samples"] = count
+        return rule
+
+    return mark
 
 
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:

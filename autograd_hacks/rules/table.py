@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch.nn as nn
 
+from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.call import Rule
 from autograd_hacks.rules.conv import conv, conv_transpose
 from autograd_hacks.rules.embedding import embedding, embedding_bag
 from autograd_hacks.rules.linear import bilinear, linear, prelu
 from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm
+from autograd_hacks.rules.recurrent import cell, recurrent
+
+# Parameters that a layer's rule covers besides its own, because the layer reads them past their owner.
+ALSO_COVERS: dict[type[nn.Module], tuple[str, ...]] = {nn.MultiheadAttention: ("out_proj",)}
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -32,6 +37,13 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.InstanceNorm1d: running_norm,
     nn.InstanceNorm2d: running_norm,
     nn.InstanceNorm3d: running_norm,
+    nn.RNN: recurrent,
+    nn.LSTM: recurrent,
+    nn.GRU: recurrent,
+    nn.RNNCell: cell,
+    nn.LSTMCell: cell,
+    nn.GRUCell: cell,
+    nn.MultiheadAttention: attention,
 }
 """{layer type: rule}"""
 
@@ -47,6 +59,13 @@ def rule_for(layer: nn.Module) -> Rule | None:
             return None if changed else RULES[cls]
         changed |= set(vars(cls)) & set(_COMPUTES)
     return None
+
+
+def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: parameter} of what a rule for the layer gives forms for: its own, and those it reads past their owner."""
+    parts = next((ALSO_COVERS[cls] for cls in type(layer).__mro__ if cls in ALSO_COVERS), ())
+    owners = {"": layer, **{f"{part}.": layer.get_submodule(part) for part in parts}}
+    return {prefix + name: p for prefix, owner in owners.items() for name, p in owner._parameters.items() if p is not None}
 
 
 def is_supported(layer: nn.Module) -> bool:

@@ -1,0 +1,132 @@
+"""For layers that use several linear maps inside: recompute the layer once as plain linear maps, run one backward pass
+through that, and read the factors of each weight off its map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.errors import StaleRecord, where
+from autograd_hacks.forms import Dense, Form, Outer, Sum
+from autograd_hacks.rules.call import Call
+
+
+@dataclass
+class Use:
+    """One use of a linear map, x of ... I to y of ... O, which are rows of a larger weight or bias, or the whole."""
+
+    x: Tensor
+    y: Tensor
+    batch_axis: int
+    weight: str
+    bias: str | None
+    weight_rows: slice | None
+    bias_rows: slice | None
+
+
+class LinearMaps:
+    """Linear maps that remember what went in and out.
+
+    call: of the layer that is recomputed, whose weights they use
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.uses: list[Use] = []
+        self.copied: dict[str, Tensor] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: str,
+        bias: str | None,
+        batch_axis: int = 0,
+        weight_rows: slice | None = None,
+        bias_rows: slice | None = None,
+    ) -> Tensor:
+        """x Wᵀ + b, for parameters of the layer by name, or rows of them.  x: N I, or with batch_axis 1 T N I."""
+        matrix, shift = self.call.read(weight), None if bias is None else self.call.read(bias)
+        matrix = matrix if weight_rows is None else matrix[weight_rows]
+        shift = shift if shift is None or bias_rows is None else shift[bias_rows]
+        y = _differentiable(F.linear(x, matrix, shift))
+        self.uses.append(Use(x.detach(), y, batch_axis, weight, bias, weight_rows, bias_rows))
+        return y
+
+    def copies(self, name: str, samples: int) -> Tensor:
+        """A parameter of shape (1, 1, F) with a copy for each sample, 1 N F."""
+        self.copied[name] = _differentiable(self.call.read(name).repeat(1, samples, 1))
+        return self.copied[name]
+
+    def forms(self, outputs: Sequence[Tensor]) -> dict[str, Form]:
+        """{name: form} for the parameters of all maps, by one backward pass from the layer's outputs."""
+        reached = [(out, grad) for out, grad in zip(outputs, self.call.grads) if grad is not None]
+        inside = [use.y for use in self.uses] + list(self.copied.values())
+        grads = torch.autograd.grad(
+            [out for out, _ in reached], inside, [grad for _, grad in reached], allow_unused=True, materialize_grads=True
+        )
+        forms: dict[str, Form] = {
+            name: Dense(grad.movedim(1, 0)[:, :, None]) for name, grad in zip(self.copied, grads[len(self.uses) :])
+        }
+        by_weight: dict[str, list[tuple[Use, Tensor]]] = {}
+        shifts: dict[str, list[Form]] = {}
+        for use, grad in zip(self.uses, grads):
+            grad = _samples_first(grad, use.batch_axis)
+            by_weight.setdefault(use.weight, []).append((use, self._spread(grad, use.weight, use.weight_rows)))
+            if use.bias is not None:
+                shifts.setdefault(use.bias, []).append(Dense(self._spread(grad.sum(1), use.bias, use.bias_rows)))
+        for weight, uses in by_weight.items():
+            left = torch.cat([grad for _, grad in uses], dim=1)
+            right = torch.cat([_samples_first(use.x, use.batch_axis) for use, _ in uses], dim=1)
+            forms[weight] = Outer(left, right)
+        return forms | {bias: Sum.of(parts) for bias, parts in shifts.items()}
+
+    def _spread(self, grad: Tensor, name: str, rows: slice | None) -> Tensor:
+        """The gradient at some rows of a parameter among zeros for its other rows, on the last axis."""
+        if rows is None or rows.stop - rows.start == len(self.call.read(name)):
+            return grad
+        return F.pad(grad, (rows.start, len(self.call.read(name)) - rows.stop))
+
+
+def _differentiable(y: Tensor) -> Tensor:
+    """y, asking for its gradient even where nothing behind it does."""
+    return y if y.requires_grad else y.requires_grad_()
+
+
+def _samples_first(x: Tensor, batch_axis: int) -> Tensor:
+    """N T F"""
+    return x[:, None] if x.ndim == 2 else x.movedim(batch_axis, 0)
+
+
+@contextmanager
+def recomputing(call: Call) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+    """A context to run a layer again in, with the random numbers that the forward pass drew, dropout's.
+
+    Yields a function that takes the recomputed outputs and raises StaleRecord where they are not the ones that the forward
+    pass returned.
+    """
+
+    def check(outputs: Sequence[Tensor]) -> None:
+        for (seen, version), out in zip(call.outputs, outputs):
+            if seen._version != version or not torch.allclose(out.to(seen.dtype), seen, *_tolerance(seen), equal_nan=True):
+                raise StaleRecord(
+                    f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different, or "
+                    "were overwritten in place since. Its dropout's random numbers may be drawn in another order here; set "
+                    "its dropout to 0."
+                )
+
+    devices = sorted({x.device.index for x, _ in call.outputs if x.device.type == "cuda"})
+    with torch.enable_grad(), torch.random.fork_rng(devices, enabled=call.random_state is not None):
+        if call.random_state is not None:
+            torch.set_rng_state(call.random_state)
+        yield check
+
+
+def _tolerance(x: Tensor) -> tuple[float, float]:
+    """rtol, atol: far above rounding, and far below what another dropout mask does."""
+    eps = torch.finfo(x.dtype).eps
+    return 1e3 * eps, 1e3 * eps * float(x.detach().abs().amax()) if x.numel() else 0.0

@@ -1,0 +1,139 @@
+"""RNN, LSTM, GRU and their cells: the linear maps of every time step, recomputed.
+
+In one step the input's map gives i and the state's map gives h; the gates are functions of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from autograd_hacks.forms import Form
+from autograd_hacks.rules.call import Call, counts_samples, needs_batch
+from autograd_hacks.rules.recompute import LinearMaps, recomputing
+
+State = tuple[Tensor, ...]
+"""h, or h and c, each N H"""
+
+
+def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    x = args[0] if args else kwargs["input"]
+    if isinstance(x, PackedSequence):
+        return int(x.batch_sizes[0]) if len(x.batch_sizes) else 0
+    assert isinstance(x, Tensor)  # torch has refused all else
+    return x.shape[0 if layer.batch_first or x.ndim < 3 else 1]
+
+
+@counts_samples(_count)
+def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
+    """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H"""
+    x, packing = call.argument(0, "input"), None
+    if isinstance(x, PackedSequence):
+        packing = _Packing(x)
+        x = packing.pad(x.data)
+    else:
+        needs_batch(x, at_least=3, layout="(N, T, I) for batch_first, else (T, N, I)")
+        x = x.transpose(0, 1) if layer.batch_first else x
+    states = _states(layer, call.argument(1, "hx"), x)
+    maps, last, directions = LinearMaps(call), list[State](), 2 if layer.bidirectional else 1
+    with recomputing(call) as check:
+        for depth in range(layer.num_layers):
+            sides = []
+            for direction in range(directions):
+                suffix = f"_l{depth}" + "_reverse" * direction
+                out, state = _run(layer, maps, suffix, x, states[depth * directions + direction], packing, direction == 1)
+                sides.append(out)
+                last.append(state)
+            x = torch.cat(sides, 2)
+            if layer.dropout and call.training and depth < layer.num_layers - 1:
+                # Packed, as in the forward pass, for the same random numbers to fall on the same places.
+                x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
+        out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
+        outputs = [out, *[torch.stack(parts) for parts in zip(*last)]]
+        check(outputs)
+        return maps.forms(outputs)
+
+
+def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
+    """x: N I    states: N H"""
+    x, state = call.argument(0, "input"), call.argument(1, "hx")
+    needs_batch(x, at_least=2, layout="(N, input_size)")
+    parts = state if isinstance(state, tuple) else () if state is None else (state,)
+    states = tuple(parts) or (x.new_zeros(len(x), layer.hidden_size),) * (2 if isinstance(layer, nn.LSTMCell) else 1)
+    maps = LinearMaps(call)
+    with recomputing(call):
+        bias = layer.bias_ih is not None
+        outputs = _step(
+            layer,
+            maps(x, "weight_ih", "bias_ih" if bias else None),
+            maps(states[0], "weight_hh", "bias_hh" if bias else None),
+            states,
+        )
+        return maps.forms(outputs)
+
+
+def _run(
+    layer: nn.RNNBase, maps: LinearMaps, suffix: str, x: Tensor, state: State, packing: _Packing | None, backwards: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction.  x: T N I.  Returns the outputs, T N H, and the last state."""
+    bias_ih, bias_hh = ("bias_ih" + suffix, "bias_hh" + suffix) if layer.bias else (None, None)
+    by_input = maps(x, "weight_ih" + suffix, bias_ih, batch_axis=1)
+    outputs = [state[0]] * len(x)
+    for t in reversed(range(len(x))) if backwards else range(len(x)):
+        after = _step(layer, by_input[t], maps(state[0], "weight_hh" + suffix, bias_hh), state)
+        if layer.proj_size:
+            after = (maps(after[0], "weight_hr" + suffix, None), *after[1:])
+        if packing:  # a sequence that has ended, or not begun, keeps its state
+            after = tuple(torch.where(packing.running[t], new, old) for new, old in zip(after, state))
+        state = after
+        outputs[t] = state[0]
+    return torch.stack(outputs), state
+
+
+def _step(layer: nn.RNNBase | nn.RNNCellBase, i: Tensor, h: Tensor, state: State) -> State:
+    """The state after a step.  i, h: N gates·H, from the input's map and the state's"""
+    if isinstance(layer, nn.LSTM | nn.LSTMCell):
+        take, keep, new, show = (i + h).chunk(4, 1)
+        c = keep.sigmoid() * state[1] + take.sigmoid() * new.tanh()
+        return show.sigmoid() * c.tanh(), c
+    if isinstance(layer, nn.GRU | nn.GRUCell):
+        (i_reset, i_update, i_new), (h_reset, h_update, h_new) = i.chunk(3, 1), h.chunk(3, 1)
+        update, new = (i_update + h_update).sigmoid(), (i_new + (i_reset + h_reset).sigmoid() * h_new).tanh()
+        return (new + update * (state[0] - new),)
+    return ((i + h).tanh() if layer.nonlinearity == "tanh" else (i + h).relu(),)
+
+
+def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor) -> list[State]:
+    """The state before the first step, for each layer and direction."""
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    if given is not None:
+        return list(zip(*given)) if isinstance(given, tuple) else [(h,) for h in given]
+    h, c = (x.new_zeros(x.shape[1], size) for size in (layer.proj_size or layer.hidden_size, layer.hidden_size))
+    return [(h, c) if isinstance(layer, nn.LSTM) else (h,)] * count
+
+
+class _Packing:
+    """Where the rows of packed data stand in a padded batch, in the order that the user gave the samples."""
+
+    def __init__(self, packed: PackedSequence) -> None:
+        sizes = packed.batch_sizes.to(packed.data.device)
+        samples = int(sizes[0])
+        self.sorted = torch.arange(samples, device=sizes.device) < sizes[:, None]  # T N, longest first
+        order = torch.arange(samples, device=sizes.device)
+        self.by_length = order if packed.sorted_indices is None else packed.sorted_indices
+        self.by_user = order if packed.unsorted_indices is None else packed.unsorted_indices
+        self.running = self.sorted[:, self.by_user, None]  # T N 1, whether a sample has a step t
+
+    def pad(self, data: Tensor) -> Tensor:
+        """rows ... -> T N ..., zeros behind each sequence's end"""
+        padded = data.new_zeros(*self.sorted.shape, *data.shape[1:])
+        return padded.index_put(self.sorted.nonzero(as_tuple=True), data)[:, self.by_user]
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """T N ... -> rows ..."""
+        return padded[:, self.by_length][self.sorted]
