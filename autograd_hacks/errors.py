@@ -27,6 +27,10 @@ class StaleRecord(PerSampleGradientError):
     """A tensor that the record refers to was overwritten after the layer read it."""
 
 
+class UnseenGradient(PerSampleGradientError):
+    """Gradient has reached a parameter by a way that no hook sees, so that its rows would be incomplete."""
+
+
 class HigherOrderError(PerSampleGradientError):
     """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -14,11 +15,12 @@ from autograd_hacks.errors import (
     NothingRecorded,
     SamplesMixed,
     StaleRecord,
+    UnseenGradient,
     UnsupportedLayer,
     where,
 )
 from autograd_hacks.forms import Concatenation, Dense, Form, Sum
-from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit
+from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit, version_of
 from autograd_hacks.rules import Call, rule_for
 from autograd_hacks.trees import map_tensors
 
@@ -31,13 +33,16 @@ def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | N
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     """
     check_loss_type(loss_type)
-    check_supported(model)
-    segments = readable_segments(recorder)
+    check_supported(model, recorder)
+    segments = readable_segments(model, recorder)
     tables = [segment_forms(segment, loss_type) for segment in segments]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trainable.items():
+        for segment, (table, samples) in zip(segments, tables):
+            _check_sum(name, parameter, table.get(parameter), segment, loss_type, samples)
     return {
         name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in trainable.items()
     }
 
 
@@ -49,25 +54,36 @@ def check_loss_type(loss_type: str | None) -> None:
         )
 
 
-def check_supported(model: nn.Module) -> None:
-    """Raises UnsupportedLayer where a parameter that trains belongs to a layer without a rule."""
-    missing = [
-        f"{where(path, layer)} with {', '.join(names)}"
-        for path, layer in model.named_modules()
-        if (names := _trainable(layer)) and rule_for(layer) is None
-    ]
+def check_supported(model: nn.Module, recorder: Recorder) -> None:
+    """Raises where a parameter that trains belongs to a layer without a rule, or to one without a hook."""
+    training = [(path, layer, names) for path, layer in model.named_modules() if (names := _trainable(layer))]
+    missing = [f"{where(path, layer)} with {', '.join(names)}" for path, layer, names in training if not rule_for(layer)]
     if missing:
         raise UnsupportedLayer(
             f"no rule covers {'; '.join(missing)}. A rule is looked up by type, and a subclass that changes forward or "
             "weight needs one of its own. Either teach the library this layer with "
             "autograd_hacks.register_rule(type, rule), or freeze it with layer.requires_grad_(False)."
         )
+    unhooked = [where(path, layer) for path, layer, _ in training if layer not in recorder.layers]
+    if unhooked:
+        raise NothingRecorded(
+            f"these layers have come into the model since add_hooks: {'; '.join(unhooked)}. Call "
+            "autograd_hacks.add_hooks(model) again, and repeat the step."
+        )
 
 
-def readable_segments(recorder: Recorder) -> list[Segment]:
+def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
     """The recorded rows; raises where there are none or they can't be trusted."""
-    if not Switch.on:
+    if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
+    strays = [name for name, p in model.named_parameters() if p.requires_grad and any(p is s for s in recorder.strays)]
+    if strays:
+        raise UnseenGradient(
+            f"gradient has reached {', '.join(strays)} by a way that the hooks don't see, so that the rows would be without "
+            "it: a weight used outside its own layer's forward, a penalty on weights in a loss, torch.compile, scripting, "
+            "functional_call. Let layers be called as modules; run a backward pass of a penalty alone within "
+            "autograd_hacks.pause_hooks(); or freeze the parameter."
+        )
     if not recorder.segments:
         no_backward = (
             "no backward pass has reached a trainable parameter of a hooked layer since add_hooks. Call loss.backward() on "
@@ -86,6 +102,12 @@ def readable_segments(recorder: Recorder) -> list[Segment]:
                 "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
                 "the backward pass."
             )
+        if recorded.ambiguous:
+            raise NothingRecorded(
+                "checkpointing has recomputed layers in this backward pass, and several forward passes have run since the "
+                "one before, so that it can't be known which it belongs to. Run each backward pass before the next forward, "
+                "or use torch.utils.checkpoint with use_reentrant=False."
+            )
     return recorder.segments
 
 
@@ -95,7 +117,7 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
     for recorded in segment.passes:
         reduction = _reduction(recorded, loss_type)
         for visit, received in reversed(recorded.received.items()):  # in the order of the forward
-            _check_unchanged(visit, received)
+            _check_seen(visit, received)
             call = _gated(visit, received, reduction)
             for name, form in _apply_rule(visit, received, call).items():
                 found.setdefault(visit.parameters[name][0], []).append(form)
@@ -133,15 +155,44 @@ def _reduction(recorded: Pass, loss_type: str | None) -> str:
     return recorded.losses.loss_type
 
 
-def _check_unchanged(visit: Visit, received: Received) -> None:
+def _check_seen(visit: Visit, received: Received) -> None:
+    """Raises where what the hooks saw is not what the layer worked with."""
+    if not visit.is_first:
+        raise UnseenGradient(
+            f"a forward hook stands before the library's on {where(visit.path, visit.layer)} and may have changed its "
+            "output. Register it without prepend=True, or add the library's hooks anew, after it: remove_hooks, add_hooks."
+        )
     for kind, watched in (("input", visit.versions), ("gradient at the output", received.versions)):
         for tensor, version in watched:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise StaleRecord(
                     f"the {kind} of {where(visit.path, visit.layer)}, of shape {tuple(tensor.shape)}, was overwritten in "
-                    f"place after the layer read it (version {tensor._version}; expected {version}). Read the per-sample "
+                    f"place after the layer read it (version {version_of(tensor)}; expected {version}). Read the per-sample "
                     "gradients before that, or give the layer a copy: x.clone()."
                 )
+
+
+def _check_sum(
+    name: str, parameter: Tensor, form: Form | None, segment: Segment, loss_type: str | None, samples: int
+) -> None:
+    """Raises where the rows don't add up to the gradient that arrived, while that is watched (see `Recorder.comparing`)."""
+    arrived = [
+        grad * (samples if _reduction(recorded, loss_type) == "mean" else 1)
+        for recorded in segment.passes
+        for watched, grad in recorded.arrived.items()
+        if watched is parameter
+    ]
+    if form is None or not arrived or not samples:
+        return
+    expected = torch.stack(arrived).sum(0)
+    with torch.no_grad():
+        got = form.weighted_sum(expected.new_ones(samples))
+    if (got - expected).abs().max() > 1e-3 * expected.abs().max():
+        raise HigherOrderError(
+            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
+            "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "
+            "run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
+        )
 
 
 def _batch_size(visit: Visit, received: Received) -> int:
@@ -164,7 +215,15 @@ def _gated(visit: Visit, received: Received, reduction: str) -> Call:
     args, kwargs = map_tensors(promote, (visit.args, visit.kwargs))
     grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
     return Call(
-        visit.path, visit.layer, args, kwargs, tuple(grads), visit.training, visit.state, visit.random_state, visit.results
+        visit.path,
+        visit.layer,
+        args,
+        kwargs,
+        tuple(grads),
+        visit.training,
+        visit.state,
+        visit.random_state,
+        tuple(visit.results),
     )
 
 
@@ -177,6 +236,8 @@ def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Fo
         forms = rule(visit.layer, call)
     except (BatchSizeError, SamplesMixed) as error:
         raise type(error)(f"{place} {error}") from None
+    if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
+        raise TypeError(f"the rule of {place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
     for name in received.reached:
         if name not in forms:
             raise UnsupportedLayer(

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.trees import tensors_of
 
 
 def add_hooks(model: nn.Module) -> Hooked:
@@ -29,18 +31,26 @@ def add_hooks(model: nn.Module) -> Hooked:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
     root = _root_hook(model)
     is_new = root is None
     if root is None:
         root = _ForwardBegins(Recorder())
         root.handles.append(model.register_forward_pre_hook(root, prepend=True))
+        root.handles.append(model.register_forward_hook(_ForwardEnds(root.recorder), always_call=True))
+    recorder = root.recorder
     for path, layer in model.named_modules():
-        if layer._parameters and not any(_belongs(hook, root) for hook in layer._forward_hooks.values()):
-            if isinstance(getattr(layer, "dropout", None), float):
-                root.handles.append(layer.register_forward_pre_hook(_LayerBegins(root.recorder)))
-            # First in line: the rules need what the layer itself returned, before other hooks change it.
-            hook = _LayerRan(root.recorder, path)
-            root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        if not layer._parameters or layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
+            continue
+        if isinstance(getattr(layer, "dropout", None), float):
+            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder)))
+        # First in line: the rules need what the layer itself returned, before other hooks change it.
+        hook = _LayerRan(recorder, path)
+        root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        recorder.layers.add(layer)
+    for parameter in model.parameters():
+        recorder.watch(parameter)
     return Hooked(model, is_new)
 
 
@@ -50,8 +60,7 @@ def remove_hooks(model: nn.Module) -> None:
     if root is None:
         warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
         return
-    root.recorder.attached = False
-    root.recorder.clear()
+    root.recorder.detach()
     for handle in root.handles:
         handle.remove()
     for parameter in model.parameters():
@@ -60,22 +69,22 @@ def remove_hooks(model: nn.Module) -> None:
 
 def enable_hooks() -> None:
     """Undoes `disable_hooks`."""
-    Switch.on = True
+    Switch.enabled = True
 
 
 def disable_hooks() -> None:
     """Stops all recording, everywhere in the process, until `enable_hooks`.  What was recorded before stays."""
-    Switch.on = False
+    Switch.enabled = False
 
 
 @contextmanager
 def pause_hooks() -> Iterator[None]:
     """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
-    before, Switch.on = Switch.on, False
+    Switch.pauses += 1
     try:
         yield
     finally:
-        Switch.on = before
+        Switch.pauses -= 1
 
 
 @contextmanager
@@ -159,7 +168,14 @@ class _ForwardBegins(_Hook):
         self.handles: list[RemovableHandle] = []
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        self.recorder.begin_forward()
+        # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
+        self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of(args)))
+        self.recorder.in_forward = True
+
+
+class _ForwardEnds(_Hook):
+    def __call__(self, model: nn.Module, *_: object) -> None:
+        self.recorder.in_forward = False
 
 
 class _LayerBegins(_Hook):
@@ -174,8 +190,9 @@ class _LayerRan(_Hook):
         super().__init__(recorder)
         self.path = path
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.recorder.visit(self.path, layer, args, kwargs, output)
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        is_first = next(iter(layer._forward_hooks.values())) is self
+        return self.recorder.visit(self.path, layer, args, kwargs, output, is_first)
 
 
 class _Unhooked:
@@ -185,11 +202,9 @@ class _Unhooked:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook is self]:
                 del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def _root_hook(model: nn.Module) -> _ForwardBegins | None:
     return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _ForwardBegins)), None)
-
-
-def _belongs(hook: object, root: _ForwardBegins) -> bool:
-    return isinstance(hook, _LayerRan) and hook.recorder is root.recorder

@@ -6,6 +6,7 @@ A `Visit` is one call of one layer in a forward pass; a `Pass` is one backward p
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.rules.table import covered
 from autograd_hacks.trees import map_tensors, tensors_of
@@ -21,10 +25,23 @@ from autograd_hacks.trees import map_tensors, tensors_of
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
 
+Versions = list[tuple[Tensor, int]]
+
 
 def current_task() -> int:
     """The backward pass that is running, by autograd's own count, or `NO_TASK`."""
     return torch._C._current_graph_task_id()
+
+
+class Switch:
+    """Whether hooks record, everywhere in the process."""
+
+    enabled = True
+    pauses = 0  # contexts that are open, in whatever thread
+
+    @classmethod
+    def on(cls) -> bool:
+        return cls.enabled and not cls.pauses
 
 
 @dataclass(eq=False)
@@ -38,13 +55,13 @@ class Visit:
     parameters: dict[str, tuple[Tensor, Node]]  # those that its rule covers and that train, each with its end of the graph
     outputs: int
     forward: int  # which forward of the model
-    task: int  # the backward pass that recomputes this call, or NO_TASK
-    versions: list[tuple[Tensor, int]]
+    recomputed_in: Pass | None  # the backward pass that makes this call again, for checkpointing
+    versions: Versions
     training: bool
     state: dict[str, tuple[Tensor, int]]  # the parameters that its rule covers, and its own buffers
     random_state: Tensor | None  # before the call, for a layer that draws random numbers in it
-    results: tuple[tuple[Tensor, int], ...]  # what such a layer returned
-    differentiated: bool = False  # whether a pass with create_graph has come through it
+    results: Versions  # what such a layer returned
+    is_first: bool  # whether no other forward hook came before ours
 
 
 @dataclass(eq=False)
@@ -53,7 +70,7 @@ class Received:
 
     grads: list[Tensor | None]
     reached: set[str] = field(default_factory=set)
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    versions: Versions = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -67,23 +84,23 @@ class Losses:
 
 @dataclass(eq=False)
 class Pass:
+    """One backward pass, with those that checkpointing runs inside it."""
+
     task: int
     losses: Losses | None
     received: dict[Visit, Received] = field(default_factory=dict)
+    captures: bool = False  # torch.autograd.grad, which leaves .grad alone
     higher_order: bool = False
+    ambiguous: bool = False  # recomputed, and it can't be known which of several forwards
     finished: bool = False
+    reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
+    arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
 
 
 @dataclass(eq=False)
 class Segment:
     passes: list[Pass] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
-
-
-class Switch:
-    """Whether hooks record, everywhere in the process."""
-
-    on = True
 
 
 ANNOUNCED: dict[int, Losses] = {}
@@ -95,120 +112,199 @@ class Recorder:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
+        self.strays: list[Tensor] = []  # parameters that gradient has reached past their layers
+        self.why_empty = ""  # why there is nothing to read, where that isn't plain
         self.accumulating = False
         self.attached = True
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.watched = WeakTensorKeyDictionary()  # the parameters' hooks
+        self.written = WeakTensorKeyDictionary()  # the grad1 of each parameter, by weak reference
         self.forwards = 0
-        self.why_empty = ""  # why there is nothing to read, where that isn't plain
+        self.in_forward = False
+        self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: dict[nn.Module, Tensor] = {}  # of layers that run just now
+        self._running: Pass | None = None
+        self._visited: set[int] = set()  # layers since the last forward began
         self._answered = False  # whether a backward has come since the last forward began
+        self._unanswered = 0  # forwards since the last backward
 
     def clear(self, why: str = "") -> None:
-        self.segments, self.why_empty = [], why
+        self.segments, self.strays, self.why_empty = [], [], why
 
-    def begin_forward(self) -> None:
-        if current_task() == NO_TASK:  # else checkpointing computes something again, which is no forward
-            self.forwards += 1
-            self._answered = False
+    def watch(self, parameter: Tensor) -> None:
+        """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
+        if is_lazy(parameter) or not parameter.is_leaf:
+            return
+        if parameter.requires_grad and parameter not in self.watched:
+            self.watched[parameter] = parameter.register_hook(partial(self._arrive, weakref.ref(parameter)))
+
+    def detach(self) -> None:
+        """Ends all recording, also by graphs that outlive the hooks."""
+        self.attached = False
+        self.clear()
+        handles: list[RemovableHandle] = list(self.watched.values())
+        for handle in handles:
+            handle.remove()
+
+    def begin_forward(self, with_gradients: bool) -> None:
+        if current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
+            return
+        self.comparing &= not self._answered
+        self.forwards += 1
+        self._unanswered += with_gradients
+        self._answered = False
+        self._visited.clear()
 
     def begin_layer(self, layer: nn.Module) -> None:
         """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
-        if Switch.on and torch.is_grad_enabled() and layer.training and layer.dropout:
+        if Switch.on() and torch.is_grad_enabled() and layer.training and layer.dropout:
             self.random_states[layer] = torch.get_rng_state()
 
-    def visit(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Notes a call of a layer, and asks the graph for the gradients at its outputs."""
-        if not Switch.on or torch._C._functorch.peek_interpreter_stack() is not None:
-            return  # inside torch.func's transforms tensors are of one transform's making, and end with it
-        if self._answered:  # the layer was called by itself, not by the model's forward
-            self.begin_forward()
-        if not torch.is_grad_enabled():
-            return
+    def visit(
+        self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
+    ) -> Any:
+        """Notes a call of a layer, and asks the graph for the gradients at its outputs.  Returns the output."""
+        random_state = self.random_states.pop(layer, None)
+        if not Switch.on() or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state():
+            return output  # inside torch.func's transforms tensors are of one transform's making, and end with it
+        self._place(layer)
         owned = covered(layer)
         parameters = {name: p for name, p in owned.items() if p.requires_grad}
         outputs = tensors_of(output)
-        random_state = self.random_states.pop(layer, None)
-        watched = [(slot, x.grad_fn, x.output_nr) for slot, x in enumerate(outputs) if x.grad_fn is not None]
-        if not (parameters and watched):
-            return
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            args = (args[0].detach(),)
-            inputs = [args[0]]
-        else:
-            args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-            inputs = tensors_of((args, kwargs))
+        if not (parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
+            return output
+        if len(outputs) > 1:
+            # One output may be computed from another, as an LSTM's h from its c.  The gradient at a view is that of the
+            # uses outside the layer alone.
+            output = map_tensors(lambda x: x if x.grad_fn is None else x.view_as(x), output)
+            outputs = tensors_of(output)
+        for parameter in parameters.values():
+            self.watch(parameter)
+        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         visit = Visit(
-            path,
-            layer,
-            args,
-            kwargs,
-            {name: (p, get_gradient_edge(p).node) for name, p in parameters.items()},
-            len(outputs),
-            self.forwards,
-            current_task(),
-            [(x, x._version) for x in inputs if not x.is_inference()],
-            layer.training,
-            {
-                name: (x, x._version)
-                for name, x in (*owned.items(), *layer._buffers.items())
-                if x is not None and not x.is_inference()
-            },
-            random_state,
-            () if random_state is None else tuple((x.detach(), x._version) for x in outputs),
+            path=path,
+            layer=layer,
+            args=args,
+            kwargs=kwargs,
+            parameters={name: (p, get_gradient_edge(p).node) for name, p in parameters.items()},
+            outputs=len(outputs),
+            forward=self.forwards,
+            recomputed_in=self._running,
+            versions=_versions(tensors_of((args, kwargs))),
+            training=layer.training,
+            state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
+            random_state=random_state,
+            results=[] if random_state is None else _versions([x.detach() for x in outputs]),
+            is_first=is_first,
         )
-        for slot, node, output_nr in watched:
+        for slot, x in enumerate(outputs):
             # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after
             # the user's hooks on the tensor, and an in-place operation after the layer can't move it.
-            node.register_prehook(partial(self._receive, visit, slot, output_nr))
+            if x.grad_fn is not None:
+                x.grad_fn.register_prehook(partial(self._receive, visit, slot, x.output_nr))
+        return output
+
+    def _place(self, layer: nn.Module) -> None:
+        """Finds out which forward, or which backward, a layer is called in."""
+        task = current_task()
+        if task != NO_TASK:
+            self._enter(task)
+            return
+        self._running = None
+        by_itself = not self.in_forward and (self._answered or id(layer) in self._visited)
+        if by_itself:  # not by the model's forward, and again
+            self.begin_forward(torch.is_grad_enabled())
+        self._visited.add(id(layer))
+
+    def _enter(self, task: int) -> Pass:
+        """The pass that runs now; a task within another one is part of that one's pass."""
+        if self._running is None:
+            self._running = Pass(task, ANNOUNCED.get(task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
+        return self._running
+
+    def _finish(self, ended: Pass) -> None:
+        ended.finished = True
+        self._running = None
 
     def _receive(self, visit: Visit, slot: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
-        # The created graph leads to the parameters past this hook, so that a later pass through both would be read wrong.
-        visit.differentiated |= torch.is_grad_enabled()
-        grad = grads[output_nr]
-        reached = {name for name, (_, node) in visit.parameters.items() if _gets_gradient(node)}
-        if (
-            not (Switch.on and self.attached) or grad is None or not reached
-        ):  # a gradient on its way to an input alone is none of ours
+        if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        current = self._pass_of(visit)
-        current.higher_order |= visit.differentiated
+        self.comparing |= torch.is_grad_enabled()
+        grad = grads[output_nr]
+        reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
+        if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
+            return
+        if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
+            self._running = None  # left by a pass that failed
+        current = visit.recomputed_in or self._enter(current_task())
+        current.captures |= any(is_captured(visit.parameters[name][1]) for name in reached)
+        current.higher_order |= torch.is_grad_enabled()
+        current.ambiguous |= visit.recomputed_in is not None and self._unanswered > 1
+        self._file(current, visit)
         received = current.received.setdefault(visit, Received([None] * visit.outputs))
         received.grads[slot] = grad = grad.detach()
-        received.versions.append((grad, grad._version))
+        received.versions += _versions([grad])
         received.reached |= reached
+        current.reached |= {id(visit.parameters[name][0]) for name in reached}
         self._answered = True
 
-    def _pass_of(self, visit: Visit) -> Pass:
-        """The pass that runs now.
+    def _file(self, current: Pass, visit: Visit) -> None:
+        """Puts the pass into a segment.
 
         A pass through nothing but forwards that the segment holds adds to it; one from another forward replaces it, or
-        begins a segment of its own while accumulating.
+        begins a segment of its own while accumulating.  So does one of the other kind, since torch.autograd.grad does not
+        add to ``.grad``.
         """
-        task = current_task() if visit.task == NO_TASK else visit.task
         if not self.segments:
             self.segments = [Segment()]
         segment = self.segments[-1]
-        current = next((p for p in segment.passes if p.task == task), None)
-        if current is None:
-            current = Pass(task, ANNOUNCED.get(task))
+        if current not in segment.passes:
             segment.passes.append(current)
-            if current.losses:
+            if current.losses and self not in current.losses.recorders:
                 current.losses.recorders.append(self)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, current, "finished", True))
-        if visit.forward not in segment.forwards and len(segment.passes) > 1:
+        others = [other for other in segment.passes if other is not current]
+        alike = visit.forward in segment.forwards and all(other.captures == current.captures for other in others)
+        if others and not alike:
             segment.passes.remove(current)
             segment = Segment([current])
             self.segments = [*self.segments, segment] if self.accumulating else [segment]
+            self.strays = []
         segment.forwards.add(visit.forward)
-        return current
+
+    def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+        """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
+        parameter = reference()
+        if parameter is None or not (Switch.on() and self.attached):
+            return
+        self._unanswered = 0
+        if self._running is None or id(parameter) not in self._running.reached:
+            self.strays.append(parameter)
+        elif self.comparing:
+            self._running.arrived[parameter] = grad.detach()
 
 
-def _gets_gradient(node: Node) -> bool:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been overwritten; inference tensors don't count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(tensors: list[Tensor]) -> Versions:
+    return [(x, version_of(x)) for x in tensors]
+
+
+def gets_gradient(node: Node) -> bool:
     """Whether the running backward pass will bring a gradient to a parameter, given the parameter's node."""
+    return is_captured(node) or torch._C._will_engine_execute_node(node)
+
+
+def is_captured(node: Node) -> bool:
+    """Whether torch.autograd.grad takes the gradient in front of a leaf's node, instead of executing it."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
-        # torch.autograd.grad captures the gradient in front of a leaf's node instead of executing it.  torch answers
-        # this question with an error, but only after it has seen that the gradient is wanted.
+        # torch's answer for a leaf that autograd.grad captures, given only after it has seen that the gradient is wanted.
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return True
         raise
+    return False

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree in order; of a packed sequence the data."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor):  # the usual case, and the quickest
         return [tree]
-    leaves = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in tree_leaves(tree))
+    leaves = (leaf.data if _is_packed(leaf) else leaf for leaf in tree_leaves(tree, _is_packed))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -22,8 +22,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with the function applied to each tensor."""
 
     def at_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
+        if _is_packed(leaf):
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(at_leaf, tree)
+    return tree_map(at_leaf, tree, is_leaf=_is_packed)
+
+
+def _is_packed(tree: Any) -> bool:
+    return isinstance(tree, PackedSequence)

@@ -45,3 +45,20 @@ def assert_rows(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
             assert p.grad1 is None, name
         else:
             torch.testing.assert_close(p.grad1, expected[name], check_dtype=False, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> dict[str, Tensor | None]:
+    """Rows by a backward pass from each entry of the whole batch's losses, the random numbers the same in every one."""
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    rows: dict[str, list[Tensor | None]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
+    state = torch.get_rng_state()
+    for n in range(len(losses())):
+        model.zero_grad(set_to_none=True)
+        torch.set_rng_state(state)
+        losses()[n].backward()
+        for name in rows:
+            rows[name].append(model.get_parameter(name).grad)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = kept[name]
+    return {n: None if all(g is None for g in grads) else _stack(grads, shapes[n]) for n, grads in rows.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.nn as nn
+from torch import Tensor
 
 from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.call import Rule
@@ -53,7 +54,7 @@ _COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
     in a way of its own, for which the base class's rule would be silently wrong."""
-    changed = set(vars(layer)) & set(_COMPUTES)
+    changed = {name for name in _COMPUTES if callable(found := vars(layer).get(name)) or isinstance(found, Tensor)}
     for cls in type(layer).__mro__:
         if cls in RULES:
             return None if changed else RULES[cls]
