@@ -76,7 +76,7 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
     """The recorded rows; raises where there are none or they can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    strays = [name for name, p in model.named_parameters() if p.requires_grad and any(p is s for s in recorder.strays)]
+    strays = [name for name, p in model.named_parameters() if p.requires_grad and any(p is s for _, s in recorder.strays)]
     if strays:
         raise UnseenGradient(
             f"gradient has reached {', '.join(strays)} by a way that the hooks don't see, so that the rows would be without "

@@ -112,7 +112,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.strays: list[Tensor] = []  # parameters that gradient has reached past their layers
+        self.strays: list[tuple[int, Tensor]] = []  # parameters that gradient has reached past their layers, by task
         self.why_empty = ""  # why there is nothing to read, where that isn't plain
         self.accumulating = False
         self.attached = True
@@ -230,8 +230,10 @@ class Recorder:
     def _receive(self, visit: Visit, slot: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        self.comparing |= torch.is_grad_enabled()
         grad = grads[output_nr]
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+            return  # is_grads_batched: many passes in one
+        self.comparing |= torch.is_grad_enabled()
         reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
         if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
             return
@@ -256,9 +258,7 @@ class Recorder:
         begins a segment of its own while accumulating.  So does one of the other kind, since torch.autograd.grad does not
         add to ``.grad``.
         """
-        if not self.segments:
-            self.segments = [Segment()]
-        segment = self.segments[-1]
+        segment = self.segments[-1] if self.segments else Segment()
         if current not in segment.passes:
             segment.passes.append(current)
             if current.losses and self not in current.losses.recorders:
@@ -268,8 +268,10 @@ class Recorder:
         if others and not alike:
             segment.passes.remove(current)
             segment = Segment([current])
+        if segment not in self.segments:
             self.segments = [*self.segments, segment] if self.accumulating else [segment]
-            self.strays = []
+            if not self.accumulating:
+                self.strays = [(task, parameter) for task, parameter in self.strays if task == current.task]
         segment.forwards.add(visit.forward)
 
     def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
@@ -279,7 +281,7 @@ class Recorder:
             return
         self._unanswered = 0
         if self._running is None or id(parameter) not in self._running.reached:
-            self.strays.append(parameter)
+            self.strays.append((self._running.task if self._running else current_task(), parameter))
         elif self.comparing:
             self._running.arrived[parameter] = grad.detach()
 

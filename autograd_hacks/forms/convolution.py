@@ -124,6 +124,6 @@ class Convolution(Form):
     def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:
         shape = (copies * self.shape[0], *self.shape[1:])
         # Strides of axes of length 1 are arbitrary, and some kernels take them for another memory format.
-        x, g = (t.contiguous().flatten().view(t.shape) for t in (x, g))
+        x, g = (t.resolve_conj().contiguous().flatten().view(t.shape) for t in (x, g))
         weight_gradient = _WEIGHT_GRADIENT[len(self.kernel)]
         return weight_gradient(x, shape, g, self.stride, self.padding, self.dilation, copies * self.groups)

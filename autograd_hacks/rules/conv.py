@@ -24,7 +24,7 @@ def conv(layer: _Conv, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     else:
         padding = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
         sides = [(int(pad), int(pad)) for pad in padding]
-    return _forms(layer, x, g, g, sides, layer.padding_mode)
+    return _forms(layer, x.conj(), g, g, sides, layer.padding_mode)
 
 
 def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
@@ -40,7 +40,7 @@ def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
         (int(pad), (size - 1) * stride + dilation * (kernel - 1) + 1 - int(pad) - length)
         for size, length, kernel, stride, pad, dilation in spread
     ]
-    return _forms(layer, g, x, g, sides, "zeros")
+    return _forms(layer, g, x.conj(), g, sides, "zeros")
 
 
 def _forms(

@@ -12,9 +12,9 @@ from autograd_hacks.rules.call import Call, needs_batch, single_input
 
 @single_input
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x[n, t]; the bias sees Σₜ g[n, t]."""
+    """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t]; the bias sees Σₜ g[n, t]."""
     needs_batch(x, at_least=2, layout="(N, ..., in_features)")
-    left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i")
+    left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i").conj()
     forms: dict[str, Form] = {"weight": Outer(left, right)}
     if layer.bias is not None:
         forms["bias"] = Dense(left.sum(1))
@@ -26,7 +26,7 @@ def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
     x1, x2, g = call.argument(0, "input1"), call.argument(1, "input2"), call.grad
     needs_batch(x1, at_least=2, layout="(N, ..., in1_features)")
     x1, x2, left = (rearrange(t, "n ... f -> n (...) f") for t in (x1, x2, g))
-    right = rearrange(x1[..., :, None] * x2[..., None, :], "n t i j -> n t (i j)")
+    right = rearrange(x1[..., :, None] * x2[..., None, :], "n t i j -> n t (i j)").conj()
     forms: dict[str, Form] = {"weight": Outer(left, right, layer.weight.shape)}
     if layer.bias is not None:
         forms["bias"] = Dense(left.sum(1))

@@ -1,0 +1,392 @@
+"""Ways by which a gradient escapes the hooks, or a record is misread: each is right, or an error that says so."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows, one_backward_per_sample
+from test_records import assert_right, batch, mlp, squares, step
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import HigherOrderError, NothingRecorded, UnseenGradient
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 2), (4, 3)),
+        (nn.Linear(3, 2), (4, 5, 3)),
+        (nn.Conv2d(2, 3, 2), (4, 2, 5, 5)),
+        (nn.Conv2d(20, 3, 2), (4, 20, 2, 2)),
+        (nn.Conv1d(4, 2, 1, groups=2), (4, 4, 3)),
+        (nn.ConvTranspose1d(2, 3, 2), (4, 2, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    layer, x = layer.to(torch.complex128), torch.randn(shape, dtype=torch.complex128)
+
+    def losses(out: Tensor, y: Tensor) -> Tensor:
+        return (out.abs() ** 2).flatten(1).sum(1)
+
+    with autograd_hacks.add_hooks(layer):
+        losses(layer(x), x).mean().backward()
+        autograd_hacks.compute_grad1(layer)
+        assert_rows(layer, one_backward_per_sample(layer, losses, x, x))
+
+
+@pytest.mark.parametrize("critic", [nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_gradient_penalty(critic: nn.Module, together: bool) -> None:
+    """Its graph leads to the weights past the layers, whether or not the layers' own nodes are run too."""
+    x, mixed = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+    with autograd_hacks.add_hooks(critic):
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        losses = critic(x).flatten()
+        penalty = (slope.norm(dim=1) - 1) ** 2
+        if together:
+            autograd_hacks.backward(losses + penalty)
+        else:
+            losses.mean().backward()
+            penalty.mean().backward()
+        with pytest.raises((HigherOrderError, UnseenGradient), match="pause_hooks"):
+            autograd_hacks.compute_grad1(critic)
+        critic.zero_grad()
+        critic(x).flatten().pow(2).mean().backward()
+        autograd_hacks.compute_grad1(critic)
+        for p in critic.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_created_graph_that_the_loss_does_not_use_harms_nothing(model: nn.Module) -> None:
+    x, y = batch()
+    x.requires_grad_()
+    loss = squares(model(x), y).mean()
+    torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward()
+    assert_right(model, x, y)
+
+
+def test_a_penalty_run_by_itself_is_noticed_unless_hooks_are_paused(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    model[0].weight.square().sum().backward()
+    with pytest.raises(UnseenGradient, match=r"0\.weight by a way"):
+        autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    with autograd_hacks.pause_hooks():
+        model[0].weight.square().sum().backward()
+    assert_right(model, x, y)
+
+
+def test_a_weight_used_past_its_layer() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+
+    model = Functional()
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(UnseenGradient, match=r"layer\.weight, layer\.bias"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_weight_used_past_its_layer_behind_layers_that_are_hooked(model: nn.Sequential) -> None:
+    x, _ = batch()
+    F.linear(torch.tanh(model[0](x)), model[2].weight).sum().backward()
+    with pytest.raises(UnseenGradient, match=r"2\.weight by"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_functional_call_with_weights_of_its_own(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    moved = {name: p * 1.5 for name, p in model.named_parameters()}
+    squares(torch.func.functional_call(model, moved, x), y).mean().backward()
+    with pytest.raises(UnseenGradient):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_forward_that_calls_forward_itself(model: nn.Sequential) -> None:
+    x, y = batch()
+    squares(model[2](model[0].forward(x)), y).mean().backward()
+    with pytest.raises(UnseenGradient, match=r"0\.weight, 0\.bias"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_compiled_model_after_an_ordinary_step(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    squares(torch.compile(model, backend="aot_eager")(3 * x), y).mean().backward()
+    with pytest.raises(UnseenGradient, match=r"torch\.compile"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
+    x, y = batch()
+    model[2] = nn.Linear(4, 2).double()
+    step(model, x, y)
+    with pytest.raises(NothingRecorded, match=r"since add_hooks: layer '2' \(Linear\)"):
+        autograd_hacks.compute_grad1(model)
+    autograd_hacks.add_hooks(model)
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_attention_of_which_only_the_output_projection_trains() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    layer.in_proj_weight.requires_grad_(False)
+    layer.in_proj_bias.requires_grad_(False)
+    with autograd_hacks.add_hooks(layer):
+        layer(x, x, x)[0].pow(2).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert_close(layer.out_proj.weight.grad1.sum(0), layer.out_proj.weight.grad)
+        assert not hasattr(layer.in_proj_weight, "grad1")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_child() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2)))
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(5, 3)).sum().backward()
+        with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match="layer '1'"):
+            autograd_hacks.compute_grad1(model)
+    with pytest.raises(TypeError, match="scripted"):
+        autograd_hacks.add_hooks(model[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_tracing_a_hooked_model(model: nn.Module) -> None:
+    traced = torch.jit.trace(model, batch()[0])
+    assert torch.equal(traced(batch()[0]), model(batch()[0]))
+
+
+def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
+    x, y = batch()
+    model[0].register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)
+    step(model, x, y)
+    with pytest.raises(UnseenGradient, match=r"before the library's on layer '0' \(Linear\)"):
+        autograd_hacks.compute_grad1(model)
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model)
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential) -> None:
+    x, y = batch()
+    loss = squares(model(x), y).mean()
+    torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+    loss.backward()
+    assert_right(model, x, y)
+    for p in model.parameters():
+        assert_close(p.grad1.mean(0), p.grad)
+
+
+class Whole(nn.Module):
+    """A model that runs in checkpoints and nothing else, one within the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(3, 3), mlp()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return checkpoint(self.rest, self.first(x), use_reentrant=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_within_checkpoints_in_a_loop() -> None:
+    model = Whole().double()
+    plain = nn.Sequential(model.first, *model.rest)
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            for loss_type in ("mean", "sum"):
+                x, y = batch(4, seed)
+                model.zero_grad()
+                with torch.no_grad():
+                    model(x)
+                autograd_hacks.backward(squares(model(x.clone().requires_grad_()), y), loss_type)
+                autograd_hacks.compute_grad1(model)
+                with autograd_hacks.pause_hooks():
+                    expected = one_backward_per_sample(plain, squares, x, y)
+                    assert_rows(plain, expected)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_of_several_forwards_can_not_be_told_apart() -> None:
+    model = Whole().double()
+    with autograd_hacks.add_hooks(model):
+        losses = [squares(model(batch(4, seed)[0].requires_grad_()), batch(4, seed)[1]).mean() for seed in (0, 1)]
+        for loss in losses:
+            loss.backward()
+            with pytest.raises(NothingRecorded, match="use_reentrant=False"):
+                autograd_hacks.compute_grad1(model)
+        x, y = batch(5)
+        squares(model(x.requires_grad_()), y).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.first.weight.grad1.shape, (5, 3, 3))
+
+
+def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h.register_hook(lambda g: 1 / 0)
+            return checkpoint(self.last, h, use_reentrant=True)
+
+    model = Fails()
+    with autograd_hacks.add_hooks(model):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(NothingRecorded, match="not run to its end"):
+            autograd_hacks.compute_grad1(model)
+
+
+class Methods(nn.Module):
+    """Run through a method of its own, never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layers[2](torch.tanh(self.layers[0](x)))
+
+
+def test_forwards_and_backwards_of_a_model_that_is_run_through_methods() -> None:
+    model = Methods()
+    (x, y), (z, t) = batch(4), batch(4, 1)
+    with autograd_hacks.add_hooks(model):
+        first, second = squares(model.encode(x), y).mean(), squares(model.encode(z), t).mean()
+        first.backward()
+        second.backward()
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_backward_per_sample(model, squares, z, t, model.encode))
+        with autograd_hacks.accumulate(model):
+            first, second = squares(model.encode(x), y).mean(), squares(model.encode(z), t).mean()
+            first.backward()
+            second.backward()
+        autograd_hacks.compute_grad1(model)
+        both = torch.cat([x, z]), torch.cat([y, t])
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_backward_per_sample(model, squares, *both, model.encode))
+
+
+def test_a_refusal_leaves_no_older_rows_behind(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    x.zero_()
+    with pytest.raises(autograd_hacks.errors.StaleRecord):
+        autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert not hasattr(p, "grad1")
+
+
+def test_channels_last_where_every_axis_has_length_one() -> None:
+    layer = nn.Conv2d(3, 1, 2, padding=1).double()
+    x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
+    with autograd_hacks.add_hooks(layer):
+        layer(x).pow(2).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out.pow(2).flatten(1).sum(1), x, x))
+
+
+def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    with torch.inference_mode():
+        autograd_hacks.compute_grad1(model)
+    loss = squares(model(x), y).mean()
+    with torch.inference_mode():
+        loss.backward()
+    assert_right(model, x, y)
+
+
+def test_batched_gradients_are_no_record(model: nn.Module) -> None:
+    x, y = batch(4)
+    parameters = list(model.parameters())
+    losses = squares(model(x), y)
+    torch.autograd.grad(losses, parameters, torch.eye(4, dtype=torch.float64), is_grads_batched=True)
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_memory_of_the_users_is_never_written_into(model: nn.Sequential) -> None:
+    def next_step() -> None:
+        step(model, *batch(seed=1))
+        autograd_hacks.compute_grad1(model)
+
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    storage = model[0].weight.grad1.untyped_storage()
+    model[2].weight.grad1.share_memory_()
+    shared = model[2].weight.grad1.data_ptr()
+    kept = storage.tolist()
+    next_step()
+    assert storage.tolist() == kept
+    assert model[2].weight.grad1.data_ptr() != shared
+    mine = torch.zeros_like(model[0].weight.grad1).numpy()
+    model[0].weight.grad1 = torch.from_numpy(mine)
+    next_step()
+    assert not mine.any()
+
+
+def test_a_copys_dead_hooks_leave_no_key_behind(model: nn.Sequential) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(batch()[0])
+        for layer in twin.modules():
+            assert not layer._forward_hooks
+            assert not layer._forward_pre_hooks
+            assert not layer._forward_hooks_with_kwargs
+            assert not layer._forward_hooks_always_called
+        for p in twin.parameters():
+            assert not p._backward_hooks
+
+
+def test_pauses_that_overlap_in_two_threads(model: nn.Module) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with autograd_hacks.pause_hooks():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    inside.wait()
+    with autograd_hacks.pause_hooks():
+        leave.set()
+        thread.join()
+    step(model, *batch())
+    assert_right(model, *batch())
