@@ -76,10 +76,10 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
     """The recorded rows; raises where there are none or they can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    strays = [name for name, p in model.named_parameters() if p.requires_grad and any(p is s for _, s in recorder.strays)]
-    if strays:
+    strays = {id(parameter) for _, parameter in recorder.strays}
+    if past := [name for name, p in model.named_parameters() if strays and p.requires_grad and id(p) in strays]:
         raise UnseenGradient(
-            f"gradient has reached {', '.join(strays)} by a way that the hooks don't see, so that the rows would be without "
+            f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
             "it: a weight used outside its own layer's forward, a penalty on weights in a loss, torch.compile, scripting, "
             "functional_call. Let layers be called as modules; run a backward pass of a penalty alone within "
             "autograd_hacks.pause_hooks(); or freeze the parameter."
@@ -212,7 +212,7 @@ def _gated(visit: Visit, received: Received, reduction: str) -> Call:
 
     # The mean divided every sample's gradient by N.
     scale = _batch_size(visit, received) if reduction == "mean" else 1
-    args, kwargs = map_tensors(promote, (visit.args, visit.kwargs))
+    args, kwargs = map_tensors(promote, visit.args), map_tensors(promote, visit.kwargs) if visit.kwargs else {}
     grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
     return Call(
         visit.path,

@@ -180,7 +180,8 @@ class Recorder:
             outputs = tensors_of(output)
         for parameter in parameters.values():
             self.watch(parameter)
-        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+        args = map_tensors(Tensor.detach, args)
+        kwargs = map_tensors(Tensor.detach, kwargs) if kwargs else {}
         visit = Visit(
             path=path,
             layer=layer,
@@ -190,7 +191,7 @@ class Recorder:
             outputs=len(outputs),
             forward=self.forwards,
             recomputed_in=self._running,
-            versions=_versions(tensors_of((args, kwargs))),
+            versions=_versions([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,
             state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
             random_state=random_state,

@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree in order; of a packed sequence the data."""
-    if isinstance(tree, Tensor):  # the usual case, and the quickest
+    if isinstance(tree, Tensor):  # the usual cases first, which need no walk
         return [tree]
+    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+        return list(tree)
     leaves = (leaf.data if _is_packed(leaf) else leaf for leaf in tree_leaves(tree, _is_packed))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -26,6 +28,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
+    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+        return tuple(function(leaf) for leaf in tree)
     return tree_map(at_leaf, tree, is_leaf=_is_packed)
 
 

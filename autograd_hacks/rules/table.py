@@ -54,19 +54,26 @@ _COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
     in a way of its own, for which the base class's rule would be silently wrong."""
-    changed = {name for name in _COMPUTES if callable(found := vars(layer).get(name)) or isinstance(found, Tensor)}
+    own = vars(layer)
+    if any(name in own and (callable(own[name]) or isinstance(own[name], Tensor)) for name in _COMPUTES):
+        return None
     for cls in type(layer).__mro__:
         if cls in RULES:
-            return None if changed else RULES[cls]
-        changed |= set(vars(cls)) & set(_COMPUTES)
+            return RULES[cls]
+        if any(name in vars(cls) for name in _COMPUTES):
+            return None
     return None
 
 
 def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
     """{name: parameter} of what a rule for the layer gives forms for: its own, and those it reads past their owner."""
-    parts = next((ALSO_COVERS[cls] for cls in type(layer).__mro__ if cls in ALSO_COVERS), ())
-    owners = {"": layer, **{f"{part}.": layer.get_submodule(part) for part in parts}}
-    return {prefix + name: p for prefix, owner in owners.items() for name, p in owner._parameters.items() if p is not None}
+    parameters = {name: p for name, p in layer._parameters.items() if p is not None}
+    for cls, parts in ALSO_COVERS.items():
+        if isinstance(layer, cls):
+            for part in parts:
+                owner = layer.get_submodule(part)
+                parameters |= {f"{part}.{name}": p for name, p in owner._parameters.items() if p is not None}
+    return parameters
 
 
 def is_supported(layer: nn.Module) -> bool:
