@@ -168,6 +168,8 @@ class _ForwardBegins(_Hook):
         self.handles: list[RemovableHandle] = []
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
         self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of(args)))
         self.recorder.in_forward = True
@@ -175,14 +177,16 @@ class _ForwardBegins(_Hook):
 
 class _ForwardEnds(_Hook):
     def __call__(self, model: nn.Module, *_: object) -> None:
-        self.recorder.in_forward = False
+        if not torch.compiler.is_compiling():
+            self.recorder.in_forward = False
 
 
 class _LayerBegins(_Hook):
     """On layers with dropout inside."""
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        self.recorder.begin_layer(layer)
+        if not torch.compiler.is_compiling():
+            self.recorder.begin_layer(layer)
 
 
 class _LayerRan(_Hook):
@@ -191,6 +195,8 @@ class _LayerRan(_Hook):
         self.path = path
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
+            return output
         is_first = next(iter(layer._forward_hooks.values())) is self
         return self.recorder.visit(self.path, layer, args, kwargs, output, is_first)
 
