@@ -6,6 +6,7 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
 from autograd_hacks import errors, forms, rules
+from autograd_hacks.description import describe
 from autograd_hacks.grad1 import compute_grad1
 from autograd_hacks.hooks import (
     accumulate,
@@ -32,6 +33,7 @@ __all__ = [
     "clear_backprops",
     # Read the per-sample gradients.
     "compute_grad1",
+    "describe",
     # Extend it.
     "is_supported",
     "register_rule",

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import pathlib
+import re
 
 from autograd_hacks.rules import RULES
 
@@ -10,6 +11,7 @@ copyright = "2026, the autograd_hacks developers"
 release = importlib.metadata.version("autograd-hacks")
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.doctest"]
 html_theme = "alabaster"
+html_theme_options = {"page_width": "1200px"}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 default_role = "any"
@@ -26,10 +28,11 @@ nitpicky = False
 
 def write_support_table() -> None:
     """The support list, from `autograd_hacks.rules.RULES` to a page."""
-    lines = [".. list-table::", "   :header-rows: 1", "", "   * - Layer", "     - Rule"]
-    for layer, rule in RULES.items():
-        says = " ".join((rule.__doc__ or "").split()).replace("*", "\\*").replace("`", "\\`")
-        lines += [f"   * - ``{layer.__name__}``", f"     - {says}"]
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: 30 70", "", "   * - Layer", "     - Rule"]
+    for rule in dict.fromkeys(RULES.values()):
+        layers = ", ".join(f"``{layer.__name__}``" for layer, its_rule in RULES.items() if its_rule is rule)
+        says = " ".join(re.sub(" {3,}(?=\\S)", "; ", (rule.__doc__ or "").replace("\n    ", "\n")).split())
+        lines += [f"   * - {layers}", f"     - {says}".replace("*", "\\*").replace("`", "\\`")]
     folder = pathlib.Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)
     (folder / "support.rst").write_text("\n".join(lines) + "\n")

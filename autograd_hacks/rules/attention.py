@@ -24,7 +24,8 @@ def _count(layer: nn.MultiheadAttention, args: Sequence[Tensor], kwargs: Mapping
 
 @counts_samples(_count)
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
-    """query: T N E    key, value: S N ·, or with N first where batch_first"""
+    """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
+    with torch's own attention between them."""
     query, key, value = (call.argument(place, name) for place, name in enumerate(("query", "key", "value")))
     padding, mask = call.argument(3, "key_padding_mask"), call.argument(5, "attn_mask")
     needs_batch(query, at_least=3, layout="(N, T, E) for batch_first, else (T, N, E)")

@@ -31,7 +31,8 @@ def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, objec
 
 @counts_samples(_count)
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
-    """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H"""
+    """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
+    step is recomputed as linear maps; a weight's gradient sums over its map's uses."""
     x, packing = call.argument(0, "input"), None
     if isinstance(x, PackedSequence):
         packing = _Packing(x)
@@ -60,7 +61,7 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
 
 
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
-    """x: N I    states: N H"""
+    """x: N I    states: N H.  The step is recomputed as linear maps."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")
     needs_batch(x, at_least=2, layout="(N, input_size)")
     parts = state if isinstance(state, tuple) else () if state is None else (state,)

@@ -1,0 +1,113 @@
+"""A table of how each parameter's per-sample gradients are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import torch.nn as nn
+
+from autograd_hacks.errors import PerSampleGradientError
+from autograd_hacks.forms import Form
+from autograd_hacks.gradients import per_parameter_forms
+from autograd_hacks.hooks import recorder_of
+from autograd_hacks.rules.table import covered, rule_for
+
+HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter.  form, samples and bytes are known after a backward pass."""
+
+    parameter: str
+    layer: str
+    how: str
+    form: str = ""
+    samples: int | None = None
+    bytes: int | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        samples = "" if self.samples is None else str(self.samples)
+        return self.parameter, self.layer, self.how, self.form, samples, _with_unit(self.bytes)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` returns.  It prints as a table, in a terminal and in a notebook.
+
+    rows: one for each parameter, in the order of ``named_parameters``    note: why the last backward pass can't be read, or
+    nothing
+    """
+
+    rows: Sequence[Row]
+    note: str
+
+    def __str__(self) -> str:
+        table = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{cell}</th>" for cell in HEADER)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows)
+        return f"<table><tr>{head}</tr>{body}</table><p>{escape(self.note)}</p>"
+
+
+def describe(model: nn.Module) -> Description:
+    """A table of the model's parameters: the layer each belongs to, by what rule its per-sample gradients are known, or why
+    they are not, and after a backward pass the form they have, the number of samples, and their size written out.
+
+    It works for models with and without hooks, and raises nothing that reading would: its note says it.
+    """
+    forms, note = _forms(model)
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, layer in model.named_modules():
+        for name, parameter in covered(layer).items():
+            owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
+    rows = []
+    for name, parameter in model.named_parameters():
+        readers = owners[parameter]
+        layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
+        form = forms.get(name)
+        how = _how(parameter, layer, reached=form is not None or name not in forms)
+        others = [place for place, _ in readers if place != name]
+        how += f", shared with {', '.join(others)}" if others else ""
+        if form is None:
+            rows.append(Row(name, type(layer).__name__, how))
+        else:
+            size = form.samples * parameter.numel() * parameter.element_size()
+            rows.append(Row(name, type(layer).__name__, how, type(form).__name__, form.samples, size))
+    return Description(rows, note)
+
+
+def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
+    """The forms after a backward pass, and why there are none."""
+    try:
+        return per_parameter_forms(model, recorder_of(model), None), ""
+    except PerSampleGradientError as error:
+        return {}, f"No forms to show: {error}"
+
+
+def _how(parameter: nn.Parameter, layer: nn.Module, reached: bool) -> str:
+    rule = rule_for(layer)
+    if not parameter.requires_grad:
+        return "frozen"
+    if rule is None:
+        return "refused: no rule for this layer"
+    return f"rule {getattr(rule, '__name__', 'of yours')}" + ("" if reached else ", not reached by the last backward pass")
+
+
+def _with_unit(size: int | None) -> str:
+    if size is None:
+        return ""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000  # type: ignore[assignment]  # a float from here on
+    return f"{size:.3g} GB"
