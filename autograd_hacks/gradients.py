@@ -1,4 +1,4 @@
-"""The gate between records and rules: loss scale, dtype and shape checks, once, before any rule; then one form for each
+"""The gate between records and rules: checks and dtype, once, before any rule; then the loss's scale, and one form for each
 parameter."""
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
                 "supported: run the backward pass without it, or call clear_backprops(model) and repeat the step."
             )
         if not recorded.finished:
+            for visit, received in recorded.received.items():
+                _check_seen(visit, received)  # which may be what it failed for
             raise NothingRecorded(
                 "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
                 "the backward pass."
@@ -115,12 +117,13 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
     """{parameter: form} of one segment, and its number of samples."""
     found: dict[Tensor, list[Form]] = {}
     for recorded in segment.passes:
-        reduction = _reduction(recorded, loss_type)
+        is_mean = _reduction(recorded, loss_type) == "mean"
         for visit, received in reversed(recorded.received.items()):  # in the order of the forward
             _check_seen(visit, received)
-            call = _gated(visit, received, reduction)
-            for name, form in _apply_rule(visit, received, call).items():
-                found.setdefault(visit.parameters[name][0], []).append(form)
+            for name, form in _apply_rule(visit, received).items():
+                # The mean divided every sample's gradient by N.
+                own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
+                found.setdefault(visit.parameters[name][0], []).append(own)
     samples = common_batch_size(segment)
     return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
 
@@ -203,37 +206,33 @@ def _batch_size(visit: Visit, received: Received) -> int:
     return next(grad.shape[0] if grad.ndim else 1 for grad in received.grads if grad is not None)
 
 
-def _gated(visit: Visit, received: Received, reduction: str) -> Call:
-    """The call as rules expect it: gradients of the samples' own losses, in the parameters' dtype."""
+def _gated(visit: Visit, received: Received) -> Call:
+    """The call as rules expect it: in the parameters' dtype, whatever autocast made of the layer's input."""
     dtype = next(parameter.dtype for parameter, _ in visit.parameters.values())
 
     def promote(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
 
-    # The mean divided every sample's gradient by N.
-    scale = _batch_size(visit, received) if reduction == "mean" else 1
-    args, kwargs = map_tensors(promote, visit.args), map_tensors(promote, visit.kwargs) if visit.kwargs else {}
-    grads = [grad if grad is None else promote(grad) if scale == 1 else promote(grad) * scale for grad in received.grads]
     return Call(
-        visit.path,
-        visit.layer,
-        args,
-        kwargs,
-        tuple(grads),
-        visit.training,
-        visit.state,
-        visit.random_state,
-        tuple(visit.results),
+        path=visit.path,
+        layer=visit.layer,
+        args=map_tensors(promote, visit.args),
+        kwargs=map_tensors(promote, visit.kwargs) if visit.kwargs else {},
+        grads=tuple(grad if grad is None else promote(grad) for grad in received.grads),
+        training=visit.training,
+        state=visit.state,
+        random_state=visit.random_state,
+        outputs=tuple(visit.results),
     )
 
 
-def _apply_rule(visit: Visit, received: Received, call: Call) -> Mapping[str, Form]:
+def _apply_rule(visit: Visit, received: Received) -> Mapping[str, Form]:
     """{name: form} for the layer's parameters that the pass reached, checked against what a form must be."""
     place, rule = where(visit.path, visit.layer), rule_for(visit.layer)
     if rule is None:
         return {}  # what trains here has been refused by check_supported; what doesn't is not wanted
     try:
-        forms = rule(visit.layer, call)
+        forms = rule(visit.layer, _gated(visit, received))
     except (BatchSizeError, SamplesMixed) as error:
         raise type(error)(f"{place} {error}") from None
     if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):

@@ -367,3 +367,13 @@ def test_a_single_input_rule_for_a_layer_of_several() -> None:
                 autograd_hacks.compute_grad1(model)
     finally:
         del RULES[Shifted]
+
+
+def test_an_input_overwritten_before_a_backward_that_needs_it(model: nn.Module) -> None:
+    x, y = batch()
+    loss = squares(model(x), y).mean()
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with raises(model, StaleRecord, "input of layer '0' (Linear), of shape (5, 3)"):
+        autograd_hacks.compute_grad1(model)

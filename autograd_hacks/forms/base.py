@@ -35,6 +35,10 @@ class Form(ABC):
     def __getitem__(self, index: Index) -> Form:
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
+    @abstractmethod
+    def scaled(self, factor: float | Tensor) -> Form:
+        """factor · J, for a number, by way of the smallest thing that it can be put into."""
+
     def matrix(self) -> Tensor:
         """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
         return self.dense().reshape(self.samples, self.shape.numel())
@@ -111,6 +115,9 @@ class Dense(Form):
     def __getitem__(self, index: Index) -> Form:
         return Dense(self.values[index])
 
+    def scaled(self, factor: float | Tensor) -> Form:
+        return Dense(self.values * factor)
+
     def merge_key(self) -> Hashable:
         return Dense
 
@@ -148,6 +155,9 @@ class Sum(Form):
 
     def __getitem__(self, index: Index) -> Form:
         return Sum([term[index] for term in self.terms])
+
+    def scaled(self, factor: float | Tensor) -> Form:
+        return Sum([term.scaled(factor) for term in self.terms])
 
     def dot(self, v: Tensor) -> Tensor:
         return torch.stack([term.dot(v) for term in self.terms]).sum(0)
@@ -189,6 +199,9 @@ class Grouping(Form):
         new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
         return Grouping(self.form[positions], new_rows, len(wanted))
 
+    def scaled(self, factor: float | Tensor) -> Form:
+        return Grouping(self.form.scaled(factor), self.rows, self.samples)
+
     def dot(self, v: Tensor) -> Tensor:
         return self._add_up(self.form.dot(v))
 
@@ -226,6 +239,9 @@ class Concatenation(Form):
         runs = [(p, [n for _, n in run]) for p, run in groupby([places[n] for n in wanted], key=lambda place: place[0])]
         pieces = [self.parts[p][torch.tensor(run)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]
+
+    def scaled(self, factor: float | Tensor) -> Form:
+        return Concatenation([part.scaled(factor) for part in self.parts])
 
     def dot(self, v: Tensor) -> Tensor:
         return torch.cat([part.dot(v) for part in self.parts])

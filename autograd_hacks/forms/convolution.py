@@ -60,7 +60,15 @@ class Convolution(Form):
         return rows if out is None else out.copy_(rows)
 
     def __getitem__(self, index: Index) -> Convolution:
-        return Convolution(self.x[index], self.g[index], self.shape, self.stride, self.padding, self.dilation, self.groups)
+        return self._like(self.x[index], self.g[index])
+
+    def scaled(self, factor: float | Tensor) -> Form:
+        if self.x.numel() < self.g.numel():
+            return self._like(self.x * factor, self.g)
+        return self._like(self.x, self.g * factor)
+
+    def _like(self, x: Tensor, g: Tensor) -> Convolution:
+        return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
 
     def dot(self, v: Tensor) -> Tensor:
         forward = _FORWARD[len(self.kernel)]

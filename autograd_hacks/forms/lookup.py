@@ -28,6 +28,9 @@ class Lookup(Form):
     def __getitem__(self, index: Index) -> Form:
         return Lookup(self.index[index], self.g[index], self.entries)
 
+    def scaled(self, factor: float | Tensor) -> Form:
+        return Lookup(self.index, self.g * factor, self.entries)
+
     def dot(self, v: Tensor) -> Tensor:
         return (v[self.index] * self.g).sum((1, 2))
 

@@ -50,6 +50,11 @@ class Outer(Form):
     def __getitem__(self, index: Index) -> Form:
         return Outer(self.left[index], self.right[index], self.shape)
 
+    def scaled(self, factor: float | Tensor) -> Form:
+        if self.fan_out < self.fan_in:
+            return Outer(self.left * factor, self.right, self.shape)
+        return Outer(self.left, self.right * factor, self.shape)
+
     def dot(self, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         if self.fan_in < self.fan_out:

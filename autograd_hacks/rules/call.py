@@ -16,11 +16,11 @@ from autograd_hacks.forms import Form
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer as the gate hands it on: samples on axis 0, the loss's scale taken out, one dtype.
+    """One call of a layer as the gate hands it on, in the parameters' dtype.
 
     args, kwargs: what the layer's forward was given
-    grads: for each tensor that the layer returned, the gradient of the sum of the samples' losses at it, or None where
-    the loss did not reach it
+    grads: for each tensor that the layer returned, the gradient of the batch's loss at it, or None where the loss did not
+    reach it
     training: whether the layer was in training mode    state: its parameters and buffers, for `read`
     random_state: the generator's before the call, and outputs: what came out, with its version, for layers with dropout
     inside
