@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.forms import Form
-from autograd_hacks.gradients import per_parameter_forms
+from autograd_hacks.gradients import per_parameter_forms, without_autocast
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.record import Recorder
 
@@ -52,7 +52,8 @@ def _write(form: Form | None, parameter: Tensor, memory: Tensor | None) -> Tenso
         return None
     if memory is None and form.writes_in_place:
         memory = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
-    return form.dense(memory).to(parameter.dtype)
+    with without_autocast(parameter):
+        return form.dense(memory).to(parameter.dtype)
 
 
 def _free_memory(parameter: Tensor, form: Form | None, recorder: Recorder) -> Tensor | None:
@@ -62,9 +63,9 @@ def _free_memory(parameter: Tensor, form: Form | None, recorder: Recorder) -> Te
     CUDA's allocator holds pages by itself.
     """
     attributes, written = vars(parameter), recorder.written.get(parameter)
-    if form is None or not form.writes_in_place or written is None or written() is not attributes.get("grad1"):
+    if form is None or not form.writes_in_place or written is None or attributes.get("grad1") is None:
         return None
-    if _holders(attributes) != _ALONE:
+    if written() is not attributes["grad1"] or _holders(attributes) != _ALONE:
         return None
     old: Tensor = attributes["grad1"]
     fits = old.shape == (form.samples, *form.shape) and old.dtype == parameter.dtype and old.device == parameter.device

@@ -43,7 +43,7 @@ def add_hooks(model: nn.Module) -> Hooked:
     for path, layer in model.named_modules():
         if not layer._parameters or layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
             continue
-        if isinstance(getattr(layer, "dropout", None), float):
+        if isinstance(getattr(layer, "dropout", None), int | float):
             root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder)))
         # First in line: the rules need what the layer itself returned, before other hooks change it.
         hook = _LayerRan(recorder, path)
@@ -197,7 +197,10 @@ class _LayerRan(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return output
-        is_first = next(iter(layer._forward_hooks.values())) is self
+        # The library's own hooks, of another model that has this layer too, hand on what the layer returned.
+        is_first = (
+            next(hook for hook in layer._forward_hooks.values() if hook is self or not isinstance(hook, _LayerRan)) is self
+        )
         return self.recorder.visit(self.path, layer, args, kwargs, output, is_first)
 
 

@@ -19,13 +19,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autograd_hacks.rules.table import covered
+from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.trees import map_tensors, tensors_of
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
 
 Versions = list[tuple[Tensor, int]]
+RandomState = dict[str, Tensor]
+"""The generators' states by device."""
+
+
+class Graph:
+    """What only a graph holds on to."""
 
 
 def current_task() -> int:
@@ -59,9 +65,11 @@ class Visit:
     versions: Versions
     training: bool
     state: dict[str, tuple[Tensor, int]]  # the parameters that its rule covers, and its own buffers
-    random_state: Tensor | None  # before the call, for a layer that draws random numbers in it
-    results: Versions  # what such a layer returned
+    random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
+    results: list[Tensor]  # what came out, for a layer that is recomputed
+    precision: torch.dtype | None  # autocast's, where the call ran under it
     is_first: bool  # whether no other forward hook came before ours
+    graph: weakref.ref[Graph]  # dead when no backward pass can come through this call any more
 
 
 @dataclass(eq=False)
@@ -90,6 +98,7 @@ class Pass:
     losses: Losses | None
     received: dict[Visit, Received] = field(default_factory=dict)
     captures: bool = False  # torch.autograd.grad, which leaves .grad alone
+    forwards_before: int = 0  # since the pass before it
     higher_order: bool = False
     ambiguous: bool = False  # recomputed, and it can't be known which of several forwards
     finished: bool = False
@@ -99,8 +108,17 @@ class Pass:
 
 @dataclass(eq=False)
 class Segment:
+    """Passes that add, since they come through a forward that others have come through."""
+
     passes: list[Pass] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
+
+    def takes(self, current: Pass, visit: Visit) -> bool:
+        """Whether a pass that comes through a visit adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
+        return visit.forward in self.forwards and all(other.captures == current.captures for other in self.passes)
+
+    def can_be_run_again(self) -> bool:
+        return any(visit.graph() is not None for earlier in self.passes for visit in earlier.received)
 
 
 ANNOUNCED: dict[int, Losses] = {}
@@ -112,7 +130,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.strays: list[tuple[int, Tensor]] = []  # parameters that gradient has reached past their layers, by task
+        self.strays: dict[int, tuple[int, Tensor]] = {}  # task and parameter, by id, where gradient came past the layer
         self.why_empty = ""  # why there is nothing to read, where that isn't plain
         self.accumulating = False
         self.attached = True
@@ -122,14 +140,15 @@ class Recorder:
         self.forwards = 0
         self.in_forward = False
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
-        self.random_states: dict[nn.Module, Tensor] = {}  # of layers that run just now
+        self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+        self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._running: Pass | None = None
         self._visited: set[int] = set()  # layers since the last forward began
         self._answered = False  # whether a backward has come since the last forward began
         self._unanswered = 0  # forwards since the last backward
 
     def clear(self, why: str = "") -> None:
-        self.segments, self.strays, self.why_empty = [], [], why
+        self.segments, self.strays, self.why_empty = [], {}, why
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
@@ -147,7 +166,7 @@ class Recorder:
             handle.remove()
 
     def begin_forward(self, with_gradients: bool) -> None:
-        if current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
+        if not Switch.on() or current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
             return
         self.comparing &= not self._answered
         self.forwards += 1
@@ -158,7 +177,9 @@ class Recorder:
     def begin_layer(self, layer: nn.Module) -> None:
         """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
         if Switch.on() and torch.is_grad_enabled() and layer.training and layer.dropout:
-            self.random_states[layer] = torch.get_rng_state()
+            devices = {p.device for p in layer.parameters() if p.is_cuda}
+            states = {str(device): torch.cuda.get_rng_state(device) for device in devices}
+            self.random_states[layer] = {"cpu": torch.get_rng_state(), **states}
 
     def visit(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
@@ -173,11 +194,14 @@ class Recorder:
         outputs = tensors_of(output)
         if not (parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
             return output
-        if len(outputs) > 1:
-            # One output may be computed from another, as an LSTM's h from its c.  The gradient at a view is that of the
-            # uses outside the layer alone.
-            output = map_tensors(lambda x: x if x.grad_fn is None else x.view_as(x), output)
+        recomputes = getattr(rule_for(layer), "recomputes", False)
+        results = [x.detach() for x in outputs] if recomputes else []
+        if len(outputs) > 1 or recomputes:
+            # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
+            # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared.
+            output = map_tensors(lambda x: x if x.grad_fn is None else x.clone(), output)
             outputs = tensors_of(output)
+        device, graph = outputs[0].device.type, Graph()
         for parameter in parameters.values():
             self.watch(parameter)
         args = map_tensors(Tensor.detach, args)
@@ -195,14 +219,18 @@ class Recorder:
             training=layer.training,
             state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
             random_state=random_state,
-            results=[] if random_state is None else _versions([x.detach() for x in outputs]),
+            results=results,
+            precision=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             is_first=is_first,
+            graph=weakref.ref(graph),
         )
         for slot, x in enumerate(outputs):
             # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after
             # the user's hooks on the tensor, and an in-place operation after the layer can't move it.
-            if x.grad_fn is not None:
-                x.grad_fn.register_prehook(partial(self._receive, visit, slot, x.output_nr))
+            base = x._base
+            source = x if base is None or base.grad_fn is None else base
+            if x.grad_fn is not None and source.grad_fn is not None:
+                source.grad_fn.register_prehook(partial(self._receive, visit, graph, slot, Layout(x, source)))
         return output
 
     def _place(self, layer: nn.Module) -> None:
@@ -220,18 +248,20 @@ class Recorder:
     def _enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
         if self._running is None:
-            self._running = Pass(task, ANNOUNCED.get(task))
+            self._running = Pass(task, ANNOUNCED.get(task), forwards_before=self._unanswered)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
         return self._running
 
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
-        self._running = None
+        for visit in ended.received:
+            visit.recomputed_in = None  # or the two would hold each other
+        self._running, self._superseded, self._unanswered = None, [], 0
 
-    def _receive(self, visit: Visit, slot: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _receive(self, visit: Visit, graph: Graph, slot: int, layout: Layout, grads: tuple[Tensor | None, ...]) -> None:
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        grad = grads[output_nr]
+        grad = grads[layout.output_nr]
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             return  # is_grads_batched: many passes in one
         self.comparing |= torch.is_grad_enabled()
@@ -243,11 +273,11 @@ class Recorder:
         current = visit.recomputed_in or self._enter(current_task())
         current.captures |= any(is_captured(visit.parameters[name][1]) for name in reached)
         current.higher_order |= torch.is_grad_enabled()
-        current.ambiguous |= visit.recomputed_in is not None and self._unanswered > 1
+        current.ambiguous |= visit.recomputed_in is not None and current.forwards_before > 1
         self._file(current, visit)
         received = current.received.setdefault(visit, Received([None] * visit.outputs))
-        received.grads[slot] = grad = grad.detach()
-        received.versions += _versions([grad])
+        received.grads[slot] = layout.of_output(grad.detach())
+        received.versions += _versions([grad.detach()])
         received.reached |= reached
         current.reached |= {id(visit.parameters[name][0]) for name in reached}
         self._answered = True
@@ -255,36 +285,63 @@ class Recorder:
     def _file(self, current: Pass, visit: Visit) -> None:
         """Puts the pass into a segment.
 
-        A pass through nothing but forwards that the segment holds adds to it; one from another forward replaces it, or
-        begins a segment of its own while accumulating.  So does one of the other kind, since torch.autograd.grad does not
-        add to ``.grad``.
+        A pass through a forward that a segment holds adds to it.  One through other forwards alone replaces all, or begins
+        a segment of its own while accumulating.  What it replaces is kept until its end if there is still a graph by which
+        it could come there: several losses of one forward, some with layers that were called later.
         """
-        segment = self.segments[-1] if self.segments else Segment()
-        if current not in segment.passes:
-            segment.passes.append(current)
+        home = next((segment for segment in self.segments if current in segment.passes), None)
+        target = next((s for s in (*self.segments, *self._superseded) if s is not home and s.takes(current, visit)), None)
+        if home is not None and target is not None:
+            target.passes += home.passes
+            target.forwards |= home.forwards
+            others = self._superseded if target in self._superseded else self.segments
+            self.segments, home = [segment for segment in others if segment is not home], target
+        elif home is None:
+            home = target or Segment()
+            home.passes.append(current)
             if current.losses and self not in current.losses.recorders:
                 current.losses.recorders.append(self)
-        others = [other for other in segment.passes if other is not current]
-        alike = visit.forward in segment.forwards and all(other.captures == current.captures for other in others)
-        if others and not alike:
-            segment.passes.remove(current)
-            segment = Segment([current])
-        if segment not in self.segments:
-            self.segments = [*self.segments, segment] if self.accumulating else [segment]
-            if not self.accumulating:
-                self.strays = [(task, parameter) for task, parameter in self.strays if task == current.task]
-        segment.forwards.add(visit.forward)
+            if target is None and self.accumulating:
+                self.segments = [*self.segments, home]
+            elif target is None:
+                self._superseded = self.segments if any(s.can_be_run_again() for s in self.segments) else []
+                self.segments = [home]
+                self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == current.task}
+        home.forwards.add(visit.forward)
 
     def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
         parameter = reference()
         if parameter is None or not (Switch.on() and self.attached):
             return
-        self._unanswered = 0
         if self._running is None or id(parameter) not in self._running.reached:
-            self.strays.append((self._running.task if self._running else current_task(), parameter))
+            self.strays[id(parameter)] = self._running.task if self._running else current_task(), parameter
         elif self.comparing:
             self._running.arrived[parameter] = grad.detach()
+
+
+class Layout:
+    """Where a layer's output lies in the tensor whose node is hooked.
+
+    In-place operations give a view another node, but its base's stays in the graph; so a view's gradient is taken there.
+    """
+
+    def __init__(self, output: Tensor, source: Tensor) -> None:
+        self.output_nr = source.output_nr
+        self.is_view = output is not source
+        self.plain = output.is_contiguous() and source.is_contiguous() and output.numel() == source.numel()
+        self.shape, self.strides = output.shape, output.stride()
+        self.offset = output.storage_offset() - source.storage_offset()
+        self.source_shape, self.source_strides = source.shape, source.stride()
+
+    def of_output(self, grad: Tensor) -> Tensor:
+        """The gradient at the output, from the gradient at the hooked tensor."""
+        if not self.is_view:
+            return grad
+        if self.plain:
+            return grad.reshape(self.shape)
+        laid_out = torch.empty_strided(self.source_shape, self.source_strides, dtype=grad.dtype, device=grad.device)
+        return laid_out.copy_(grad).as_strided(self.shape, self.strides, self.offset)
 
 
 def version_of(tensor: Tensor) -> int:

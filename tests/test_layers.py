@@ -191,3 +191,19 @@ def test_unbatched_inputs(layer: nn.Module, x: Tensor) -> None:
             return
         with pytest.raises(BatchSizeError, match=r"the model itself \(.*without a batch axis.*unsqueeze"):
             autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_tables_read_by_32_bit_integers(mode: str) -> None:
+    bag, table = nn.EmbeddingBag(5, 2, mode=mode, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)
+    for layer in (bag, table):
+        check(layer, torch.randint(5, (3, 4), dtype=torch.int32))
+
+
+def test_a_bag_whose_weight_was_changed_behind_autograds_back() -> None:
+    layer = nn.EmbeddingBag(4, 2, mode="max")
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        layer.weight.data.neg_()
+        with pytest.raises(StaleRecord, match="could not be recomputed"):
+            autograd_hacks.compute_grad1(layer)

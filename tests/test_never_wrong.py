@@ -1,6 +1,7 @@
 """Ways by which a gradient escapes the hooks, or a record is misread: each is right, or an error that says so."""
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Iterator
@@ -391,3 +392,224 @@ def test_pauses_that_overlap_in_two_threads(model: nn.Module) -> None:
         thread.join()
     step(model, *batch())
     assert_right(model, *batch())
+
+
+def linear_on_positions() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
+
+
+def test_in_place_operations_on_an_output_that_is_a_view() -> None:
+    """They give the view another node in the graph."""
+
+    def once(out: Tensor) -> Tensor:
+        early = out.exp().mean((1, 2))
+        out.mul_(2)
+        out[:, 0] = 0
+        return early + out.pow(2).mean((1, 2))
+
+    layer, x = linear_on_positions()
+    with autograd_hacks.add_hooks(layer):
+        autograd_hacks.backward(once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
+        autograd_hacks.compute_grad1(layer)
+
+        def run(x: Tensor) -> Tensor:
+            return once(layer(x)) + layer(x + 1).relu_().sum((1, 2))
+
+        with autograd_hacks.pause_hooks():
+            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.InstanceNorm2d(4, affine=True), (3, 4, 5, 5)),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(), (3, 4, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 5, 5)),
+        (nn.Linear(4, 2), (3, 2, 2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(layer, nn.ReLU(inplace=True)).double(), torch.randn(shape, dtype=torch.float64)
+
+    def losses(out: Tensor, y: Tensor) -> Tensor:
+        return out.pow(2).flatten(1).sum(1)
+
+    for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x = x.to(memory_format=memory_format)
+        with autograd_hacks.add_hooks(model):
+            losses(model(x), x).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(model, losses, x, x))
+
+
+@pytest.mark.parametrize("which", ["out", "state", "both"])
+def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
+    layer, x = nn.LSTM(2, 3, batch_first=True).double(), torch.randn(4, 5, 2).double()
+
+    def run(x: Tensor) -> Tensor:
+        out, (h, _) = layer(x)
+        if which != "out":
+            h.mul_(2)
+        if which != "state":
+            out += 1
+        return out.pow(2).sum((1, 2)) + h[0].pow(2).sum(1)
+
+    with autograd_hacks.add_hooks(layer):
+        autograd_hacks.backward(run(x))
+        autograd_hacks.compute_grad1(layer)
+        with autograd_hacks.pause_hooks():
+            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+
+
+@pytest.mark.parametrize("drop", ["delete", "set None", "freeze", "refuse"])
+def test_grad1_that_has_gone_comes_back(model: nn.Sequential, drop: str) -> None:
+    x, y = batch()
+    for _ in range(3):
+        step(model, x, y)
+        assert_right(model, x, y)
+        if drop == "refuse":
+            autograd_hacks.clear_backprops(model)
+            with pytest.raises(NothingRecorded):
+                autograd_hacks.compute_grad1(model)
+        if drop == "freeze":
+            model[0].requires_grad_(False)
+            step(model, x, y)
+            autograd_hacks.compute_grad1(model)
+            model[0].requires_grad_(True)
+        for p in model.parameters():
+            if drop == "delete":
+                del p.grad1
+            if drop == "set None":
+                p.grad1 = None
+
+
+def test_checkpoints_of_several_forwards_behind_other_layers() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
+
+    model = Between().double()
+    with autograd_hacks.add_hooks(model):
+        for x, y in (batch(4), batch(4, 1)):
+            step(model, x, y)
+            assert_right(model, x, y)
+        losses = [squares(model(batch(4, seed)[0]), batch(4, seed)[1]).mean() for seed in (0, 1)]
+        for loss in losses:
+            loss.backward()
+        with pytest.raises(NothingRecorded, match="use_reentrant=False"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_heads_with_backward_passes_of_their_own() -> None:
+    """Each is called after the backward of the one before; all come through the same trunk."""
+    model = nn.ModuleDict({"trunk": nn.Linear(3, 4), "left": nn.Linear(4, 2), "right": nn.Linear(4, 2)}).double()
+    for seed in range(2):
+        x, _ = batch(5, seed)
+        model.zero_grad()
+        with autograd_hacks.add_hooks(model):
+            features = model["trunk"](x).tanh()
+            for head in (model["left"], model["right"]):
+                head(features).pow(2).sum(1).mean().backward(retain_graph=True)
+            autograd_hacks.compute_grad1(model)
+            for p in model.parameters():
+                assert_close(p.grad1.mean(0), p.grad)
+
+
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> None:
+    cell, x = nn.GRUCell(2, 3).double(), torch.randn(4, 3, 2).double()
+    with autograd_hacks.add_hooks(cell):
+        h, losses = None, []
+        for t in range(3):
+            h = cell(x[:, t], h)
+            losses.append(h.pow(2).sum(1).mean())
+        for t in order:
+            losses[t].backward(retain_graph=True)
+        autograd_hacks.compute_grad1(cell)
+        for p in cell.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> None:
+    (x, y), (z, t) = batch(), batch(seed=1)
+    first = squares(model(x), y).mean()
+    first.backward(retain_graph=True)
+    (first + squares(model(z), t).mean()).backward()
+    autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> None:
+    (x, y), (z, t) = batch(4), batch(3, 1)
+    with autograd_hacks.accumulate(model):
+        one, other = squares(model(x), y), squares(model(z), t)
+        autograd_hacks.backward(one, retain_graph=True)
+        autograd_hacks.backward(other)
+        autograd_hacks.backward(one)
+    autograd_hacks.compute_grad1(model)
+    twice = torch.cat([torch.full((4, 1), 2.0), torch.ones(3, 1)]).double()
+    with autograd_hacks.pause_hooks():
+        expected = one_backward_per_sample(
+            model,
+            lambda out, y: squares(out, y[:, :2]) * y[:, 2],
+            torch.cat([x, z]),
+            torch.cat([torch.cat([y, t]), twice], 1),
+        )
+    assert_rows(model, expected)
+
+
+def test_two_hooked_models_that_share_layers() -> None:
+    encoder = mlp()
+    actor, critic = nn.Sequential(encoder, nn.Linear(2, 3).double()), nn.Sequential(encoder, nn.Linear(2, 1).double())
+    autograd_hacks.add_hooks(actor)
+    autograd_hacks.add_hooks(critic)
+    x, _ = batch()
+    for model in (actor, critic, actor):
+        model.zero_grad()
+        model(x).pow(2).sum(1).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_not_taken_for_a_difference() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(24, 1))
+    x = torch.randn(4, 2, 8, requires_grad=True)
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+        F.softplus(out).mean().backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_strays_do_not_pile_up(model: nn.Sequential) -> None:
+    (recorder,) = [hook.recorder for hook in model._forward_pre_hooks.values()]
+    for _ in range(20):
+        F.linear(batch()[0], model[0].weight).sum().backward()
+    assert len(recorder.strays) == 1
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpointed_steps_free_their_memory_at_once() -> None:
+    model = Whole().double()
+    x, y = batch(4)
+
+    def live() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    with autograd_hacks.add_hooks(model):
+        counts = []
+        gc.disable()
+        try:
+            for _ in range(6):
+                squares(model(x.clone().requires_grad_()), y).mean().backward()
+                counts.append(live())
+        finally:
+            gc.enable()
+    assert counts[-1] <= counts[2]

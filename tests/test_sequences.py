@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracle import assert_rows, one_loss_at_a_time
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, StaleRecord
@@ -118,14 +119,70 @@ def test_a_sequence_classifier_in_a_training_loop() -> None:
         check(model, lambda tokens=tokens: mix(model(tokens)))
 
 
-def test_a_dropout_that_can_not_be_repeated_is_refused() -> None:
-    layer, x = nn.LSTM(2, 3, 2, dropout=0.5), torch.randn(4, 5, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
+def test_a_dropout_that_can_not_be_repeated_is_refused(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    recurrent = kind is nn.LSTM
+    layer = (nn.LSTM(8, 3, 2, dropout=0.5) if recurrent else nn.MultiheadAttention(8, 2, dropout=0.5)).to(dtype)
+    x = torch.randn(4, 5, 8, dtype=dtype)
     with autograd_hacks.add_hooks(layer):
-        out, _ = layer(x)
-        out.sum().backward()
-        out.data.add_(1)  # as if another mask had fallen
-        with pytest.raises(StaleRecord, match=r"the model itself \(LSTM\) could not be recomputed"):
+        layer.register_forward_pre_hook(lambda layer, args: torch.rand(1) and None)  # draws after our look at the generator
+        (layer(x)[0] if recurrent else layer(x, x, x)[0]).sum().backward()
+        with pytest.raises(StaleRecord, match=r"the model itself \(\w+\) could not be recomputed .*\(set its dropout to 0"):
             autograd_hacks.compute_grad1(layer, "sum")
+
+
+def test_a_dropout_that_is_set_after_add_hooks() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, dropout=0, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    with autograd_hacks.add_hooks(layer):
+        layer.dropout = 0.5
+        check(layer, lambda: mix(layer(x, x, x)[0]))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
+def test_weights_changed_behind_autograds_back(kind: type[nn.Module]) -> None:
+    layer, x = kind(4, 2), torch.randn(3, 5, 4)
+    with autograd_hacks.add_hooks(layer):
+        (layer(x)[0] if kind is nn.LSTM else layer(x, x, x)[0]).pow(2).sum().backward()
+        for p in layer.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+        with pytest.raises(StaleRecord, match="before the update"):
+            autograd_hacks.compute_grad1(layer, "sum")
+
+
+def test_truncated_backpropagation_through_time() -> None:
+    layer, x = nn.LSTM(2, 3).double(), torch.randn(6, 4, 2).double()
+    with autograd_hacks.add_hooks(layer):
+        state = None
+        for chunk in x.split(2):
+            out, state = layer(chunk, state)
+            out.mul_(0.5)  # the user's to overwrite
+            mix(out.transpose(0, 1)).mean().backward()
+            autograd_hacks.compute_grad1(layer)
+            for p in layer.parameters():
+                assert_close(p.grad1.mean(0), p.grad)
+            layer.zero_grad()
+            for part in state:
+                part.detach_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.MultiheadAttention, nn.Linear])
+def test_reading_within_autocast_and_after_it(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    more = {"dropout": 0.2, "num_layers": 2} if kind is nn.GRU else {}
+    layer, x = kind(8, 4, **more), torch.randn(3, 5, 8)
+    with autograd_hacks.add_hooks(layer):
+        for within in (True, False):
+            layer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                out = layer(x, x, x) if kind is nn.MultiheadAttention else layer(x)
+                (out[0] if isinstance(out, tuple) else out).float().pow(2).sum().backward()
+                if within:
+                    autograd_hacks.compute_grad1(layer, "sum")
+            autograd_hacks.compute_grad1(layer, "sum")
+            for p in layer.parameters():
+                assert p.grad1.dtype == torch.float32
+                assert_close(p.grad1.sum(0), p.grad, rtol=0.1, atol=0.1 * p.grad.abs().max().item() + 1e-3)
 
 
 def test_recomputing_leaves_the_generator_alone() -> None:

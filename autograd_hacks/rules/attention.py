@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, counts_samples, needs_batch
-from autograd_hacks.rules.recompute import LinearMaps, recomputing
+from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 
 def _count(layer: nn.MultiheadAttention, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
@@ -22,6 +22,7 @@ def _count(layer: nn.MultiheadAttention, args: Sequence[Tensor], kwargs: Mapping
     return query.shape[0 if layer.batch_first or query.ndim < 3 else 1]
 
 
+@recomputes
 @counts_samples(_count)
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
@@ -32,7 +33,7 @@ def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     if layer.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     maps, identity = LinearMaps(call), torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device)
-    with recomputing(call) as check:
+    with recomputing(call):
         q, k, v = _project(layer, maps, query, key, value)
         if layer.bias_k is not None:
             # Appended here and not by torch's function, so that every sample has a copy of its own.
@@ -47,7 +48,7 @@ def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
         )  # fmt: skip
         out = maps(gathered, "out_proj.weight", "out_proj.bias" if layer.out_proj.bias is not None else None, batch_axis=1)
         outputs = [out.transpose(0, 1) if layer.batch_first else out, *([] if weights is None else [weights])]
-        check(outputs)
+        check_recomputed(call, outputs)
         return maps.forms(outputs)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -22,8 +23,8 @@ class Call:
     grads: for each tensor that the layer returned, the gradient of the batch's loss at it, or None where the loss did not
     reach it
     training: whether the layer was in training mode    state: its parameters and buffers, for `read`
-    random_state: the generator's before the call, and outputs: what came out, with its version, for layers with dropout
-    inside
+    random_state: the generators' states before the call, for layers with dropout inside    outputs: what came out, for
+    layers that are recomputed    precision: autocast's dtype, where the call ran under it
     """
 
     path: str
@@ -33,8 +34,9 @@ class Call:
     grads: tuple[Tensor | None, ...]
     training: bool
     state: Mapping[str, tuple[Tensor, int]]
-    random_state: Tensor | None
-    outputs: tuple[tuple[Tensor, int], ...]
+    random_state: Mapping[str, Tensor] | None
+    outputs: tuple[Tensor, ...]
+    precision: torch.dtype | None
 
     @property
     def grad(self) -> Tensor:
@@ -93,6 +95,12 @@ def counts_samples(count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int]
         return rule
 
     return mark
+
+
+def recomputes(rule: Rule) -> Rule:
+    """Marks a rule that recomputes its layer's output, which is kept for it as ``call.outputs``."""
+    vars(rule)["recomputes"] = True
+    return rule
 
 
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:

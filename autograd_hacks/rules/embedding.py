@@ -11,7 +11,8 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Form, Lookup
-from autograd_hacks.rules.call import Call, needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch, recomputes, single_input
+from autograd_hacks.rules.recompute import check_recomputed
 
 
 @single_input
@@ -19,10 +20,11 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
     needs_batch(index, at_least=1, layout="(N, ...)")
     _refuse_scale_by_freq(layer)
-    index, g = rearrange(index, "n ... -> n (...)"), rearrange(g, "n ... d -> n (...) d")
+    index, g = rearrange(index.long(), "n ... -> n (...)"), rearrange(g, "n ... d -> n (...) d")
     return {"weight": _lookup(layer, index, g)}
 
 
+@recomputes
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     """N bags, g: N D.  A bag's entries get its g, times their weights for 'sum', over their number for 'mean', and for
     'max' in the features where they are the largest."""
@@ -38,7 +40,7 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
             offsets = torch.zeros(len(index), dtype=torch.long, device=index.device)
     elif layer.include_last_offset:
         offsets = offsets[:-1]
-    index, weights = index.flatten(), None if weights is None else weights.flatten()
+    index, weights = index.flatten().long(), None if weights is None else weights.flatten()
     ends = torch.cat([offsets[1:], offsets.new_tensor([len(index)])])
     bags = torch.arange(len(offsets), device=index.device).repeat_interleave(ends - offsets)
     counted = torch.ones_like(index) if layer.padding_idx is None else (index != layer.padding_idx).long()
@@ -57,7 +59,8 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
     """Each feature of a bag goes to the entry in which it is the largest, which the operation itself tells."""
     largest = 2  # torch's number for the mode
     weight = call.read("weight")
-    *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
+    out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
+    check_recomputed(call, [out])
     return Lookup(entries.long(), g.diag_embed(), layer.num_embeddings)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, counts_samples, needs_batch
-from autograd_hacks.rules.recompute import LinearMaps, recomputing
+from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 State = tuple[Tensor, ...]
 """h, or h and c, each N H"""
@@ -29,6 +29,7 @@ def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, objec
     return x.shape[0 if layer.batch_first or x.ndim < 3 else 1]
 
 
+@recomputes
 @counts_samples(_count)
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
@@ -42,7 +43,7 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
         x = x.transpose(0, 1) if layer.batch_first else x
     states = _states(layer, call.argument(1, "hx"), x)
     maps, last, directions = LinearMaps(call), list[State](), 2 if layer.bidirectional else 1
-    with recomputing(call) as check:
+    with recomputing(call):
         for depth in range(layer.num_layers):
             sides = []
             for direction in range(directions):
@@ -56,10 +57,11 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
                 x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
         out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
         outputs = [out, *[torch.stack(parts) for parts in zip(*last)]]
-        check(outputs)
+        check_recomputed(call, outputs)
         return maps.forms(outputs)
 
 
+@recomputes
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     """x: N I    states: N H.  The step is recomputed as linear maps."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")
@@ -75,6 +77,7 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
             maps(states[0], "weight_hh", "bias_hh" if bias else None),
             states,
         )
+        check_recomputed(call, outputs)
         return maps.forms(outputs)
 
 
