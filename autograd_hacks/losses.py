@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autograd_hacks.gradients import check_loss_type, common_batch_size
+from autograd_hacks.checks import check_loss_type, common_batch_size
 from autograd_hacks.record import ANNOUNCED, Losses, current_task
 
 
