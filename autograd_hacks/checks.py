@@ -122,7 +122,10 @@ def check_sum(
         furthest = (form.weighted_sum(expected.new_ones(samples)) - expected).abs().max()
     # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
     largest = max(grad.abs().max() * scale for p in segment.passes for grad in p.arrived.values() for _, scale in arrived)
-    if furthest > 1e-3 * expected.abs().max() and furthest > 100 * torch.finfo(expected.dtype).eps * largest:
+    # Under autocast the gradient that arrived was computed in its precision.
+    used = [visit.precision for p in segment.passes for visit in p.received if visit.precision is not None]
+    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, *used))
+    if furthest > max(1e-3, 8 * eps) * expected.abs().max() and furthest > 100 * eps * largest:
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
             "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "

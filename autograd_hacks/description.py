@@ -8,7 +8,6 @@ from html import escape
 
 import torch.nn as nn
 
-from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.forms import Form
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
@@ -90,7 +89,7 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
         return per_parameter_forms(model, recorder_of(model), None), ""
-    except PerSampleGradientError as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
         return {}, f"No forms to show: {error}"
 
 

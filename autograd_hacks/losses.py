@@ -48,7 +48,9 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
             ANNOUNCED.pop(task, None)
     for recorder in announcement.recorders:
         try:
-            common_batch_size(recorder.segments[-1])
+            for segment in recorder.segments:
+                if any(recorded.losses is announcement for recorded in segment.passes):
+                    common_batch_size(segment)
         except RuntimeError:
             recorder.clear("the losses given to backward did not match the batch; repeat the step")
             raise

@@ -105,6 +105,11 @@ class Pass:
     reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
 
+    def let_go(self) -> None:
+        """Or its visits and it would hold each other."""
+        for visit in self.received:
+            visit.recomputed_in = None
+
 
 @dataclass(eq=False)
 class Segment:
@@ -142,6 +147,7 @@ class Recorder:
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self._superseded: list[Segment] = []  # which the running pass may yet come through
+        self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
         self._running: Pass | None = None
         self._visited: set[int] = set()  # layers since the last forward began
         self._answered = False  # whether a backward has come since the last forward began
@@ -149,6 +155,7 @@ class Recorder:
 
     def clear(self, why: str = "") -> None:
         self.segments, self.strays, self.why_empty = [], {}, why
+        self._superseded, self._superseded_strays = [], {}
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
@@ -172,7 +179,6 @@ class Recorder:
         self.forwards += 1
         self._unanswered += with_gradients
         self._answered = False
-        self._visited.clear()
 
     def begin_layer(self, layer: nn.Module) -> None:
         """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
@@ -194,11 +200,14 @@ class Recorder:
         outputs = tensors_of(output)
         if not (parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
             return output
+        if any(x.is_nested for x in outputs):
+            return output  # no axis of samples; the gradients are noticed when they arrive
         recomputes = getattr(rule_for(layer), "recomputes", False)
         results = [x.detach() for x in outputs] if recomputes else []
-        if len(outputs) > 1 or recomputes:
+        if len(outputs) > 1 or recomputes or not all(_keeps_its_node(x) for x in outputs):
             # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
-            # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared.
+            # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
+            # view's node would be lost.
             output = map_tensors(lambda x: x if x.grad_fn is None else x.clone(), output)
             outputs = tensors_of(output)
         device, graph = outputs[0].device.type, Graph()
@@ -225,12 +234,11 @@ class Recorder:
             graph=weakref.ref(graph),
         )
         for slot, x in enumerate(outputs):
-            # A hook on the node, not on the tensor: it sees the gradient that the layer's own backward will use, after
-            # the user's hooks on the tensor, and an in-place operation after the layer can't move it.
-            base = x._base
-            source = x if base is None or base.grad_fn is None else base
-            if x.grad_fn is not None and source.grad_fn is not None:
-                source.grad_fn.register_prehook(partial(self._receive, visit, graph, slot, Layout(x, source)))
+            if x.grad_fn is not None:
+                source = x if x._base is None else x._base
+                assert source.grad_fn is not None  # what is no reshaped base has been copied
+                hook = AtNode(self, visit, graph, slot, source.output_nr, x.shape)
+                source.grad_fn.register_prehook(hook)
         return output
 
     def _place(self, layer: nn.Module) -> None:
@@ -239,29 +247,33 @@ class Recorder:
         if task != NO_TASK:
             self._enter(task)
             return
-        self._running = None
-        by_itself = not self.in_forward and (self._answered or id(layer) in self._visited)
-        if by_itself:  # not by the model's forward, and again
-            self.begin_forward(torch.is_grad_enabled())
+        if self._running is not None:  # left by a pass that failed
+            self._running.let_go()
+            self._running = None
+        if not self.in_forward:  # the layer is called by itself, a forward of its own
+            again = self._answered or id(layer) in self._visited or not self._visited
+            self.begin_forward(torch.is_grad_enabled() and again)
         self._visited.add(id(layer))
 
     def _enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
         if self._running is None:
             self._running = Pass(task, ANNOUNCED.get(task), forwards_before=self._unanswered)
+            self._superseded, self._superseded_strays = [], {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
         return self._running
 
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
-        for visit in ended.received:
-            visit.recomputed_in = None  # or the two would hold each other
-        self._running, self._superseded, self._unanswered = None, [], 0
+        ended.let_go()
+        self._running, self._unanswered = None, 0
+        self._superseded, self._superseded_strays = [], {}
+        self._visited.clear()
 
-    def _receive(self, visit: Visit, graph: Graph, slot: int, layout: Layout, grads: tuple[Tensor | None, ...]) -> None:
+    def receive(self, visit: Visit, slot: int, grad: Tensor | None) -> None:
+        """Notes the gradient that the running pass brings to one of a visit's outputs."""
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        grad = grads[layout.output_nr]
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             return  # is_grads_batched: many passes in one
         self.comparing |= torch.is_grad_enabled()
@@ -276,7 +288,7 @@ class Recorder:
         current.ambiguous |= visit.recomputed_in is not None and current.forwards_before > 1
         self._file(current, visit)
         received = current.received.setdefault(visit, Received([None] * visit.outputs))
-        received.grads[slot] = layout.of_output(grad.detach())
+        received.grads[slot] = grad.detach()
         received.versions += _versions([grad.detach()])
         received.reached |= reached
         current.reached |= {id(visit.parameters[name][0]) for name in reached}
@@ -296,6 +308,7 @@ class Recorder:
             target.forwards |= home.forwards
             others = self._superseded if target in self._superseded else self.segments
             self.segments, home = [segment for segment in others if segment is not home], target
+            self.strays = self._superseded_strays | self.strays
         elif home is None:
             home = target or Segment()
             home.passes.append(current)
@@ -304,7 +317,8 @@ class Recorder:
             if target is None and self.accumulating:
                 self.segments = [*self.segments, home]
             elif target is None:
-                self._superseded = self.segments if any(s.can_be_run_again() for s in self.segments) else []
+                if any(s.can_be_run_again() for s in self.segments):
+                    self._superseded, self._superseded_strays = self.segments, self.strays
                 self.segments = [home]
                 self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == current.task}
         home.forwards.add(visit.forward)
@@ -317,31 +331,39 @@ class Recorder:
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self._running.task if self._running else current_task(), parameter
         elif self.comparing:
-            self._running.arrived[parameter] = grad.detach()
+            before = self._running.arrived.get(parameter)
+            self._running.arrived[parameter] = grad.detach() if before is None else before + grad
 
 
-class Layout:
-    """Where a layer's output lies in the tensor whose node is hooked.
+class AtNode:
+    """A hook on the node of a layer's output, or of the base that the output is a view of.
 
-    In-place operations give a view another node, but its base's stays in the graph; so a view's gradient is taken there.
+    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
+    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
+    but leave its base's in the graph.
     """
 
-    def __init__(self, output: Tensor, source: Tensor) -> None:
-        self.output_nr = source.output_nr
-        self.is_view = output is not source
-        self.plain = output.is_contiguous() and source.is_contiguous() and output.numel() == source.numel()
-        self.shape, self.strides = output.shape, output.stride()
-        self.offset = output.storage_offset() - source.storage_offset()
-        self.source_shape, self.source_strides = source.shape, source.stride()
+    def __init__(self, recorder: Recorder, visit: Visit, graph: Graph, slot: int, output_nr: int, shape: torch.Size) -> None:
+        self.recorder, self.slot, self.output_nr, self.shape = recorder, slot, output_nr, shape
+        self.held: tuple[Visit, Graph] | None = visit, graph
 
-    def of_output(self, grad: Tensor) -> Tensor:
-        """The gradient at the output, from the gradient at the hooked tensor."""
-        if not self.is_view:
-            return grad
-        if self.plain:
-            return grad.reshape(self.shape)
-        laid_out = torch.empty_strided(self.source_shape, self.source_strides, dtype=grad.dtype, device=grad.device)
-        return laid_out.copy_(grad).as_strided(self.shape, self.strides, self.offset)
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        if self.held is None:
+            return
+        grad = grads[self.output_nr]
+        if grad is not None and grad.shape != self.shape:
+            grad = grad.reshape(self.shape)
+        self.recorder.receive(self.held[0], self.slot, grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+
+
+def _keeps_its_node(output: Tensor) -> bool:
+    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
+    if output._base is None or output.grad_fn is None:
+        return True
+    is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+    return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
 
 
 def version_of(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, NothingRecorded, UnseenGradient
+from autograd_hacks.forms import Dense
+from autograd_hacks.record import Visit
+from autograd_hacks.rules import RULES
 
 
 @pytest.fixture
@@ -394,6 +397,52 @@ def test_pauses_that_overlap_in_two_threads(model: nn.Module) -> None:
     assert_right(model, *batch())
 
 
+class Offset(nn.Module):
+    """A bare parameter, handed out as a view of some kind."""
+
+    def __init__(self, view: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.offset, self.view = nn.Parameter(torch.randn(3, dtype=torch.float64)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(self.offset * 2, len(x))
+
+
+class Reverse(torch.autograd.Function):
+    """A view whose backward is not a view's."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+        return -3 * g
+
+
+@pytest.mark.parametrize(
+    ("view", "slope"),
+    [
+        (lambda y, n: y.expand(n, 3), lambda g: 2 * g),
+        (lambda y, n: y.repeat(n, 1).T.contiguous().T, lambda g: 2 * g),
+        (lambda y, n: Reverse.apply(y.repeat(n, 1)), lambda g: -6 * g),
+        (lambda y, n: y.repeat(n, 2)[:, :3], lambda g: 2 * g),
+    ],
+    ids=["expand", "transpose", "a Function's", "a slice"],
+)
+def test_views_of_every_kind_from_a_layer_of_ones_own(
+    view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Offset(view), torch.randn(4, 3, dtype=torch.float64)
+    monkeypatch.setitem(RULES, Offset, lambda layer, call: {"offset": Dense(slope(call.grad))})
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.offset.grad1.mean(0), model.offset.grad)
+        assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
+
+
 def linear_on_positions() -> tuple[nn.Module, Tensor]:
     return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
 
@@ -613,3 +662,95 @@ def test_checkpointed_steps_free_their_memory_at_once() -> None:
         finally:
             gc.enable()
     assert counts[-1] <= counts[2]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.GRUCell, nn.MultiheadAttention])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_sample_that_is_not_finite_stays_in_its_row_when_its_layer_is_recomputed(
+    kind: type[nn.Module], value: float
+) -> None:
+    layer, x = kind(4, 2, **({} if kind is nn.GRUCell else {"batch_first": True})), torch.randn(3, 5, 4)
+    x[1] = value
+    with autograd_hacks.add_hooks(layer):
+        out = layer(x[:, 0]) if kind is nn.GRUCell else layer(x, x, x) if kind is nn.MultiheadAttention else layer(x)
+        (out[0] if isinstance(out, tuple) else out).flatten(1).sum(1).mean().backward()
+        autograd_hacks.compute_grad1(layer)
+        for p in layer.parameters():
+            assert p.grad1[[0, 2]].isfinite().all()
+            assert torch.equal(p.grad1.isfinite().all(), p.grad.isfinite().all())
+
+
+def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
+    parts = nn.ModuleDict({"encode": nn.Linear(4, 5), "read": nn.Linear(5, 2), "other": nn.Linear(5, 2)}).double()
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().sum(1).mean()
+
+    with autograd_hacks.add_hooks(parts):
+        hidden = [parts["encode"](torch.randn(n, 4).double()) for n in (6, 3)]
+        outs = [parts["read"](h) for h in hidden]
+        late = parts["other"](hidden[0])
+        loss(outs[0]).backward(retain_graph=True)
+        for out, samples in ((outs[1], 3), (late, 6)):
+            parts.zero_grad()
+            loss(out).backward()
+            autograd_hacks.compute_grad1(parts)
+            for p in parts.parameters():
+                assert (p.grad1 is None) == (p.grad is None)
+                if p.grad is not None:
+                    assert p.grad1.shape[0] == samples
+                    assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_stray_gradient_is_remembered_when_passes_are_put_together() -> None:
+    parts = nn.ModuleDict({"trunk": nn.Linear(3, 4), "left": nn.Linear(4, 2), "right": nn.Linear(4, 2)})
+    with autograd_hacks.add_hooks(parts):
+        h = parts["trunk"](torch.randn(5, 3)).tanh()
+        (parts["left"](h).pow(2).mean() + parts["right"].weight.square().sum()).backward(retain_graph=True)
+        parts["right"](h).pow(2).mean().backward()
+        with pytest.raises(UnseenGradient, match=r"right\.weight"):
+            autograd_hacks.compute_grad1(parts)
+
+
+def test_saliency_under_autocast_is_no_difference() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    x, y = torch.randn(32, 64, requires_grad=True), torch.randint(10, (32,))
+    with autograd_hacks.add_hooks(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        torch.autograd.grad(loss, x, create_graph=True)
+        loss.backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_losses_that_are_kept_do_not_keep_the_inputs() -> None:
+    def visits() -> int:
+        gc.collect()
+        return sum(type(thing) is Visit for thing in gc.get_objects())
+
+    model, kept, before = mlp(), [], visits()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(4):
+            x, y = batch(seed=seed)
+            kept.append(squares(model(x), y).mean())
+            kept[-1].backward()
+            assert_right(model, x, y)
+        assert visits() == before + 2  # the last step's two layers
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_and_are_refused() -> None:
+    layer = nn.Linear(3, 2)
+    with autograd_hacks.add_hooks(layer):
+        out = layer(torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]))
+        out.to_padded_tensor(0.0).sum().backward()
+        with pytest.raises(UnseenGradient):
+            autograd_hacks.compute_grad1(layer)
+
+
+def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Offset(lambda y, n: y.repeat(n, 1))
+    monkeypatch.setitem(RULES, Offset, lambda layer, call: None)
+    with autograd_hacks.add_hooks(model):
+        model(torch.ones(2, 3)).sum().backward()
+        assert "returned None" in str(autograd_hacks.describe(model))

@@ -121,7 +121,8 @@ def check_recomputed(call: Call, outputs: Sequence[Tensor]) -> None:
     for seen, out in zip(call.outputs, outputs):
         # Far above rounding, in the coarsest precision that the forward pass used, and far below what other weights do.
         eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, call.precision or seen.dtype))
-        tolerance = (1e3 if eps < 1e-6 else 20) * eps * float(seen.abs().amax()) if seen.numel() else 0.0
+        largest = float(seen.nan_to_num(posinf=0, neginf=0).abs().amax()) if seen.numel() else 0.0
+        tolerance = (1e3 if eps < 1e-6 else 20) * eps * largest
         if not torch.allclose(out.detach().to(seen.dtype), seen, rtol=0, atol=tolerance, equal_nan=True):
             raise StaleRecord(
                 f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different. Its "
