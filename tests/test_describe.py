@@ -1,5 +1,6 @@
 """The table of how each parameter's per-sample gradients are known."""
 
+import pytest
 import torch
 import torch.nn as nn
 from test_errors import Scale
@@ -83,3 +84,11 @@ def test_sizes_have_units() -> None:
         with autograd_hacks.add_hooks(model):
             model(torch.ones(3, features)).sum().backward()
             assert autograd_hacks.describe(model).rows[0].cells()[-1] == expected
+
+
+def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Scale(2))
+    monkeypatch.setitem(RULES, Scale, lambda layer, call: None)
+    with autograd_hacks.add_hooks(model):
+        model(torch.ones(3, 2)).sum().backward()
+        assert "returned None" in str(autograd_hacks.describe(model))

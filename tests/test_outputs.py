@@ -1,0 +1,208 @@
+"""What users do to a layer's output, and tensors of unusual kinds."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample
+from test_records import assert_right, batch, mlp, squares, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.forms import Dense
+from autograd_hacks.rules import RULES
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        yield model
+
+
+class Offset(nn.Module):
+    """A bare parameter, handed out as a view of some kind."""
+
+    def __init__(self, view: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.offset, self.view = nn.Parameter(torch.randn(3, dtype=torch.float64)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(self.offset * 2, len(x))
+
+
+class Reverse(torch.autograd.Function):
+    """A view whose backward is not a view's."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+        return -3 * g
+
+
+@pytest.mark.parametrize(
+    ("view", "slope"),
+    [
+        (lambda y, n: y.expand(n, 3), lambda g: 2 * g),
+        (lambda y, n: y.repeat(n, 1).T.contiguous().T, lambda g: 2 * g),
+        (lambda y, n: Reverse.apply(y.repeat(n, 1)), lambda g: -6 * g),
+        (lambda y, n: y.repeat(n, 2)[:, :3], lambda g: 2 * g),
+    ],
+    ids=["expand", "transpose", "a Function's", "a slice"],
+)
+def test_views_of_every_kind_from_a_layer_of_ones_own(
+    view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Offset(view), torch.randn(4, 3, dtype=torch.float64)
+    monkeypatch.setitem(RULES, Offset, lambda layer, call: {"offset": Dense(slope(call.grad))})
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.offset.grad1.mean(0), model.offset.grad)
+        assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
+
+
+def linear_on_positions() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
+
+
+def test_in_place_operations_on_an_output_that_is_a_view() -> None:
+    """They give the view another node in the graph."""
+
+    def once(out: Tensor) -> Tensor:
+        early = out.exp().mean((1, 2))
+        out.mul_(2)
+        out[:, 0] = 0
+        return early + out.pow(2).mean((1, 2))
+
+    layer, x = linear_on_positions()
+    with autograd_hacks.add_hooks(layer):
+        autograd_hacks.backward(once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
+        autograd_hacks.compute_grad1(layer)
+
+        def run(x: Tensor) -> Tensor:
+            return once(layer(x)) + layer(x + 1).relu_().sum((1, 2))
+
+        with autograd_hacks.pause_hooks():
+            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.InstanceNorm2d(4, affine=True), (3, 4, 5, 5)),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(), (3, 4, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 5, 5)),
+        (nn.Linear(4, 2), (3, 2, 2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(layer, nn.ReLU(inplace=True)).double(), torch.randn(shape, dtype=torch.float64)
+
+    def losses(out: Tensor, y: Tensor) -> Tensor:
+        return out.pow(2).flatten(1).sum(1)
+
+    for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x = x.to(memory_format=memory_format)
+        with autograd_hacks.add_hooks(model):
+            losses(model(x), x).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(model, losses, x, x))
+
+
+@pytest.mark.parametrize("which", ["out", "state", "both"])
+def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
+    layer, x = nn.LSTM(2, 3, batch_first=True).double(), torch.randn(4, 5, 2).double()
+
+    def run(x: Tensor) -> Tensor:
+        out, (h, _) = layer(x)
+        if which != "out":
+            h.mul_(2)
+        if which != "state":
+            out += 1
+        return out.pow(2).sum((1, 2)) + h[0].pow(2).sum(1)
+
+    with autograd_hacks.add_hooks(layer):
+        autograd_hacks.backward(run(x))
+        autograd_hacks.compute_grad1(layer)
+        with autograd_hacks.pause_hooks():
+            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+
+
+def test_channels_last_where_every_axis_has_length_one() -> None:
+    layer = nn.Conv2d(3, 1, 2, padding=1).double()
+    x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
+    with autograd_hacks.add_hooks(layer):
+        layer(x).pow(2).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out.pow(2).flatten(1).sum(1), x, x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 2), (4, 3)),
+        (nn.Linear(3, 2), (4, 5, 3)),
+        (nn.Conv2d(2, 3, 2), (4, 2, 5, 5)),
+        (nn.Conv2d(20, 3, 2), (4, 20, 2, 2)),
+        (nn.Conv1d(4, 2, 1, groups=2), (4, 4, 3)),
+        (nn.ConvTranspose1d(2, 3, 2), (4, 2, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    layer, x = layer.to(torch.complex128), torch.randn(shape, dtype=torch.complex128)
+
+    def losses(out: Tensor, y: Tensor) -> Tensor:
+        return (out.abs() ** 2).flatten(1).sum(1)
+
+    with autograd_hacks.add_hooks(layer):
+        losses(layer(x), x).mean().backward()
+        autograd_hacks.compute_grad1(layer)
+        assert_rows(layer, one_backward_per_sample(layer, losses, x, x))
+
+
+def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    with torch.inference_mode():
+        autograd_hacks.compute_grad1(model)
+    loss = squares(model(x), y).mean()
+    with torch.inference_mode():
+        loss.backward()
+    assert_right(model, x, y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_and_are_refused() -> None:
+    layer = nn.Linear(3, 2)
+    with autograd_hacks.add_hooks(layer):
+        out = layer(torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]))
+        out.to_padded_tensor(0.0).sum().backward()
+        with pytest.raises(UnseenGradient):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.GRUCell, nn.MultiheadAttention])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_sample_that_is_not_finite_stays_in_its_row_when_its_layer_is_recomputed(
+    kind: type[nn.Module], value: float
+) -> None:
+    layer, x = kind(4, 2, **({} if kind is nn.GRUCell else {"batch_first": True})), torch.randn(3, 5, 4)
+    x[1] = value
+    with autograd_hacks.add_hooks(layer):
+        out = layer(x[:, 0]) if kind is nn.GRUCell else layer(x, x, x) if kind is nn.MultiheadAttention else layer(x)
+        (out[0] if isinstance(out, tuple) else out).flatten(1).sum(1).mean().backward()
+        autograd_hacks.compute_grad1(layer)
+        for p in layer.parameters():
+            assert p.grad1[[0, 2]].isfinite().all()
+            assert torch.equal(p.grad1.isfinite().all(), p.grad.isfinite().all())
