@@ -173,6 +173,7 @@ class Recorder:
             handle.remove()
 
     def begin_forward(self, with_gradients: bool) -> None:
+        """Numbers a forward.  with_gradients: whether a backward pass may come to it"""
         if not Switch.on() or current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
             return
         self.comparing &= not self._answered
