@@ -118,7 +118,7 @@ def measure(steps: dict[str, Callable[[], Grads]], rounds: int) -> dict[str, lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, help="folder for the figures as JSON")
     options = parser.parse_args()
