@@ -16,8 +16,9 @@ from autograd_hacks.errors import (
     where,
 )
 from autograd_hacks.forms import Form
-from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit, version_of
+from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit
 from autograd_hacks.rules import rule_for
+from autograd_hacks.trees import version_of
 
 LOSS_TYPES = ("mean", "sum")
 

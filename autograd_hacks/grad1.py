@@ -25,8 +25,8 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
 
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'.
 
-    Raises NothingRecorded, UnsupportedLayer, BatchSizeError, StaleRecord, HigherOrderError (see `autograd_hacks.errors`),
-    and ValueError for another loss_type.
+    Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
+    (see `autograd_hacks.errors`), and ValueError for another loss_type.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
     """

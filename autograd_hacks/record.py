@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.trees import map_tensors, tensors_of
+from autograd_hacks.trees import map_tensors, tensors_of, version_of
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
@@ -365,11 +365,6 @@ def _keeps_its_node(output: Tensor) -> bool:
         return True
     is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
     return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been overwritten; inference tensors don't count that."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _versions(tensors: list[Tensor]) -> Versions:

@@ -1,4 +1,4 @@
-"""Tensors in nested arguments: tuples, dicts and packed sequences."""
+"""Tensors in nested arguments: tuples, dicts and packed sequences; and their versions."""
 
 from __future__ import annotations
 
@@ -35,3 +35,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def _is_packed(tree: Any) -> bool:
     return isinstance(tree, PackedSequence)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been overwritten; inference tensors don't count that."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -207,3 +207,16 @@ def test_a_bag_whose_weight_was_changed_behind_autograds_back() -> None:
         layer.weight.data.neg_()
         with pytest.raises(StaleRecord, match="could not be recomputed"):
             autograd_hacks.compute_grad1(layer)
+
+
+def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
+    for layer in (
+        nn.Embedding(4, 2, padding_idx=1),
+        *(nn.EmbeddingBag(4, 2, mode=m, padding_idx=1) for m in ("sum", "mean")),
+    ):
+        with autograd_hacks.add_hooks(layer):
+            out = layer(torch.tensor([[0, 1], [2, 1]]))
+            out.backward(torch.full_like(out, torch.nan))
+            autograd_hacks.compute_grad1(layer, "sum")
+            assert not layer.weight.grad[1].any()
+            assert not layer.weight.grad1[:, 1].any()

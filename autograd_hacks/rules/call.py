@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
+from autograd_hacks.trees import version_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Call:
         """
         tensor, version = self.state[name]
         *path, own_name = name.split(".")
-        if tensor._version != version or getattr(self.layer.get_submodule(".".join(path)), own_name) is not tensor:
+        if version_of(tensor) != version or getattr(self.layer.get_submodule(".".join(path)), own_name) is not tensor:
             raise StaleRecord(
                 f"{name!r} of {where(self.path, self.layer)} has changed since the forward pass, and the layer's per-sample "
                 "gradients depend on it. Read them before optimizer.step(), and before another forward in training mode."

@@ -34,20 +34,17 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     )
     g = call.grad
     if index.ndim == 2:
-        length = index.shape[1]
-        offsets = torch.arange(0, index.numel(), length or 1, device=index.device)[: len(index)]
-        if not length:
-            offsets = torch.zeros(len(index), dtype=torch.long, device=index.device)
+        offsets = index.shape[1] * torch.arange(len(index), device=index.device)
     elif layer.include_last_offset:
         offsets = offsets[:-1]
     index, weights = index.flatten().long(), None if weights is None else weights.flatten()
     ends = torch.cat([offsets[1:], offsets.new_tensor([len(index)])])
     bags = torch.arange(len(offsets), device=index.device).repeat_interleave(ends - offsets)
-    counted = torch.ones_like(index) if layer.padding_idx is None else (index != layer.padding_idx).long()
-    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, counted)
+    padding = torch.zeros_like(index, dtype=torch.bool) if layer.padding_idx is None else index == layer.padding_idx
+    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, (~padding).long())
     if layer.mode == "max":
-        return {"weight": _largest(layer, call, index, offsets, g * (sizes > 0)[:, None])}
-    values = g[bags] * counted[:, None]
+        return {"weight": _largest(layer, call, index, offsets, g.masked_fill((sizes == 0)[:, None], 0))}
+    values = g[bags].masked_fill(padding[:, None], 0)
     if layer.mode == "mean":
         values = values / sizes.clamp(min=1)[bags, None]
     elif weights is not None:
@@ -66,7 +63,7 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
 
 def _lookup(layer: nn.Embedding, index: Tensor, g: Tensor) -> Form:
     if layer.padding_idx is not None:
-        g = g * (index != layer.padding_idx)[..., None]
+        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # and not a product: 0 · NaN is no zero
     return Lookup(index, g, layer.num_embeddings)
 
 
