@@ -220,3 +220,12 @@ def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
             autograd_hacks.compute_grad1(layer, "sum")
             assert not layer.weight.grad[1].any()
             assert not layer.weight.grad1[:, 1].any()
+
+
+def test_prelu_ignores_the_gradient_where_its_slope_was_not_used() -> None:
+    layer, x = nn.PReLU(), torch.tensor([[1.0, -2.0], [-1.0, 3.0]])
+    with autograd_hacks.add_hooks(layer):
+        layer(x).backward(torch.tensor([[torch.nan, 1.0], [1.0, torch.inf]]))
+        autograd_hacks.compute_grad1(layer, "sum")
+        torch.testing.assert_close(layer.weight.grad, torch.tensor([-3.0]))
+        torch.testing.assert_close(layer.weight.grad1, torch.tensor([[-2.0], [-1.0]]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn as nn
 from einops import rearrange
 from torch import Tensor
@@ -36,7 +37,7 @@ def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
 @single_input
 def prelu(layer: nn.PReLU, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
-    slopes = g * x.clamp(max=0)
+    slopes = torch.where(x > 0, 0, g * x)
     channels = layer.num_parameters
     if channels == 1:
         return {"weight": Dense(slopes.flatten(1).sum(1, keepdim=True) if x.ndim > 1 else slopes[:, None])}
