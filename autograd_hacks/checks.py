@@ -10,15 +10,17 @@ from autograd_hacks.errors import (
     BatchSizeError,
     HigherOrderError,
     NothingRecorded,
+    SamplesMixed,
     StaleRecord,
     UnseenGradient,
-    UnsupportedLayer,
     where,
 )
 from autograd_hacks.forms import Form
-from autograd_hacks.record import Pass, Received, Recorder, Segment, Switch, Visit
+from autograd_hacks.layout import Layout
+from autograd_hacks.record import Pass, Recorder, Segment, Switch
 from autograd_hacks.rules import rule_for
 from autograd_hacks.trees import version_of
+from autograd_hacks.visits import Received, Visit
 
 LOSS_TYPES = ("mean", "sum")
 
@@ -31,17 +33,13 @@ def check_loss_type(loss_type: str | None) -> None:
         )
 
 
-def check_supported(model: nn.Module, recorder: Recorder) -> None:
-    """Raises where a parameter that trains belongs to a layer without a rule, or to one without a hook."""
-    training = [(path, layer, names) for path, layer in model.named_modules() if (names := _trainable(layer))]
-    missing = [f"{where(path, layer)} with {', '.join(names)}" for path, layer, names in training if not rule_for(layer)]
-    if missing:
-        raise UnsupportedLayer(
-            f"no rule covers {'; '.join(missing)}. A rule is looked up by type, and a subclass that changes forward or "
-            "weight needs one of its own. Either teach the library this layer with "
-            "autograd_hacks.register_rule(type, rule), or freeze it with layer.requires_grad_(False)."
-        )
-    unhooked = [where(path, layer) for path, layer, _ in training if layer not in recorder.layers]
+def check_hooked(model: nn.Module, recorder: Recorder) -> None:
+    """Raises where a parameter that trains belongs to a layer without a hook."""
+    unhooked = [
+        where(path, layer)
+        for path, layer in model.named_modules()
+        if _trains(layer) and layer not in recorder.layers and not isinstance(layer, torch.jit.ScriptModule)
+    ]
     if unhooked:
         raise NothingRecorded(
             f"these layers have come into the model since add_hooks: {'; '.join(unhooked)}. Call "
@@ -53,14 +51,7 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
     """The recorded rows; raises where there are none or they can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    strays = recorder.strays
-    if past := [name for name, p in model.named_parameters() if strays and p.requires_grad and id(p) in strays]:
-        raise UnseenGradient(
-            f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
-            "it: a weight used outside its own layer's forward, a penalty on weights in a loss, torch.compile, scripting, "
-            "functional_call. Let layers be called as modules; run a backward pass of a penalty alone within "
-            "autograd_hacks.pause_hooks(); or freeze the parameter."
-        )
+    check_strays(model, recorder)
     if not recorder.segments:
         no_backward = (
             "no backward pass has reached a trainable parameter of a hooked layer since add_hooks. Call loss.backward() on "
@@ -88,6 +79,34 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
                 "or use torch.utils.checkpoint with use_reentrant=False."
             )
     return recorder.segments
+
+
+def check_strays(model: nn.Module, recorder: Recorder) -> None:
+    """Raises where gradient has come to a parameter by no call that the hooks have seen."""
+    past = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in recorder.strays}
+    if not past:
+        return
+    refused = {reason: name for name, p in past.items() if (reason := recorder.plan.refused.get(id(p)))}
+    for reason, name in refused.items():
+        if reason.startswith("samples mix"):
+            raise SamplesMixed(f"{name} has no per-sample gradients: {reason}")
+        raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
+    raise UnseenGradient(
+        f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
+        "it: a weight used outside its own layer's forward, a penalty on weights in a loss, torch.compile, scripting, "
+        "functional_call. Let layers be called as modules; run a backward pass of a penalty alone within "
+        "autograd_hacks.pause_hooks(); or freeze the parameter."
+    )
+
+
+def check_layout(visit: Visit, layout: Layout, shape: torch.Size) -> None:
+    """Raises where a call's output has other sizes than its samples would give it."""
+    size = shape[layout.axis] if layout.axis < len(shape) else None
+    if size is None or (size % (visit.samples or 1) if layout.fold else size != visit.samples):
+        raise BatchSizeError(
+            f"the numbers of samples disagree: the model was given {visit.samples}, but {where(visit.path, visit.layer)} "
+            f"returned a tensor of shape {tuple(shape)}, in which they were to be found as {layout}. Rows can't be matched."
+        )
 
 
 def check_seen(visit: Visit, received: Received) -> None:
@@ -141,7 +160,7 @@ def common_batch_size(segment: Segment) -> int:
         if recorded.losses:
             sizes["the vector given to backward(losses)"] = recorded.losses.samples
         for visit, received in reversed(recorded.received.items()):
-            if rule_for(visit.layer):
+            if visit.replay is not None or rule_for(visit.layer):
                 sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", batch_size(visit, received))
     if len(set(sizes.values())) > 1:
         listing = "; ".join(f"{place}: {size}" for place, size in sizes.items())
@@ -165,8 +184,13 @@ def reduction(recorded: Pass, loss_type: str | None) -> str:
 
 
 def batch_size(visit: Visit, received: Received) -> int:
-    """How many samples a call saw: on axis 0 of its outputs, unless the layer's rule knows better."""
-    count = getattr(rule_for(visit.layer), "samples", None)
+    """How many samples a call saw: as many as the model was given, or else as many as it has rows."""
+    return row_count(visit, received) if visit.samples is None else visit.samples
+
+
+def row_count(visit: Visit, received: Received) -> int:
+    """The size of axis 0 of a call's outputs, or what the layer's rule counts where it knows better."""
+    count = None if visit.replay is not None else getattr(rule_for(visit.layer), "samples", None)
     if count is not None:
         return int(count(visit.layer, visit.args, visit.kwargs))
     return next(grad.shape[0] if grad.ndim else 1 for grad in received.grads if grad is not None)
@@ -176,5 +200,5 @@ def _shapes(visit: Visit) -> str:
     return ", ".join(str(tuple(tensor.shape)) for tensor, _ in visit.versions)
 
 
-def _trainable(layer: nn.Module) -> list[str]:
-    return [name for name, p in layer._parameters.items() if p is not None and p.requires_grad]
+def _trains(layer: nn.Module) -> bool:
+    return any(p is not None and p.requires_grad for p in layer._parameters.values())

@@ -31,6 +31,10 @@ class UnseenGradient(PerSampleGradientError):
     """Gradient has reached a parameter by a way that no hook sees, so that its rows would be incomplete."""
 
 
+class ProbeFailed(PerSampleGradientError):
+    """The model could not run with some samples of the batch in the place of others, which tells where they are."""
+
+
 class HigherOrderError(PerSampleGradientError):
     """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
 

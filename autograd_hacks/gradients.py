@@ -12,19 +12,24 @@ from torch import Tensor
 
 from autograd_hacks.checks import (
     batch_size,
+    check_hooked,
+    check_layout,
     check_loss_type,
     check_seen,
     check_sum,
-    check_supported,
     common_batch_size,
     readable_segments,
     reduction,
+    row_count,
 )
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Dense, Form, Sum
-from autograd_hacks.record import Received, Recorder, Segment, Visit
+from autograd_hacks.forms import Concatenation, Dense, Form, Replay, Sum
+from autograd_hacks.layout import Layout
+from autograd_hacks.record import Recorder, Segment
+from autograd_hacks.replay import Rerun
 from autograd_hacks.rules import Call, rule_for
 from autograd_hacks.trees import map_tensors
+from autograd_hacks.visits import Received, Visit
 
 
 def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | None) -> dict[str, Form | None]:
@@ -33,7 +38,7 @@ def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | N
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     """
     check_loss_type(loss_type)
-    check_supported(model, recorder)
+    check_hooked(model, recorder)
     segments = readable_segments(model, recorder)
     tables = [segment_forms(segment, loss_type) for segment in segments]
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -58,7 +63,7 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
         is_mean = reduction(recorded, loss_type) == "mean"
         for visit, received in reversed(recorded.received.items()):  # in the order of the forward
             check_seen(visit, received)
-            for name, form in _apply_rule(visit, received).items():
+            for name, form in _forms_of(visit, received).items():
                 # The mean divided every sample's gradient by N.
                 own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
                 found.setdefault(visit.parameters[name][0], []).append(own)
@@ -66,19 +71,24 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
     return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
 
 
-def _gated(visit: Visit, received: Received) -> Call:
-    """The call as rules expect it: in the parameters' dtype, whatever autocast made of the layer's input."""
+def _gated(visit: Visit, received: Received, layout: Layout | None) -> Call:
+    """The call as rules expect it: samples first, in the parameters' dtype, whatever autocast made of the layer's input.
+
+    layout: where a positionwise layer's samples are; None where they are where the rule looks for them
+    """
     dtype = next(parameter.dtype for parameter, _ in visit.parameters.values())
 
-    def promote(tensor: Tensor) -> Tensor:
+    def ready(tensor: Tensor) -> Tensor:
+        if layout is not None and layout.fits(tensor, visit.samples or 0):
+            tensor = layout.samples_first(tensor, visit.samples or 0)
         return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
 
     return Call(
         path=visit.path,
         layer=visit.layer,
-        args=map_tensors(promote, visit.args),
-        kwargs=map_tensors(promote, visit.kwargs) if visit.kwargs else {},
-        grads=tuple(grad if grad is None else promote(grad) for grad in received.grads),
+        args=map_tensors(ready, visit.args),
+        kwargs=map_tensors(ready, visit.kwargs) if visit.kwargs else {},
+        grads=tuple(grad if grad is None else ready(grad) for grad in received.grads),
         training=visit.training,
         state=visit.state,
         random_state=visit.random_state,
@@ -87,14 +97,37 @@ def _gated(visit: Visit, received: Received) -> Call:
     )
 
 
-def _apply_rule(visit: Visit, received: Received) -> Mapping[str, Form]:
-    """{name: form} for the layer's parameters that the pass reached, checked against what a form must be."""
+def _forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
+    """{name: form} for the parameters of a call that the pass reached, a row for each sample."""
+    samples = batch_size(visit, received)
+    if visit.replay is not None:
+        layouts = visit.layouts or (Layout(),) * visit.outputs
+        source = Rerun(visit, received, samples, layouts)
+        return {name: Replay(source, name, samples, visit.parameters[name][0].shape) for name in received.reached}
+    if visit.samples is None:
+        return _apply_rule(visit, received, None, samples)
+    layout = visit.layouts[0]
+    assert layout is not None  # a call whose samples have no place is no visit by a rule
+    sizes = [grad.shape for grad in received.grads if grad is not None]
+    if hasattr(rule_for(visit.layer), "features"):
+        check_layout(visit, layout, sizes[0])
+        return _apply_rule(visit, received, None if layout == Layout() else layout, samples)
+    rows = row_count(visit, received)
+    forms = _apply_rule(visit, received, None, rows)
+    if not layout.fold:
+        return forms
+    device = next(grad.device for grad in received.grads if grad is not None)
+    return {name: form.group(layout.rows(rows, samples, device), samples) for name, form in forms.items()}
+
+
+def _apply_rule(visit: Visit, received: Received, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+    """What the layer's rule says, checked against what forms must be.  rows: how many they must have"""
     place, rule = where(visit.path, visit.layer), rule_for(visit.layer)
     if rule is None:
-        return {}  # what trains here has been refused by check_supported; what doesn't is not wanted
+        raise UnsupportedLayer(f"{place} has lost its rule since the forward pass; repeat the step")
     try:
         with without_autocast(next(iter(visit.parameters.values()))[0]):
-            forms = rule(visit.layer, _gated(visit, received))
+            forms = rule(visit.layer, _gated(visit, received, layout))
     except (BatchSizeError, SamplesMixed) as error:
         raise type(error)(f"{place} {error}") from None
     if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
@@ -105,7 +138,7 @@ def _apply_rule(visit: Visit, received: Received) -> Mapping[str, Form]:
                 f"the rule of {place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. Register "
                 "a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
-        expected = (batch_size(visit, received), *visit.parameters[name][0].shape)
+        expected = (rows, *visit.parameters[name][0].shape)
         if (forms[name].samples, *forms[name].shape) != expected:
             raise BatchSizeError(
                 f"the rule of {place} returned per-sample gradients of shape {(forms[name].samples, *forms[name].shape)} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.batch import BatchDim
 from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.planner import Planner
 from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.survey import SurveyHook
 from autograd_hacks.trees import tensors_of
 
 
-def add_hooks(model: nn.Module) -> Hooked:
+def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> Hooked:
     """Hooks every layer of ``model`` that has parameters, so that a backward pass leaves what `compute_grad1` needs.
 
     Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
@@ -36,19 +41,23 @@ def add_hooks(model: nn.Module) -> Hooked:
     root = _root_hook(model)
     is_new = root is None
     if root is None:
-        root = _ForwardBegins(Recorder())
-        root.handles.append(model.register_forward_pre_hook(root, prepend=True))
-        root.handles.append(model.register_forward_hook(_ForwardEnds(root.recorder), always_call=True))
+        recorder = Recorder()
+        root = _ForwardBegins(recorder)
+        root.handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
+        root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
     recorder = root.recorder
     for path, layer in model.named_modules():
-        if not layer._parameters or layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
+        if layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
+            continue
+        recorder.layers.add(layer)
+        if not rule_for(layer):
             continue
         if isinstance(getattr(layer, "dropout", None), int | float):
             root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder)))
         # First in line: the rules need what the layer itself returned, before other hooks change it.
         hook = _LayerRan(recorder, path)
         root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
-        recorder.layers.add(layer)
+    root.planner = Planner(model, recorder, batch_dim, probe, root.hook_unit)
     for parameter in model.parameters():
         recorder.watch(parameter)
     return Hooked(model, is_new)
@@ -80,11 +89,8 @@ def disable_hooks() -> None:
 @contextmanager
 def pause_hooks() -> Iterator[None]:
     """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
-    Switch.pauses += 1
-    try:
+    with Switch.paused():
         yield
-    finally:
-        Switch.pauses -= 1
 
 
 @contextmanager
@@ -163,22 +169,42 @@ class _Hook:
 class _ForwardBegins(_Hook):
     """On the model itself.  The records and the way back hang on it, so that they live as long as the model."""
 
+    planner: Planner
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         self.handles: list[RemovableHandle] = []
+        self._units: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
-        self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of(args)))
+        self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
+        if self.recorder.records():
+            self.planner.begin(model, args, kwargs)
+            self.recorder.begin_unit("", model, args, kwargs)
         self.recorder.in_forward = True
+
+    def hook_unit(self, path: str, module: nn.Module) -> None:
+        """Has a module's calls kept, for them to be run again where the plan says so."""
+        if module not in self._units:
+            self._units.add(module)
+            begins, ran = _UnitBegins(self.recorder, path), _UnitRan(self.recorder, path)
+            if path:  # for the model itself this hook does it, when the plan is known
+                self.handles.append(module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(ran, prepend=True, with_kwargs=True))
 
 
 class _ForwardEnds(_Hook):
-    def __call__(self, model: nn.Module, *_: object) -> None:
-        if not torch.compiler.is_compiling():
+    def __init__(self, recorder: Recorder, root: _ForwardBegins) -> None:
+        super().__init__(recorder)
+        self._root = root
+
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling() and Switch.on():
             self.recorder.in_forward = False
+            self._root.planner.end(model, has_output=output is not None)
 
 
 class _LayerBegins(_Hook):
@@ -197,11 +223,32 @@ class _LayerRan(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return output
-        # The library's own hooks, of another model that has this layer too, hand on what the layer returned.
-        is_first = (
-            next(hook for hook in layer._forward_hooks.values() if hook is self or not isinstance(hook, _LayerRan)) is self
+        return self.recorder.visit(self.path, layer, args, kwargs, output, self._is_first(layer))
+
+    def _is_first(self, layer: nn.Module) -> bool:
+        """Whether no hook came before but the library's own, which hand on what the layer returned."""
+        return (
+            next(h for h in layer._forward_hooks.values() if h is self or not isinstance(h, _LayerRan | SurveyHook)) is self
         )
-        return self.recorder.visit(self.path, layer, args, kwargs, output, is_first)
+
+
+class _UnitBegins(_Hook):
+    """On modules that are run again."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        super().__init__(recorder)
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.recorder.begin_unit(self.path, module, args, kwargs)
+
+
+class _UnitRan(_LayerRan):
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return output
+        return self.recorder.end_unit(self.path, layer, output, self._is_first(layer))
 
 
 class _Unhooked:
@@ -213,6 +260,7 @@ class _Unhooked:
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _root_hook(model: nn.Module) -> _ForwardBegins | None:

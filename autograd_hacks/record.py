@@ -7,31 +7,33 @@ A `Visit` is one call of one layer in a forward pass; a `Pass` is one backward p
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autograd_hacks.layout import Layout
+from autograd_hacks.plan import Plan, Unit
+from autograd_hacks.rerun import RandomState, devices_of, random_state
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
+from autograd_hacks.visits import Received, Replay, Visit, attach, ends_of, gets_gradient, is_captured, versions_of
+
+if TYPE_CHECKING:
+    from autograd_hacks.survey import Survey
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
 
-Versions = list[tuple[Tensor, int]]
-RandomState = dict[str, Tensor]
-"""The generators' states by device."""
-
-
-class Graph:
-    """What only a graph holds on to."""
+Layouts = tuple[Layout | None, ...]
 
 
 def current_task() -> int:
@@ -49,36 +51,14 @@ class Switch:
     def on(cls) -> bool:
         return cls.enabled and not cls.pauses
 
-
-@dataclass(eq=False)
-class Visit:
-    """One call of a layer.  It holds detached aliases, which keep memory alive but no graph."""
-
-    path: str
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    parameters: dict[str, tuple[Tensor, Node]]  # those that its rule covers and that train, each with its end of the graph
-    outputs: int
-    forward: int  # which forward of the model
-    recomputed_in: Pass | None  # the backward pass that makes this call again, for checkpointing
-    versions: Versions
-    training: bool
-    state: dict[str, tuple[Tensor, int]]  # the parameters that its rule covers, and its own buffers
-    random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
-    results: list[Tensor]  # what came out, for a layer that is recomputed
-    precision: torch.dtype | None  # autocast's, where the call ran under it
-    is_first: bool  # whether no other forward hook came before ours
-    graph: weakref.ref[Graph]  # dead when no backward pass can come through this call any more
-
-
-@dataclass(eq=False)
-class Received:
-    """What one backward pass brought to one visit."""
-
-    grads: list[Tensor | None]
-    reached: set[str] = field(default_factory=set)
-    versions: Versions = field(default_factory=list)
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        cls.pauses += 1
+        try:
+            yield
+        finally:
+            cls.pauses -= 1
 
 
 @dataclass(eq=False)
@@ -123,7 +103,9 @@ class Segment:
         return visit.forward in self.forwards and all(other.captures == current.captures for other in self.passes)
 
     def can_be_run_again(self) -> bool:
-        return any(visit.graph() is not None for earlier in self.passes for visit in earlier.received)
+        return any(
+            visit.graph is not None and visit.graph() is not None for earlier in self.passes for visit in earlier.received
+        )
 
 
 ANNOUNCED: dict[int, Losses] = {}
@@ -146,6 +128,11 @@ class Recorder:
         self.in_forward = False
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+        self.plan = Plan()  # the running forward's
+        self.samples: int | None = None  # N of the running forward, where its plan knows it
+        self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
+        self.survey: Survey | None = None  # of a signature's first forward
+        self._calls: dict[str, int] = {}
         self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
         self._running: Pass | None = None
@@ -177,70 +164,130 @@ class Recorder:
         if not Switch.on() or current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
             return
         self.comparing &= not self._answered
+        self.open, self._calls = [], {}
         self.forwards += 1
         self._unanswered += with_gradients
         self._answered = False
 
     def begin_layer(self, layer: nn.Module) -> None:
         """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
-        if Switch.on() and torch.is_grad_enabled() and layer.training and layer.dropout:
-            devices = {p.device for p in layer.parameters() if p.is_cuda}
-            states = {str(device): torch.cuda.get_rng_state(device) for device in devices}
-            self.random_states[layer] = {"cpu": torch.get_rng_state(), **states}
+        if self.records() and layer.training and layer.dropout:
+            self.random_states[layer] = random_state(devices_of(layer))
+
+    def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps what it takes to run a module again, where the forward's plan says so."""
+        unit = self.plan.units.get(path)
+        if unit is not None and self.records():
+            self.open.append((unit, Replay.of(path, module, args, kwargs, unit.copies, unit.buffers)))
+
+    def end_unit(self, path: str, module: nn.Module, output: Any, is_first: bool) -> Any:
+        """Notes a call that `begin_unit` has kept.  Returns the output."""
+        if not (self.open and self.open[-1][1].path == path and self.records()):
+            return output
+        unit, replay = self.open.pop()
+        self._place(module)
+        parameters = {name: p for name, p in unit.parameters.items() if p.requires_grad and not self.is_replayed(p)}
+        layouts = unit.layouts_of(self._count(path), tensors_of(output), self.samples)
+        return self.visit_unit(replay, parameters, output, is_first, layouts)[0]
+
+    def visit_unit(
+        self, replay: Replay, parameters: dict[str, Tensor], output: Any, is_first: bool, layouts: Layouts
+    ) -> tuple[Any, Visit | None]:
+        """Notes a call to be run again.  Returns the output and the visit, if gradients can come to it."""
+        outputs = tensors_of(output)
+        if not (torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
+            return output, None
+        visit = self._visit(replay.path, replay.module, replay.args, replay.kwargs, parameters, outputs, is_first, layouts)
+        visit.results, visit.random_state, visit.replay = [x.detach() for x in outputs], replay.random_state, replay
+        changed = {id(replay.module.get_buffer(name)) for name in replay.buffers}
+        everything = (*replay.module.named_parameters(), *replay.module.named_buffers())
+        visit.state = {name: (x, version_of(x)) for name, x in everything if id(x) not in changed}
+        return attach(self, visit, output, is_compared=True), visit
 
     def visit(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
-        """Notes a call of a layer, and asks the graph for the gradients at its outputs.  Returns the output."""
+        """Notes a call of a layer that has a rule.  Returns the output."""
         random_state = self.random_states.pop(layer, None)
-        if not Switch.on() or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state():
-            return output  # inside torch.func's transforms tensors are of one transform's making, and end with it
+        if not self._recording():
+            return output
         self._place(layer)
+        count, rule = self._count(path), rule_for(layer)
         owned = covered(layer)
-        parameters = {name: p for name, p in owned.items() if p.requires_grad}
+        parameters = {name: p for name, p in owned.items() if p.requires_grad and not self.is_replayed(p)}
         outputs = tensors_of(output)
-        if not (parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
+        if not (rule and parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
             return output
         if any(x.is_nested for x in outputs):
             return output  # no axis of samples; the gradients are noticed when they arrive
-        recomputes = getattr(rule_for(layer), "recomputes", False)
-        results = [x.detach() for x in outputs] if recomputes else []
-        if len(outputs) > 1 or recomputes or not all(_keeps_its_node(x) for x in outputs):
-            # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
-            # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
-            # view's node would be lost.
-            output = map_tensors(lambda x: x if x.grad_fn is None else x.clone(), output)
+        if self.samples is not None and path in self.plan.spread:
+            # Looked up once for all samples: a copy for each, that gradients may arrive apart.
+            output, args, kwargs = (map_tensors(self._for_each_sample, tree) for tree in (output, args, kwargs))
             outputs = tensors_of(output)
-        device, graph = outputs[0].device.type, Graph()
+        layouts = self.plan.layouts_of(path, count, layer, outputs, self.samples)
+        visit = self._visit(path, layer, args, kwargs, parameters, outputs, is_first, layouts)
+        recomputes = getattr(rule, "recomputes", False)
+        visit.results, visit.random_state = [x.detach() for x in outputs] if recomputes else [], random_state
+        visit.state = {name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None}
+        if self.survey is not None:
+            self.survey.visited(visit)
+        return attach(self, visit, output, is_compared=recomputes)
+
+    def _visit(
+        self,
+        path: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Mapping[str, Tensor],
+        outputs: list[Tensor],
+        is_first: bool,
+        layouts: Layouts,
+    ) -> Visit:
+        device = outputs[0].device.type
         for parameter in parameters.values():
             self.watch(parameter)
-        args = map_tensors(Tensor.detach, args)
-        kwargs = map_tensors(Tensor.detach, kwargs) if kwargs else {}
-        visit = Visit(
+        args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
+        return Visit(
+            state={},
+            random_state=None,
+            results=[],
             path=path,
             layer=layer,
             args=args,
             kwargs=kwargs,
-            parameters={name: (p, get_gradient_edge(p).node) for name, p in parameters.items()},
+            parameters=ends_of(parameters),
             outputs=len(outputs),
             forward=self.forwards,
             recomputed_in=self._running,
-            versions=_versions([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
+            versions=versions_of([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,
-            state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
-            random_state=random_state,
-            results=results,
             precision=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             is_first=is_first,
-            graph=weakref.ref(graph),
+            samples=self.samples,
+            layouts=layouts,
         )
-        for slot, x in enumerate(outputs):
-            if x.grad_fn is not None:
-                source = x if x._base is None else x._base
-                assert source.grad_fn is not None  # what is no reshaped base has been copied
-                hook = AtNode(self, visit, graph, slot, source.output_nr, x.shape)
-                source.grad_fn.register_prehook(hook)
-        return output
+
+    def is_replayed(self, parameter: Tensor) -> bool:
+        """Whether the rows of a parameter come of a module's replay that is open now."""
+        return any(parameter is p for unit, _ in self.open for p in unit.parameters.values())
+
+    def _for_each_sample(self, x: Tensor) -> Tensor:
+        assert self.samples is not None
+        return x.expand(self.samples, *(x.shape[1:] if x.shape[0] == 1 else x.shape))
+
+    def _count(self, path: str) -> int:
+        """How many calls there were before this one in the same forward."""
+        self._calls[path] = self._calls.get(path, -1) + 1
+        return self._calls[path]
+
+    def _recording(self) -> bool:
+        # Inside torch.func's transforms tensors are of one transform's making, and end with it.
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state()
+        return Switch.on() and not transformed
+
+    def records(self) -> bool:
+        return self._recording() and torch.is_grad_enabled()
 
     def _place(self, layer: nn.Module) -> None:
         """Finds out which forward, or which backward, a layer is called in."""
@@ -290,7 +337,7 @@ class Recorder:
         self._file(current, visit)
         received = current.received.setdefault(visit, Received([None] * visit.outputs))
         received.grads[slot] = grad.detach()
-        received.versions += _versions([grad.detach()])
+        received.versions += versions_of([grad.detach()])
         received.reached |= reached
         current.reached |= {id(visit.parameters[name][0]) for name in reached}
         self._answered = True
@@ -334,55 +381,3 @@ class Recorder:
         elif self.comparing:
             before = self._running.arrived.get(parameter)
             self._running.arrived[parameter] = grad.detach() if before is None else before + grad
-
-
-class AtNode:
-    """A hook on the node of a layer's output, or of the base that the output is a view of.
-
-    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
-    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
-    but leave its base's in the graph.
-    """
-
-    def __init__(self, recorder: Recorder, visit: Visit, graph: Graph, slot: int, output_nr: int, shape: torch.Size) -> None:
-        self.recorder, self.slot, self.output_nr, self.shape = recorder, slot, output_nr, shape
-        self.held: tuple[Visit, Graph] | None = visit, graph
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        if self.held is None:
-            return
-        grad = grads[self.output_nr]
-        if grad is not None and grad.shape != self.shape:
-            grad = grad.reshape(self.shape)
-        self.recorder.receive(self.held[0], self.slot, grad)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
-
-
-def _keeps_its_node(output: Tensor) -> bool:
-    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
-    if output._base is None or output.grad_fn is None:
-        return True
-    is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-    return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
-
-
-def _versions(tensors: list[Tensor]) -> Versions:
-    return [(x, version_of(x)) for x in tensors]
-
-
-def gets_gradient(node: Node) -> bool:
-    """Whether the running backward pass will bring a gradient to a parameter, given the parameter's node."""
-    return is_captured(node) or torch._C._will_engine_execute_node(node)
-
-
-def is_captured(node: Node) -> bool:
-    """Whether torch.autograd.grad takes the gradient in front of a leaf's node, instead of executing it."""
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        # torch's answer for a leaf that autograd.grad captures, given only after it has seen that the gradient is wanted.
-        if "A leaf node was passed to _will_engine_execute_node" in str(error):
-            return True
-        raise
-    return False

@@ -16,7 +16,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
         return list(tree)
-    leaves = (leaf.data if _is_packed(leaf) else leaf for leaf in tree_leaves(tree, _is_packed))
+    leaves = (leaf.data if is_packed(leaf) else leaf for leaf in tree_leaves(tree, is_packed))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -24,16 +24,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with the function applied to each tensor."""
 
     def at_leaf(leaf: Any) -> Any:
-        if _is_packed(leaf):
+        if is_packed(leaf):
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
     if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
         return tuple(function(leaf) for leaf in tree)
-    return tree_map(at_leaf, tree, is_leaf=_is_packed)
+    return tree_map(at_leaf, tree, is_leaf=is_packed)
 
 
-def _is_packed(tree: Any) -> bool:
+def is_packed(tree: Any) -> bool:
     return isinstance(tree, PackedSequence)
 
 

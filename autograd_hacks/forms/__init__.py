@@ -7,5 +7,6 @@ from autograd_hacks.forms.base import BUDGET, Concatenation, Dense, Form, Groupi
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.replay import Replay
 
-__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Lookup", "Outer", "Sum"]
+__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Lookup", "Outer", "Replay", "Sum"]

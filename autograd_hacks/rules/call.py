@@ -88,11 +88,25 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
     return rule
 
 
-def counts_samples(count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int]) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them."""
+def counts_samples(
+    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int], axis: Callable[[Any], int]
+) -> Callable[[Rule], Rule]:
+    """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them, and
+    ``axis(layer)`` says where they are in the first output."""
 
     def mark(rule: Rule) -> Rule:
-        vars(rule)["samples"] = count
+        vars(rule)["samples"], vars(rule)["axis"] = count, axis
+        return rule
+
+    return mark
+
+
+def positionwise(features: Callable[[Any], int]) -> Callable[[Rule], Rule]:
+    """Marks a rule whose layer does the same at every position, wherever the batch is: ``features(layer)`` says how many of
+    the output's last axes belong to one position."""
+
+    def mark(rule: Rule) -> Rule:
+        vars(rule)["features"] = features
         return rule
 
     return mark

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Form, Lookup
-from autograd_hacks.rules.call import Call, needs_batch, recomputes, single_input
+from autograd_hacks.rules.call import Call, needs_batch, positionwise, recomputes, single_input
 from autograd_hacks.rules.recompute import check_recomputed
 
 
+@positionwise(features=lambda layer: 1)
 @single_input
 def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""

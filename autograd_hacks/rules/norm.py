@@ -11,11 +11,12 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Dense, Form
-from autograd_hacks.rules.call import Call, needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch, positionwise, single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
 
 
+@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, normalised over S."""
@@ -23,6 +24,7 @@ def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
 
 
+@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, divided by the root mean square over S."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import StaleRecord, where
 from autograd_hacks.forms import Dense, Form, Outer, Sum
+from autograd_hacks.rerun import with_random_state
 from autograd_hacks.rules.call import Call
 
 
@@ -105,27 +106,27 @@ def _samples_first(x: Tensor, batch_axis: int) -> Tensor:
 @contextmanager
 def recomputing(call: Call) -> Iterator[None]:
     """A context to run a layer again in, with the random numbers that the forward pass drew, dropout's."""
-    states = call.random_state or {}
-    devices = [device for device in states if device != "cpu"]
-    with torch.enable_grad(), torch.random.fork_rng(devices, enabled=bool(states)):
-        for device, state in states.items():
-            if device == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+    with torch.enable_grad(), with_random_state(call.random_state or {}):
         yield
 
 
 def check_recomputed(call: Call, outputs: Sequence[Tensor]) -> None:
     """Raises StaleRecord where recomputed outputs are not those that the forward pass returned."""
     for seen, out in zip(call.outputs, outputs):
-        # Far above rounding, in the coarsest precision that the forward pass used, and far below what other weights do.
-        eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, call.precision or seen.dtype))
-        largest = float(seen.nan_to_num(posinf=0, neginf=0).abs().amax()) if seen.numel() else 0.0
-        tolerance = (1e3 if eps < 1e-6 else 20) * eps * largest
-        if not torch.allclose(out.detach().to(seen.dtype), seen, rtol=0, atol=tolerance, equal_nan=True):
+        if not is_recomputed(seen, out, call.precision):
             raise StaleRecord(
                 f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different. Its "
                 "weights have changed since (read per-sample gradients before the update), or its dropout drew other random "
                 "numbers (set its dropout to 0)."
             )
+
+
+def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
+    """Whether an output is the one seen before, but for rounding.  precision: autocast's, where it was on"""
+    # Far above rounding, in the coarsest precision that the forward pass used, and far below what other weights do.
+    if not (seen.is_floating_point() or seen.is_complex()):
+        return torch.equal(out, seen)
+    eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, precision or seen.dtype))
+    largest = float(seen.nan_to_num(posinf=0, neginf=0).abs().amax()) if seen.numel() else 0.0
+    tolerance = (1e3 if eps < 1e-6 else 20) * eps * largest
+    return torch.allclose(out.detach().to(seen.dtype), seen, rtol=0, atol=tolerance, equal_nan=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn as nn
 from torch import Tensor
 
@@ -74,6 +76,15 @@ def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
                 owner = layer.get_submodule(part)
                 parameters |= {f"{part}.{name}": p for name, p in owner._parameters.items() if p is not None}
     return parameters
+
+
+def axes_for(layer: nn.Module, output: Tensor) -> Sequence[int]:
+    """The axes of a layer's first output on which its rule may find the samples, the usual one first."""
+    rule = rule_for(layer)
+    if (features := getattr(rule, "features", None)) is not None:
+        return range(max(1, output.ndim - features(layer)))
+    axis = getattr(rule, "axis", None)
+    return (0 if axis is None else axis(layer),)
 
 
 def is_supported(layer: nn.Module) -> bool:

@@ -1,0 +1,140 @@
+"""The batch that a model is given: how many samples, in which of its arguments, and the same with some samples replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
+
+from autograd_hacks.trees import is_packed
+
+BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
+"""An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as
+vmap's ``in_dims``, or a dictionary for those by keyword."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Where the samples may be.  axis: of the model's arguments, None where these say it    kept: N, samples not replaced"""
+
+    axis: int | None
+    kept: Tensor
+
+    @property
+    def samples(self) -> int:
+        return len(self.kept)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one forward.
+
+    leaves: of the arguments' tree    spec: the tree    axes: for each leaf the axis of its samples, or None, where the user
+    has said so; else None
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    axes: list[int | None] | None
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
+        """Raises ValueError for a tree of axes that doesn't fit the arguments."""
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_packed)
+        if batch_dim is None or isinstance(batch_dim, int):
+            return Batch(leaves, spec, None)
+        axes = _axes_of(batch_dim, args, kwargs)
+        sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
+        if len(sizes) > 1 or None in sizes:
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, the "
+                "number of samples. Write None for an argument without a batch."
+            )
+        return Batch(leaves, spec, axes)
+
+    def samples(self, axis: int | None) -> int | None:
+        """N, or None where it can't be told.  axis: of the first tensor that has it; None for what the user has said"""
+        if self.axes is not None:
+            return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
+        if axis is None or any(is_packed(leaf) for leaf in self.leaves):
+            return None
+        return next((size for leaf in self.leaves if (size := _size(leaf, axis)) is not None), None)
+
+    def carried(self, hypotheses: Sequence[Hypothesis]) -> list[list[tuple[int, Tensor]]]:
+        """For each leaf the axes on which the hypotheses see samples, and those kept: the leaves that have N there.
+
+        But for the first tensor no square matrix, which may be a mask over T = N positions.
+        """
+        if self.axes is not None:
+            return [[] if axis is None else [(axis, hypotheses[0].kept)] for axis in self.axes]
+        first = next((n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), 0)
+        return [
+            [
+                (h.axis, h.kept)
+                for h in hypotheses
+                if h.axis is not None and _size(leaf, h.axis) == h.samples and (n == first or not _may_be_a_mask(leaf))
+            ]
+            for n, leaf in enumerate(self.leaves)
+        ]
+
+    def replaced(self, hypotheses: Sequence[Hypothesis]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with others of the batch's values in the place of the samples that are not kept, and where there
+        are several hypotheses only of what none keeps; None where all samples are alike."""
+        carried = self.carried(hypotheses)
+        for shift in range(1, min(max(h.samples for h in hypotheses), 8)):
+            leaves = [_replace(leaf, at, shift) if at else leaf for leaf, at in zip(self.leaves, carried)]
+            if any(at and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
+                copies = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+                args, kwargs = tree_unflatten(copies, self.spec)
+                return args, kwargs
+        return None
+
+    def signature(self) -> tuple[object, ...]:
+        """What the arguments are but for their extents and values."""
+        return self.spec, tuple(map(_kind, self.leaves))
+
+
+def random_half(samples: int, seed: int) -> Tensor:
+    """N, whether a sample is among a half of them; the same at every call."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    return torch.zeros(samples, dtype=torch.bool).index_fill(0, order[: samples - samples // 2], True)
+
+
+def _replace(leaf: Tensor, carried: list[tuple[int, Tensor]], shift: int) -> Tensor:
+    replaced = torch.ones((), dtype=torch.bool, device=leaf.device)
+    for axis, kept in carried:
+        replaced = replaced & ~kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
+    return torch.where(replaced, leaf.detach().roll(shift, carried[-1][0]), leaf.detach())
+
+
+def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
+    by_name = {name: batch_dim.get(name) for name in kwargs} if isinstance(batch_dim, dict) else dict.fromkeys(kwargs)
+    axes: list[int | None] = []
+    for prefix, tree in ((None if isinstance(batch_dim, dict) else tuple(batch_dim), args), (by_name, kwargs)):
+        flat = _broadcast_to_and_flatten(prefix, tree_flatten(tree, is_leaf=is_packed)[1])
+        if flat is None:
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
+                f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary by keyword"
+            )
+        axes += flat
+    return axes
+
+
+def _size(leaf: Any, axis: int) -> int | None:
+    return leaf.shape[axis] if isinstance(leaf, Tensor) and -leaf.ndim <= axis < leaf.ndim else None
+
+
+def _may_be_a_mask(leaf: Tensor) -> bool:
+    has_values = leaf.is_floating_point() or leaf.dtype == torch.bool
+    return has_values and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+
+
+def _kind(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return leaf.ndim, leaf.dtype
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)

@@ -1,0 +1,97 @@
+"""How the rows of each parameter come about in the forwards of one signature: by which calls, and where their samples are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.layout import Layout
+from autograd_hacks.rules.table import axes_for, covered, rule_for
+
+Layouts = tuple[Layout | None, ...]
+"""For each tensor that a call returned where its samples are, None where it has none."""
+
+
+@dataclass
+class Unit:
+    """A module that is run again for the rows of parameters that no rule gives.
+
+    parameters: by their names in the module    why: for people    calls: the layouts, for each call in a forward, or for all
+    copies: whether the module changes its arguments    buffers: those that it changes, by name
+    """
+
+    parameters: dict[str, Tensor]
+    why: str
+    calls: Sequence[Layouts] = ()
+    copies: bool = False
+    buffers: Sequence[str] = ()
+
+    def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
+        known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
+        if samples is not None and len(known) == len(outputs):
+            return known
+        return tuple(Layout(0, "N·T") if samples == 1 else Layout() for _ in outputs)
+
+
+@dataclass
+class Plan:
+    """What holds for all forwards of a signature.
+
+    axis: of the samples in the model's arguments; None where they say it themselves    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
+    spread: lookups whose output is the same for all samples    refused: why there are no rows, by the parameter's id
+    stale: whether a call has come that the plan doesn't know    checked: whether the rows' sums were once compared
+    """
+
+    axis: int | None = None
+    layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
+    units: dict[str, Unit] = field(default_factory=dict)
+    spread: frozenset[str] = frozenset()
+    refused: dict[int, str] = field(default_factory=dict)
+    stale: bool = False
+    checked: bool = False
+
+    def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
+        """Where the samples are in what a layer with a rule returned."""
+        if samples is None:
+            return ()
+        if path in self.spread:
+            return (Layout(),)
+        known = self.layouts.get(path, ())
+        if known:
+            return (known[min(call, len(known) - 1)],)
+        axis = axes_for(layer, outputs[0])[0]
+        if samples == 1:
+            return (Layout(axis, "N·T"),)
+        self.stale = True
+        usual = {layout for calls in self.layouts.values() for layout in calls}
+        return (usual.pop() if len(usual) == 1 else Layout(axis),)
+
+
+def static_units(model: nn.Module) -> dict[str, Unit]:
+    """Units that can be told without a forward: each module with parameters that no rule covers, or where it is never
+    called, as containers and parametrisations aren't, the module around it."""
+    modules = dict(model.named_modules())
+    by_rule = {id(p) for layer in modules.values() if rule_for(layer) for p in covered(layer).values()}
+    units: dict[str, Unit] = {}
+    for path, owner in modules.items():
+        for name, parameter in owner._parameters.items():
+            if parameter is None or id(parameter) in by_rule:
+                continue
+            place, inside = path, name
+            while place and not _is_called(place, modules):
+                place, _, last = place.rpartition(".")
+                inside = f"{last}.{inside}"
+            unit = units.setdefault(place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}"))
+            unit.parameters[inside] = parameter
+    return units
+
+
+def _is_called(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module has a forward of its own that a model would call on its samples."""
+    module = modules[path]
+    if "parametrizations" in path.split("."):
+        return False
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"

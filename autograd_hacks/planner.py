@@ -1,0 +1,102 @@
+"""Which plan each forward of a model follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn as nn
+
+from autograd_hacks.batch import Batch, BatchDim, Hypothesis, random_half
+from autograd_hacks.errors import ProbeFailed
+from autograd_hacks.plan import Plan, static_units
+from autograd_hacks.record import Recorder
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.survey import Survey
+from autograd_hacks.verdict import plan_of
+
+
+class Planner:
+    """The plans of one hooked model, by signature.
+
+    batch_dim: see `add_hooks`    probes: whether new signatures are probed    hook_unit: has the calls of a module, by path,
+    kept to be run again
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        batch_dim: BatchDim,
+        probes: bool,
+        hook_unit: Callable[[str, nn.Module], None],
+    ) -> None:
+        self.recorder, self.batch_dim, self.probes, self._hook_unit = recorder, batch_dim, probes, hook_unit
+        self.static = Plan(units=static_units(model))
+        self._hook(model, self.static)
+        self.plans: dict[object, Plan] = {}
+        self._surveyed: tuple[object, Survey] | None = None
+        recorder.plan = self.static
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the plan of a forward that begins; where there is none, runs the probe."""
+        recorder = self.recorder
+        recorder.plan, recorder.samples, self._surveyed = self.static, None, None
+        if not self.probes or (rule_for(model) and self.batch_dim == 0):
+            return  # a layer alone mixes nothing that its rule doesn't know
+        batch = Batch.of(args, kwargs, self.batch_dim)
+        axis = self.batch_dim if isinstance(self.batch_dim, int) else None
+        samples = batch.samples(axis)
+        if not samples:
+            return
+        signature = batch.signature(), tuple(module.training for module in model.modules())
+        plan = self.plans.get(signature)
+        if plan is not None and not (plan.stale and samples > 1):
+            recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
+        elif samples == 1:
+            recorder.samples = 1
+        else:
+            hypotheses = [Hypothesis(axis, random_half(samples, seed=0))]
+            if axis == 0 and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
+                hypotheses.append(Hypothesis(1, random_half(others, seed=1)))
+            replacement = batch.replaced(hypotheses)
+            if replacement is not None:
+                survey = Survey(model, recorder, batch, hypotheses)
+                self._probe(survey, replacement)
+                recorder.plan, recorder.samples, self._surveyed = Plan(), samples, (signature, survey)
+                survey.begin(args, kwargs)
+
+    def _probe(self, survey: Survey, replacement: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        try:
+            survey.probe(replacement, spreads=True)
+        except Exception:
+            # Once more with less that may go wrong: no trial, and gradients for a model that needs them inside.
+            try:
+                survey.probe(replacement, spreads=False)
+            except Exception as error:
+                raise ProbeFailed(
+                    f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
+                    f"{error}). The library runs one before the first of each kind, to find out where the samples are and "
+                    "whether they mix. If the model's input has no batch on axis 0, say where: add_hooks(model, "
+                    "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
+                    "add_hooks(model, probe=False)."
+                ) from error
+
+    def end(self, model: nn.Module, has_output: bool) -> None:
+        """Keeps the plan that a new signature's first forward has given."""
+        if self._surveyed is None:
+            return
+        (signature, survey), self._surveyed = self._surveyed, None
+        survey.close()
+        if has_output:
+            self.recorder.plan = self.plans[signature] = plan_of(survey)
+            self._hook(model, self.recorder.plan)
+
+    def _hook(self, model: nn.Module, plan: Plan) -> None:
+        for path in plan.units:
+            self._hook_unit(path, model.get_submodule(path))
+
+
+def _has_time_first(model: nn.Module) -> bool:
+    """Whether some layer itself takes axis 1 for the batch, so that the model may."""
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())

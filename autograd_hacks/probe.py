@@ -1,0 +1,156 @@
+"""The probe: one more forward, before a signature's first, with half of the samples replaced.
+
+What it leaves says which values follow from the batch, where each parameter is read, and what every module returned; the
+forward after it, compared with that, says where the samples are (`autograd_hacks.survey`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Frame(NamedTuple):
+    """A call of a module: its path, and how many calls of it came before in the same forward."""
+
+    path: str
+    call: int
+
+
+Stack = tuple[Frame, ...]
+"""Calls that run one inside the other, the model's first."""
+
+
+@dataclass
+class Facts:
+    """What is known of some memory.
+
+    from_batch: it follows from the samples    routed: which rows it has follows from the samples' values    sources: the
+    parameters that it follows from while it doesn't follow from the batch, each with the innermost calls around all
+    operations on the way
+    """
+
+    from_batch: bool = False
+    routed: bool = False
+    sources: dict[int, Stack] = field(default_factory=dict)
+
+    def add(self, other: Facts) -> None:
+        self.from_batch |= other.from_batch
+        self.routed |= other.routed
+        for parameter, stack in other.sources.items():
+            self.sources[parameter] = common(stack, self.sources.get(parameter, stack))
+
+
+def common(first: Stack, second: Stack) -> Stack:
+    """The calls around both."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
+    return tuple(frame for frame, _ in pairs)
+
+
+_SCATTERS = ("index_add", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "masked_fill")
+
+
+class Tracker(TorchDispatchMode):
+    """Follows values through all operations, those inside scripted code and C++ included.
+
+    What the batch decides is found in the data alone, so that Python's own numbers, taken from tensors, end the trail.
+
+    parameters: to follow    carrying: the tensors that hold the batch    by_rule: whether a rule covers the parameter, by
+    id, where its module reads it in a call of its own
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], carrying: Iterable[Tensor], by_rule: Callable[[str, int], bool]
+    ) -> None:
+        super().__init__()
+        self.stack: Stack = ()
+        self.reads: dict[int, set[Stack]] = {}  # where parameters meet the batch but for their rules
+        self.uses: dict[int, set[str]] = {}  # the modules by path in which an operation uses a parameter
+        self.counting: set[Frame] = set()  # the calls in which sizes or choices are taken from the batch
+        self._facts: dict[StorageWeakRef, Facts] = {}
+        self._parameters: dict[StorageWeakRef, list[int]] = {}
+        self._by_rule = by_rule
+        for parameter in parameters:
+            if (key := _key(parameter)) is not None:
+                self._parameters.setdefault(key, []).append(id(parameter))
+        for tensor in carrying:
+            self._add(tensor, Facts(from_batch=True))
+
+    def facts(self, tensor: Tensor) -> Facts:
+        """What is known of a tensor; nothing is, of one that no operation before has made of the batch or of parameters."""
+        key = _key(tensor)
+        return Facts() if key is None else self._facts.get(key, Facts())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name.endswith("_like") or name.startswith("new_"):
+            return out  # of a tensor's sizes alone
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known = Facts()
+        for x in inputs:
+            known.add(self.facts(x))
+            key = _key(x)
+            for parameter in () if key is None else self._parameters.get(key, ()):
+                self.uses.setdefault(parameter, set()).add(self.stack[-1].path if self.stack else "")
+                known.add(Facts(sources={parameter: self.stack}))
+        known.sources = {parameter: common(stack, self.stack) for parameter, stack in known.sources.items()}
+        counts = name == "_local_scalar_dense" and not inputs[0].is_floating_point() and inputs[0].dtype != torch.bool
+        if known.from_batch and self.stack and (counts or name == "nonzero"):
+            self.counting.add(self.stack[-1])
+        if known.from_batch:
+            self._read(known.sources)
+            known.sources = {}
+            known.routed = self._routes(func, name, args) if inputs else False
+        if known.from_batch or known.sources:
+            written = [value for value, argument in zip(args, func._schema.arguments) if _is_written(argument)]
+            for x in tree_leaves((out, written, [kwargs.get(a.name) for a in func._schema.arguments if _is_written(a)])):
+                if isinstance(x, Tensor) and _key(x) not in self._parameters:
+                    self._add(x, known)
+        return out
+
+    def _read(self, sources: dict[int, Stack]) -> None:
+        for parameter, stack in sources.items():
+            if not (stack == self.stack and stack and self._by_rule(stack[-1].path, parameter)):
+                self.reads.setdefault(parameter, set()).add(stack)
+
+    def _routes(self, func: Any, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether the rows of an operation's output depend on the samples' values."""
+        if name.startswith(_SCATTERS):
+            return self.facts(args[0]).routed  # the sizes and the order are those of what is written to
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if any(self.facts(x).routed for x in tensors):
+            return True
+        if name == "index":
+            picks = [x for x in args[1] if x is not None]
+            by_mask = any(self.facts(x).from_batch and x.dtype in (torch.bool, torch.uint8) for x in picks)
+            return by_mask or (args[1][0] is not None and self.facts(args[1][0]).from_batch)
+        if name == "index_select":
+            return args[1] == 0 and self.facts(args[2]).from_batch
+        return torch.Tag.dynamic_output_shape in func.tags
+
+    def _add(self, tensor: Tensor, facts: Facts) -> None:
+        key = _key(tensor)
+        if key is not None:
+            self._facts.setdefault(key, Facts()).add(facts)
+
+
+def _key(tensor: Tensor) -> StorageWeakRef | None:
+    """The memory that a tensor is a view of; None where torch doesn't tell it."""
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return None
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

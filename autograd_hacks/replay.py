@@ -1,0 +1,202 @@
+"""Runs a module's call again, for the rows of parameters that no rule gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autograd_hacks.errors import SamplesMixed, StaleRecord, where
+from autograd_hacks.layout import Layout
+from autograd_hacks.record import Switch
+from autograd_hacks.rerun import random_state, untouched, with_random_state
+from autograd_hacks.rules.recompute import is_recomputed
+from autograd_hacks.trees import is_packed, tensors_of, version_of
+from autograd_hacks.visits import Received, Visit
+
+Values = dict[str, Tensor]
+"""Tensors by a parameter's name in the module."""
+
+
+class Rerun:
+    """One call of a module and the gradients that a pass brought to its outputs, N samples of them.
+
+    Three ways lead to the rows.  Each sample alone as a batch of one, all at the same time by vmap; or where vmap can't run the
+    module, one after the other; or N backward passes through one forward of the whole batch, each from one sample's part of
+    the gradients: where the call has drawn random numbers, which belong to the batch as a whole, and where the arguments can't
+    be cut into samples.  The outputs must be those of the call, whichever way.
+    """
+
+    def __init__(self, visit: Visit, received: Received, samples: int, layouts: Sequence[Layout | None]) -> None:
+        assert visit.replay is not None
+        self.visit, self.call, self.samples = visit, visit.replay, samples
+        self.reached = [slot for slot, grad in enumerate(received.grads) if grad is not None]
+        self.grads = [grad for grad in received.grads if grad is not None]
+        self.layouts = [layout for slot in self.reached if (layout := layouts[slot]) is not None]
+        if len(self.layouts) < len(self.reached):
+            slot = next(slot for slot in self.reached if layouts[slot] is None)
+            raise SamplesMixed(
+                f"{self._place()} must be run again for {', '.join(visit.parameters)}, but the loss came by its output number "
+                f"{slot}, of shape {tuple(received.grads[slot].shape)}, in which samples have no places of their own. If that "  # type: ignore[union-attr]  # reached
+                "is the batch's loss, compute it outside the model, from the other outputs."
+            )
+        self._rows: Values = {}
+
+    def rows(self, name: str) -> Tensor:
+        if name not in self._rows:
+            self._check_unchanged()
+            self._rows = self._by_sample() or self._by_masks()
+        return self._rows.pop(name)  # so that no second copy lives longer than it must
+
+    def weighted_sum(self, name: str, w: Tensor) -> Tensor:
+        self._check_unchanged()
+        parameters, outputs = self._whole_batch()
+        weighted = [g * self._over(g, layout, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
+        return _grad(outputs, [parameters[name]], weighted)[0]
+
+    def _by_sample(self) -> Values | None:
+        """Rows by samples alone, or None where that isn't what has happened in the batch."""
+        leaves, spec = tree_flatten((self.call.args, self.call.kwargs), is_leaf=is_packed)
+        if any(is_packed(leaf) for leaf in leaves) or not self.samples:
+            return None
+        layouts = [self._layout_of(leaf) for leaf in leaves]
+        cut = [leaf if at is None else at.samples_first(leaf, self.samples) for leaf, at in zip(leaves, layouts)]
+        grads = [at.samples_first(g, self.samples) for g, at in zip(self.grads, self.layouts)]
+        drew: list[bool] = []
+
+        def one(parameters: Values, sample: list[Any], grads: list[Tensor]) -> tuple[list[Tensor], Values]:
+            parts = iter(sample)
+            whole = [leaf if at is None else at.batch_of_one(next(parts)) for leaf, at in zip(cut, layouts)]
+            args, kwargs = tree_unflatten(whole, spec)
+            outputs, pull = vjp(lambda own: self._run(own, args, kwargs, drew), parameters)  # type: ignore[misc]  # no aux
+            (rows,) = pull([at.batch_of_one(g) for g, at in zip(grads, self.layouts)])
+            return outputs, rows
+
+        parameters = {name: p.detach() for name, (p, _) in self.visit.parameters.items()}
+        samples = [part for part, at in zip(cut, layouts) if at is not None]
+        try:
+            outputs, rows = vmap(one, in_dims=(None, 0, 0))(parameters, samples, grads)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError, IndexError):
+            # What vmap can't run, by torch's own page on its limits: control flow on values, sizes that depend on values,
+            # in-place changes of unbatched tensors, operations without a batching rule.  A loop can.
+            try:
+                each = [one(parameters, [s[n] for s in samples], [g[n] for g in grads]) for n in range(self.samples)]
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                return None  # the arguments were cut where a module can't take that, a mask over the batch say
+            outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
+            rows = {name: torch.stack([own[name] for _, own in each]) for name in parameters}
+        if any(drew):
+            return None
+        for slot, out, at in zip(self.reached, outputs, self.layouts):
+            real = at.samples_first(self.visit.results[slot], self.samples)
+            whole = torch.stack([at.batch_of_one(x) for x in real]) if len(real) else real
+            if out.shape != whole.shape or not is_recomputed(whole, out, self.visit.precision):
+                return None
+        return rows
+
+    def _by_masks(self) -> Values:
+        """Rows by one forward and a backward pass for each sample."""
+        parameters, outputs = self._whole_batch()
+        for slot, out in zip(self.reached, outputs):
+            seen = self.visit.results[slot]
+            if out.shape != seen.shape or not is_recomputed(seen, out, self.visit.precision):
+                raise StaleRecord(
+                    f"{self._place()} was run again for the rows of {', '.join(parameters)}, and its output number {slot} came "
+                    "out different. Something that it depends on has changed since: weights (read per-sample gradients before "
+                    "the update), a state of its own that is no buffer, or random numbers that don't come from torch."
+                )
+        rows: list[list[Tensor]] = []
+        order = torch.arange(self.samples, device=self.grads[0].device)
+        for n in range(self.samples):
+            only = [g * self._over(g, at, (order == n).to(g.dtype)) for g, at in zip(self.grads, self.layouts)]
+            rows.append(_grad(outputs, list(parameters.values()), only))
+        return {
+            name: torch.stack(own) if rows else p.new_zeros(0, *p.shape)
+            for (name, p), own in zip(parameters.items(), zip(*rows) if rows else [()] * len(parameters))
+        }
+
+    def _whole_batch(self) -> tuple[Values, list[Tensor]]:
+        parameters = {name: p.detach().requires_grad_() for name, (p, _) in self.visit.parameters.items()}
+        with torch.enable_grad():
+            return parameters, self._run(parameters, self.call.args, self.call.kwargs, [])
+
+    def _run(self, parameters: Values, args: tuple[Any, ...], kwargs: dict[str, Any], drew: list[bool]) -> list[Tensor]:
+        """The outputs that the loss reached.  drew: gets whether random numbers were drawn"""
+        module, call = self.call.module, self.call
+        fixed = {name: p.detach() for name, p in module.named_parameters()}
+        device = self.grads[0].device.type
+        precision = torch.autocast(device, self.visit.precision, self.visit.precision is not None, cache_enabled=False)
+        with ExitStack() as contexts:
+            for context in (
+                Switch.paused(),
+                untouched(module),
+                _modes(module, call.modes),
+                _without_hooks(module),
+                precision,
+            ):
+                contexts.enter_context(context)
+            contexts.enter_context(with_random_state(call.random_state))
+            buffers = {name: buffer.clone() for name, buffer in call.buffers.items()}
+            outputs = tensors_of(functional_call(module, {**fixed, **buffers, **parameters}, args, kwargs))
+            now = random_state([torch.device(name) for name in call.random_state])
+            drew.append(any(not torch.equal(now[name], call.random_state[name]) for name in now))
+        return [outputs[slot] for slot in self.reached]
+
+    def _layout_of(self, leaf: Any) -> Layout | None:
+        """Where an argument has its samples, by its sizes: as the output has them, or on axis 0.  The comparison of the
+        outputs tells whether that was right."""
+        if not isinstance(leaf, Tensor) or self.samples < 1:
+            return None
+        return next((at for at in (self.layouts[0], Layout()) if at.fits(leaf, self.samples)), None)
+
+    def _over(self, grad: Tensor, layout: Layout, values: Tensor) -> Tensor:
+        """A value for each sample, to be multiplied by a gradient.  values: N"""
+        of_rows = values[layout.rows(grad.shape[layout.axis], self.samples, grad.device)]
+        return of_rows.view([-1 if axis == layout.axis else 1 for axis in range(grad.ndim)])
+
+    def _check_unchanged(self) -> None:
+        now = dict((*self.call.module.named_parameters(), *self.call.module.named_buffers()))
+        for name, (tensor, version) in self.visit.state.items():
+            if now.get(name) is not tensor or version_of(tensor) != version:
+                raise StaleRecord(
+                    f"{name!r} of {self._place()} has changed since the forward pass, and the module must be run again for the "
+                    f"rows of {', '.join(self.visit.parameters)}. Read them before optimizer.step(), and before another "
+                    "forward in training mode."
+                )
+
+    def _place(self) -> str:
+        return where(self.visit.path, self.visit.layer)
+
+
+def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    pairs = [(out, g) for out, g in zip(outputs, grads) if out.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(p) for p in parameters]
+    outs, gs = zip(*pairs)
+    found = torch.autograd.grad(outs, parameters, gs, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return [g.detach() for g in found]
+
+
+@contextmanager
+def _modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """A context with the training flags as they were; `untouched` sets them back."""
+    for part, mode in zip(module.modules(), modes):
+        part.training = mode
+    yield
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """A context without the module's own forward hooks: what is compared is what the module itself returned."""
+    kept = dict(module._forward_hooks)
+    module._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        module._forward_hooks.update(kept)

@@ -1,0 +1,167 @@
+"""From a survey to a plan: which calls give the rows of which parameters, or why none do."""
+
+from __future__ import annotations
+
+from autograd_hacks.errors import where
+from autograd_hacks.layout import Layout
+from autograd_hacks.plan import Plan, Unit, static_units
+from autograd_hacks.probe import Stack
+from autograd_hacks.survey import Seen, Survey
+from autograd_hacks.visits import ends_of
+
+
+def plan_of(survey: Survey) -> Plan:
+    """The plan for all forwards of this signature, by the first hypothesis under which no samples mix; the visits of this
+    forward are changed to follow it."""
+    verdicts = [Verdict(survey, number) for number in range(len(survey.hypotheses))]
+    return next((verdict for verdict in verdicts if not verdict.mixed), verdicts[0]).plan()
+
+
+class Verdict:
+    """What a survey says under one of its hypotheses."""
+
+    def __init__(self, survey: Survey, number: int) -> None:
+        self.survey, self.number, self.reads = survey, number, survey.tracker.reads
+        self.calls: dict[str, list[Seen]] = {}
+        self.unplaced: dict[int, set[Stack]] = {}  # by a parameter's id, calls whose rule can't tell the samples apart
+        for call in survey.calls:
+            self.calls.setdefault(call.stack[-1].path, []).append(call)
+            if not call.placed[number] and (call.probed is None or call.probed.from_batch):
+                for parameter in call.owned:
+                    self.unplaced.setdefault(parameter, set()).add(call.stack)
+        self.chosen = {
+            parameter: units
+            for parameter in (*self.reads, *self.unplaced)
+            if (units := self._around(parameter, {*self.reads.get(parameter, ()), *self.unplaced.get(parameter, ())}))
+        }
+        lost = [stacks for parameter, stacks in self.unplaced.items() if parameter not in self.chosen]
+        first = [call for call in survey.calls if any(call.stack in stacks for stacks in lost)][:1]
+        whole = [call for call in self.calls.get("", ()) if not any(self._output_tells_apart(call))]
+        self.mixed = [*first, *whole]
+
+    def plan(self) -> Plan:
+        survey = self.survey
+        samples = survey.hypotheses[self.number].samples
+        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), units=self._unread())
+        for parameter, stacks in self.chosen.items():
+            for path in {stack[-1].path for stack in stacks}:
+                calls = self.calls[path]
+                layouts = [call.layouts[self.number] for call in calls]
+                unit = plan.units.setdefault(path, Unit({}, self._why(parameter, path), layouts))
+                unit.parameters |= {n: p for n, p in calls[0].module.named_parameters() if id(p) == parameter}
+                known = [call.probed for call in calls if call.probed is not None]
+                unit.copies |= any(probed.copies for probed in known)
+                unit.buffers = sorted({*unit.buffers, *(name for probed in known for name in probed.buffers)})
+        for call in survey.calls:
+            unit_of = plan.units.get(call.stack[-1].path)
+            if call.unit is not None:
+                parameters = {} if unit_of is None else {n: p for n, p in unit_of.parameters.items() if p.requires_grad}
+                call.unit.parameters, call.unit.layouts, call.unit.samples = (
+                    ends_of(parameters),
+                    call.layouts[self.number],
+                    samples,
+                )
+                if not parameters:  # it needn't be kept
+                    call.unit.args, call.unit.kwargs, call.unit.results, call.unit.versions = (), {}, [], []
+            if call.visit is not None:
+                self._settle(call, plan, samples)
+        plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
+        plan.spread = self._spread()
+        for unit in plan.units.values():  # from the next forward on
+            unit.parameters = {n: p for n, p in unit.parameters.items() if not self._is_spread(id(p), plan)}
+        plan.units = {path: unit for path, unit in plan.units.items() if unit.parameters}
+        return plan
+
+    def _settle(self, call: Seen, plan: Plan, samples: int) -> None:
+        """Leaves a rule's visit what no unit around it gives, and notes where its samples are."""
+        visit, paths = call.visit, {frame.path for frame in call.stack}
+        assert visit is not None
+        visit.parameters = {
+            name: (p, end)
+            for name, (p, end) in visit.parameters.items()
+            if call.placed[self.number]
+            and id(p) not in plan.refused
+            and not any(unit[-1].path in paths for unit in self.chosen.get(id(p), ()))
+        }
+        visit.layouts, visit.samples = call.layouts[self.number], samples
+        layout = visit.layouts[0]
+        if call.placed[self.number] and layout is not None:
+            known: list[Layout] = list(plan.layouts.get(visit.path, ()))
+            plan.layouts[visit.path] = [*known, layout]
+
+    def _around(self, parameter: int, uses: set[Stack]) -> set[Stack]:
+        """The calls to run again: around each use the innermost that tells the samples apart, and of nested ones the
+        outermost.  Empty where there are none around some use."""
+        found = [self._innermost(parameter, use) for use in uses]
+        paths = {unit[-1].path for unit in found if unit}
+        return (
+            {next(unit[: depth + 1] for depth, frame in enumerate(unit) if frame.path in paths) for unit in found if unit}
+            if all(found)
+            else set()
+        )
+
+    def _innermost(self, parameter: int, use: Stack) -> Stack:
+        for depth in range(len(use), 0, -1):
+            calls = self.calls.get(use[depth - 1].path, [])
+            if calls and all(self._tells_apart(call, parameter) for call in calls):
+                return use[:depth]
+        return ()
+
+    def _tells_apart(self, call: Seen, parameter: int) -> bool:
+        """Whether running a call again gives rows for a parameter."""
+        if call.unit is None or all(id(p) != parameter for p in call.module.parameters()):
+            return False
+        told = self._output_tells_apart(call)
+        # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.
+        return any(told) if len(call.stack) == 1 else all(told)
+
+    def _output_tells_apart(self, call: Seen) -> list[bool]:
+        """For each output whether samples have places of their own in it."""
+        if call.probed is None or call.probed.routed or not call.probed.from_batch:
+            return [False]
+        return [layout is not None for layout in call.layouts[self.number]]
+
+    def _refused(self) -> dict[int, str]:
+        refused = {}
+        for parameter in (*self.unplaced, *self.reads):
+            if parameter in self.chosen:
+                continue
+            if parameter in self.unplaced and self.mixed:
+                call = self.mixed[0]
+                refused[parameter] = (
+                    "samples mix: when some samples of the batch were replaced by others, the output of "
+                    f"{where(call.stack[-1].path, call.module)} changed for the rest too, whichever of its axes was taken for "
+                    "the batch. They have no gradients of their own then. If the batch is not on axis 0 of the model's input, "
+                    "say where it is: add_hooks(model, batch_dim=...)."
+                )
+            else:
+                readers = sorted({stack[-1].path for stack in self.reads.get(parameter, ()) if stack})
+                refused[parameter] = (
+                    f"it is read past a rule (in {', '.join(map(repr, readers))}), and no module around that returns the samples "
+                    "apart. If the loss is computed inside the model, compute it outside."
+                )
+        return refused
+
+    def _unread(self) -> dict[str, Unit]:
+        """Units for parameters that this forward has not read; a later one may."""
+        units = static_units(self.survey.model)
+        for unit in units.values():
+            unit.parameters = {name: p for name, p in unit.parameters.items() if id(p) not in self.survey.tracker.uses}
+        return {path: unit for path, unit in units.items() if unit.parameters}
+
+    def _why(self, parameter: int, path: str) -> str:
+        if parameter in self.unplaced:
+            return "its layer can't tell the samples apart"
+        readers = sorted({stack[-1].path for stack in self.reads[parameter]})
+        return "read there past a rule" if readers == [path] else f"read past a rule in {', '.join(map(repr, readers))}"
+
+    def _spread(self) -> frozenset[str]:
+        """The lookups to give to each sample from now on: the trial in the probe has changed nothing."""
+        model = self.calls.get("", [])
+        if not self.survey.spreads or self.number or not model or not all(any(c.layouts[0]) for c in model):
+            return frozenset()
+        return frozenset(path for path, is_free in self.survey.free.items() if is_free)
+
+    def _is_spread(self, parameter: int, plan: Plan) -> bool:
+        uses = self.survey.tracker.uses.get(parameter, set())
+        return bool(uses) and uses <= plan.spread

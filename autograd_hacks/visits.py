@@ -1,0 +1,178 @@
+"""A call of a module in a forward pass, and the hooks in the graph through which backward passes come to it.
+
+No mathematics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from autograd_hacks.layout import Layout
+from autograd_hacks.rerun import RandomState, devices_of, random_state
+from autograd_hacks.trees import map_tensors, tensors_of, version_of
+
+if TYPE_CHECKING:
+    from autograd_hacks.record import Pass, Recorder
+
+Versions = list[tuple[Tensor, int]]
+
+
+class Graph:
+    """What only a graph holds on to."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a layer.  It holds detached aliases, which keep memory alive but no graph."""
+
+    path: str
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parameters: dict[str, tuple[Tensor, Node]]  # those that train and whose rows it gives, each with its end of the graph
+    outputs: int
+    forward: int  # which forward of the model
+    recomputed_in: Pass | None  # the backward pass that makes this call again, for checkpointing
+    versions: Versions
+    training: bool
+    state: dict[str, tuple[Tensor, int]]  # the parameters that its rows may depend on, and buffers
+    random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
+    results: list[Tensor]  # what came out, for a layer that is recomputed
+    precision: torch.dtype | None  # autocast's, where the call ran under it
+    is_first: bool  # whether no other forward hook came before ours
+    samples: int | None  # N, where the model's own arguments tell it
+    layouts: tuple[Layout | None, ...]  # where they are in each output; with N
+    replay: Replay | None = None  # for a module whose rows come of running it again, and not by a rule
+    graph: weakref.ref[Graph] | None = None  # dead when no backward pass can come through this call any more
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A call of a module as it begins, kept to be run again.
+
+    modes: the training flag of each module inside    buffers: those that the call changes, as they were before it
+    """
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_state: RandomState
+    modes: tuple[bool, ...]
+    buffers: dict[str, Tensor]
+
+    @staticmethod
+    def of(
+        path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool, buffers: Iterable[str]
+    ) -> Replay:
+        """copies: whether the call changes its arguments    buffers: those that it changes, by name"""
+        keep = _copy if copies else Tensor.detach
+        return Replay(
+            path=path,
+            module=module,
+            args=map_tensors(keep, args),
+            kwargs=map_tensors(keep, kwargs),
+            random_state=random_state(devices_of(module)),
+            modes=tuple(part.training for part in module.modules()),
+            buffers={name: _copy(module.get_buffer(name)) for name in buffers},
+        )
+
+
+@dataclass(eq=False)
+class Received:
+    """What one backward pass brought to one visit."""
+
+    grads: list[Tensor | None]
+    reached: set[str] = field(default_factory=set)
+    versions: Versions = field(default_factory=list)
+
+
+def attach(recorder: Recorder, visit: Visit, output: Any, is_compared: bool) -> Any:
+    """Asks the graph for the gradients at a call's outputs.  Returns the output.
+
+    is_compared: whether the visit keeps the output, to compare a later one with it
+    """
+    outputs = tensors_of(output)
+    if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
+        # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
+        # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
+        # view's node would be lost.
+        output = map_tensors(lambda x: x if x.grad_fn is None else x.clone(), output)
+        outputs = tensors_of(output)
+    graph = Graph()
+    visit.graph = weakref.ref(graph)
+    for slot, x in enumerate(outputs):
+        if x.grad_fn is not None:
+            source = x if x._base is None else x._base
+            assert source.grad_fn is not None  # what is no reshaped base has been copied
+            source.grad_fn.register_prehook(AtNode(recorder, visit, graph, slot, source.output_nr, x.shape))
+    return output
+
+
+class AtNode:
+    """A hook on the node of a layer's output, or of the base that the output is a view of.
+
+    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
+    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
+    but leave its base's in the graph.
+    """
+
+    def __init__(self, recorder: Recorder, visit: Visit, graph: Graph, slot: int, output_nr: int, shape: torch.Size) -> None:
+        self.recorder, self.slot, self.output_nr, self.shape = recorder, slot, output_nr, shape
+        self.held: tuple[Visit, Graph] | None = visit, graph
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        if self.held is None:
+            return
+        grad = grads[self.output_nr]
+        if grad is not None and grad.shape != self.shape:
+            grad = grad.reshape(self.shape)
+        self.recorder.receive(self.held[0], self.slot, grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _keeps_its_node(output: Tensor) -> bool:
+    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
+    if output._base is None or output.grad_fn is None:
+        return True
+    is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+    return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
+
+
+def ends_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Node]]:
+    """Parameters with their ends of the graph."""
+    return {name: (p, get_gradient_edge(p).node) for name, p in parameters.items()}
+
+
+def versions_of(tensors: list[Tensor]) -> Versions:
+    return [(x, version_of(x)) for x in tensors]
+
+
+def gets_gradient(node: Node) -> bool:
+    """Whether the running backward pass will bring a gradient to a parameter, given the parameter's node."""
+    return is_captured(node) or torch._C._will_engine_execute_node(node)
+
+
+def is_captured(node: Node) -> bool:
+    """Whether torch.autograd.grad takes the gradient in front of a leaf's node, instead of executing it."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # torch's answer for a leaf that autograd.grad captures, given only after it has seen that the gradient is wanted.
+        if "A leaf node was passed to _will_engine_execute_node" in str(error):
+            return True
+        raise
+    return False
