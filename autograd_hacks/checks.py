@@ -17,6 +17,7 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.forms import Form
 from autograd_hacks.layout import Layout
+from autograd_hacks.plan import MIXING
 from autograd_hacks.record import Pass, Recorder, Segment, Switch
 from autograd_hacks.rules import rule_for
 from autograd_hacks.trees import version_of
@@ -88,7 +89,7 @@ def check_strays(model: nn.Module, recorder: Recorder) -> None:
         return
     refused = {reason: name for name, p in past.items() if (reason := recorder.plan.refused.get(id(p)))}
     for reason, name in refused.items():
-        if reason.startswith("samples mix"):
+        if reason.startswith(MIXING):
             raise SamplesMixed(f"{name} has no per-sample gradients: {reason}")
         raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
     raise UnseenGradient(

@@ -16,7 +16,7 @@ from autograd_hacks.batch import BatchDim
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.planner import Planner
 from autograd_hacks.record import Recorder, Switch
-from autograd_hacks.rules.table import rule_for
+from autograd_hacks.rules.table import parts_of_composites, rule_for
 from autograd_hacks.survey import SurveyHook
 from autograd_hacks.trees import tensors_of
 
@@ -46,11 +46,12 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> 
         root.handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
         root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
     recorder = root.recorder
+    parts = parts_of_composites(model)
     for path, layer in model.named_modules():
         if layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
             continue
         recorder.layers.add(layer)
-        if not rule_for(layer):
+        if layer in parts or not rule_for(layer):
             continue
         if isinstance(getattr(layer, "dropout", None), int | float):
             root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder)))

@@ -72,6 +72,11 @@ def find_layout(real: Tensor, other: Tensor, kept: Tensor, axes: Iterable[int]) 
     return None
 
 
+def for_each_sample(x: Tensor, samples: int) -> Tensor:
+    """A copy for each sample, without memory of its own: x is 1 ... or ..., the result N ..."""
+    return x.expand(samples, *(x.shape[1:] if x.shape[0] == 1 else x.shape))
+
+
 def differs(x: Tensor, y: Tensor) -> Tensor:
     """Where tensors of one shape differ by more than rounding, elementwise."""
     different = (x != y) & ~((x != x) & (y != y))

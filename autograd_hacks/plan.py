@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.layout import Layout
 from autograd_hacks.rules.table import axes_for, covered, rule_for
+
+MIXING = "samples mix"
+"""How the reason begins, where a parameter is refused for that."""
 
 Layouts = tuple[Layout | None, ...]
 """For each tensor that a call returned where its samples are, None where it has none."""
@@ -92,6 +96,6 @@ def static_units(model: nn.Module) -> dict[str, Unit]:
 def _is_called(path: str, modules: dict[str, nn.Module]) -> bool:
     """Whether a module has a forward of its own that a model would call on its samples."""
     module = modules[path]
-    if "parametrizations" in path.split("."):
+    if "parametrizations" in path.split(".") or isinstance(module, torch.jit.ScriptModule):
         return False
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+    return getattr(type(module), "forward", None) is not nn.Module.forward

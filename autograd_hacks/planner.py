@@ -36,7 +36,7 @@ class Planner:
         self._hook(model, self.static)
         self.plans: dict[object, Plan] = {}
         self._surveyed: tuple[object, Survey] | None = None
-        recorder.plan = self.static
+        recorder.plan = recorder.static = self.static
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan of a forward that begins; where there is none, runs the probe."""
@@ -63,16 +63,17 @@ class Planner:
             if replacement is not None:
                 survey = Survey(model, recorder, batch, hypotheses)
                 self._probe(survey, replacement)
-                recorder.plan, recorder.samples, self._surveyed = Plan(), samples, (signature, survey)
+                spread = frozenset(path for path, way in survey.lookups.items() if way == "copies")
+                recorder.plan, recorder.samples, self._surveyed = Plan(spread=spread), samples, (signature, survey)
                 survey.begin(args, kwargs)
 
     def _probe(self, survey: Survey, replacement: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         try:
-            survey.probe(replacement, spreads=True)
+            survey.probe(replacement, with_gradients=False)
         except Exception:
-            # Once more with less that may go wrong: no trial, and gradients for a model that needs them inside.
+            # Once more with gradients, which the model may need inside.
             try:
-                survey.probe(replacement, spreads=False)
+                survey.probe(replacement, with_gradients=True)
             except Exception as error:
                 raise ProbeFailed(
                     f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "

@@ -90,6 +90,11 @@ class Tracker(TorchDispatchMode):
         key = _key(tensor)
         return Facts() if key is None else self._facts.get(key, Facts())
 
+    def mark(self, tensor: Tensor) -> None:
+        """Has a tensor taken for the samples' own from now on."""
+        self._add(tensor, Facts(from_batch=True))
+        self.facts(tensor).sources.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autograd_hacks.layout import Layout
+from autograd_hacks.layout import Layout, for_each_sample
 from autograd_hacks.plan import Plan, Unit
 from autograd_hacks.rerun import RandomState, devices_of, random_state
 from autograd_hacks.rules.table import covered, rule_for
@@ -128,7 +128,7 @@ class Recorder:
         self.in_forward = False
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
-        self.plan = Plan()  # the running forward's
+        self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
         self.samples: int | None = None  # N of the running forward, where its plan knows it
         self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
         self.survey: Survey | None = None  # of a signature's first forward
@@ -222,7 +222,9 @@ class Recorder:
             return output  # no axis of samples; the gradients are noticed when they arrive
         if self.samples is not None and path in self.plan.spread:
             # Looked up once for all samples: a copy for each, that gradients may arrive apart.
-            output, args, kwargs = (map_tensors(self._for_each_sample, tree) for tree in (output, args, kwargs))
+            output, args, kwargs = (
+                map_tensors(partial(for_each_sample, samples=self.samples), x) for x in (output, args, kwargs)
+            )
             outputs = tensors_of(output)
         layouts = self.plan.layouts_of(path, count, layer, outputs, self.samples)
         visit = self._visit(path, layer, args, kwargs, parameters, outputs, is_first, layouts)
@@ -272,10 +274,6 @@ class Recorder:
         """Whether the rows of a parameter come of a module's replay that is open now."""
         return any(parameter is p for unit, _ in self.open for p in unit.parameters.values())
 
-    def _for_each_sample(self, x: Tensor) -> Tensor:
-        assert self.samples is not None
-        return x.expand(self.samples, *(x.shape[1:] if x.shape[0] == 1 else x.shape))
-
     def _count(self, path: str) -> int:
         """How many calls there were before this one in the same forward."""
         self._calls[path] = self._calls.get(path, -1) + 1
@@ -299,6 +297,7 @@ class Recorder:
             self._running.let_go()
             self._running = None
         if not self.in_forward:  # the layer is called by itself, a forward of its own
+            self.plan, self.samples = self.static, None
             again = self._answered or id(layer) in self._visited or not self._visited
             self.begin_forward(torch.is_grad_enabled() and again)
         self._visited.add(id(layer))

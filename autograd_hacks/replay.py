@@ -20,6 +20,9 @@ from autograd_hacks.rules.recompute import is_recomputed
 from autograd_hacks.trees import is_packed, tensors_of, version_of
 from autograd_hacks.visits import Received, Visit
 
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""What torch and modules raise for arguments that they can't take."""
+
 Values = dict[str, Tensor]
 """Tensors by a parameter's name in the module."""
 
@@ -81,13 +84,14 @@ class Rerun:
         parameters = {name: p.detach() for name, (p, _) in self.visit.parameters.items()}
         samples = [part for part, at in zip(cut, layouts) if at is not None]
         try:
-            outputs, rows = vmap(one, in_dims=(None, 0, 0))(parameters, samples, grads)
-        except (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError, IndexError):
+            with _no_word_of_speed():
+                outputs, rows = vmap(one, in_dims=(None, 0, 0))(parameters, samples, grads)
+        except _REFUSALS:
             # What vmap can't run, by torch's own page on its limits: control flow on values, sizes that depend on values,
             # in-place changes of unbatched tensors, operations without a batching rule.  A loop can.
             try:
                 each = [one(parameters, [s[n] for s in samples], [g[n] for g in grads]) for n in range(self.samples)]
-            except (RuntimeError, ValueError, TypeError, IndexError):
+            except _REFUSALS:
                 return None  # the arguments were cut where a module can't take that, a mask over the batch say
             outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
             rows = {name: torch.stack([own[name] for _, own in each]) for name in parameters}
@@ -181,6 +185,17 @@ def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequen
     outs, gs = zip(*pairs)
     found = torch.autograd.grad(outs, parameters, gs, retain_graph=True, allow_unused=True, materialize_grads=True)
     return [g.detach() for g in found]
+
+
+@contextmanager
+def _no_word_of_speed() -> Iterator[None]:
+    """A context in which vmap doesn't warn of operations that it runs sample by sample."""
+    functorch: Any = torch._C._functorch  # torch has no types for these
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
     Buffers are copied, and so are lists, dictionaries and sets that it holds, not what these hold.
     """
-    modules = list(module.modules())
+    modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes = [dict(vars(part)) for part in modules]
     kept = [{name: _copied(x) for name, x in own.items() if name not in _OF_MODULE} for own in attributes]
     buffers = [dict(part._buffers) for part in modules]

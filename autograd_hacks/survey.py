@@ -12,16 +12,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.batch import Batch, Hypothesis
-from autograd_hacks.layout import Layout, find_layout
+from autograd_hacks.layout import Layout, differs, find_layout, for_each_sample
 from autograd_hacks.plan import Layouts
 from autograd_hacks.probe import Frame, Stack, Tracker
 from autograd_hacks.record import Recorder, Switch
 from autograd_hacks.rerun import devices_of, random_state, untouched, with_random_state
 from autograd_hacks.rules.embedding import embedding
-from autograd_hacks.rules.table import axes_for, covered, rule_for
+from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, rule_for
 from autograd_hacks.trees import is_packed, tensors_of, version_of
 from autograd_hacks.visits import Replay, Visit
 
@@ -32,11 +32,12 @@ _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, 
 class Probed:
     """A call in the probe.
 
-    outputs: copies    from_batch: whether they follow from the samples    routed: whether their rows do
+    outputs: copies    inputs: a copy of the first, for a rule that goes by it    from_batch: whether they follow from the samples    routed: whether their rows do
     copies: whether the call changed its arguments    buffers: those that it changed, by name
     """
 
     outputs: list[Tensor]
+    inputs: list[Tensor]
     from_batch: bool
     routed: bool
     copies: bool
@@ -70,25 +71,62 @@ class Survey:
 
     def __init__(self, model: nn.Module, recorder: Recorder, batch: Batch, hypotheses: Sequence[Hypothesis]) -> None:
         self.model, self.recorder, self.batch, self.hypotheses = model, recorder, batch, hypotheses
+        self._parts = parts_of_composites(model)
         self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
         self.calls: list[Seen] = []
+        self.lookups: dict[str, str] = {}  # those that are the same for all samples, and what is taken for the samples' own
+        self.probed: dict[Frame, Probed] = {}
+        self.tracker = Tracker((), (), lambda path, parameter: False)
+        self._free: dict[
+            str, set[int | None]
+        ] = {}  # lookups: their sizes on axis 0, None for one that is not the same for all
         self._open = ExitStack()
         self._wanted: set[Frame] = set()  # calls that may have to be run again
 
-    def probe(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], spreads: bool) -> None:
-        """Runs the probe.
+    def probe(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], with_gradients: bool) -> None:
+        """Runs the probe, and where lookups turn out the same for all samples, once more to see whether they may be taken
+        for the samples' own: copied for each; or where they have N rows already, these.
 
-        spreads: whether lookups that are the same for all samples are given to each, on trial; and otherwise the forward
-        runs with gradients, for models that need them inside
+        with_gradients: whether to run it so, for models that need gradients inside
         """
-        args, kwargs = replacement
-        self.spreads = spreads
+        self._with_gradients = with_gradients
+        self._run(replacement, {})
+        free = {path: sizes for path, sizes in self._free.items() if None not in sizes}
+        samples = self.hypotheses[0].samples
+        first = {path: "its rows" if sizes == {samples} else "copies" for path, sizes in free.items()}
+        for trial in (first, dict.fromkeys(free, "copies")) if "its rows" in first.values() else (first,):
+            if trial and self._try(replacement, trial):
+                break
+
+    def _try(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], trial: dict[str, str]) -> bool:
+        """Runs the probe with other lookups, and goes on with what it has seen, if the model's output is no other for the
+        samples that were kept."""
+        before = self.tracker, self.probed
+        outputs = self.probed[Frame("", 0)].outputs
+        try:
+            self._run(replacement, trial)
+        except Exception:  # whatever the model's own code raises for a shape that it doesn't expect
+            self.tracker, self.probed = before
+            return False
+        after = self.probed[Frame("", 0)].outputs
+        kept = self.hypotheses[0].kept
+        same = [
+            x.shape == y.shape and (not differs(x, y).any() or find_layout(x, y, kept.to(x.device), range(x.ndim)))
+            for x, y in zip(outputs, after)
+        ]
+        if not same or len(outputs) != len(after) or not all(same):
+            self.tracker, self.probed = before
+            return False
+        self.lookups = trial
+        return True
+
+    def _run(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], trial: dict[str, str]) -> None:
+        args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, replacement, is_leaf=is_packed)
         carried = self.batch.carried(self.hypotheses)
-        carrying = [leaf for leaf, at in zip(tree_leaves(replacement, is_packed), carried) if at]
+        carrying = [leaf for leaf, at in zip(tree_leaves((args, kwargs), is_packed), carried) if at]
         by_rule = {path: {id(p) for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
         self.tracker = Tracker(self.model.parameters(), carrying, lambda path, p: p in by_rule.get(path, ()))
-        self.probed: dict[Frame, Probed] = {}
-        self.free: dict[str, bool] = {}  # whether all calls of a lookup are the same for all samples
+        self.probed, self._free = {}, {}
         state = random_state(devices_of(self.model))
 
         def begins(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -98,23 +136,24 @@ class Survey:
         def ended(stack: Stack, begun: Any, module: nn.Module, output: Any) -> Any:
             self.tracker.stack = stack[:-1]
             with _disable_current_modes():
-                return self._note(stack[-1], begun, module, output)
+                return self._note(stack[-1], begun, module, output, trial.get(stack[-1].path))
 
         with ExitStack() as contexts:
             for context in (Switch.paused(), untouched(self.model), with_random_state(state), _slow_paths()):
                 contexts.enter_context(context)
-            contexts.enter_context(torch.set_grad_enabled(not spreads))
+            contexts.enter_context(torch.set_grad_enabled(self._with_gradients))
             contexts.enter_context(self._walking(begins, ended))
             contexts.enter_context(self.tracker)
             self.model(*args, **kwargs)
 
-    def _note(self, frame: Frame, begun: Any, module: nn.Module, output: Any) -> Any:
+    def _note(self, frame: Frame, begun: Any, module: nn.Module, output: Any, trial: str | None) -> Any:
         """Notes a call of the probe.  Returns what its caller is to get, None for the output itself."""
         (buffers, arguments), outputs = begun, tensors_of(output)
         facts = [self.tracker.facts(x) for x in outputs]
         now = _versions(module)
         self.probed[frame] = Probed(
             outputs=[x.detach().clone() for x in outputs],
+            inputs=[arguments[0][0].detach().clone()] if getattr(rule_for(module), "by_input", False) else [],
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
             copies=any(version_of(x) != version for x, version in arguments),
@@ -122,12 +161,17 @@ class Survey:
         )
         if rule_for(module) is not embedding:
             return None
-        is_free = not self.probed[frame].from_batch
-        self.free[frame.path] = self.free.get(frame.path, True) and is_free
-        if not (self.spreads and is_free):
-            return None
         x = outputs[0]
-        return x.expand(self.hypotheses[0].samples, *(x.shape[1:] if x.shape[0] == 1 else x.shape))
+        self._free.setdefault(frame.path, set()).add(None if self.probed[frame].from_batch else x.shape[0])
+        if trial is None:
+            return None
+        samples, kept = self.hypotheses[0].samples, self.hypotheses[0].kept.to(x.device)
+        if trial == "copies":
+            x = for_each_sample(x, samples)
+        else:  # other values for the samples that were not kept
+            x = torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, x.flip(-1) + 1)
+        self.tracker.mark(x)
+        return x
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hooks all modules for the model's forward, which has begun."""
@@ -152,14 +196,18 @@ class Survey:
 
     def _ended(self, stack: Stack, begun: Replay, module: nn.Module, output: Any) -> Any:
         probed, outputs = self.probed.get(stack[-1]), tensors_of(output)
-        owned = {id(p) for p in covered(module).values()} if rule_for(module) and outputs else set()
+        has_rule = rule_for(module) is not None and module not in self._parts
+        owned = {id(p) for p in covered(module).values()} if has_rule and outputs else set()
         seen = Seen(stack, module, probed, owned, [], [])
         for hypothesis in self.hypotheses:
-            layouts = _compare(probed, outputs, hypothesis)
-            placed = False
-            if owned and probed is not None and probed.from_batch:
+            layouts = _compare([] if probed is None else probed.outputs, outputs, hypothesis)
+            placed = stack[-1].path in self.lookups
+            if placed:
+                layouts = (Layout(),)
+            elif owned and probed is not None and probed.from_batch:
                 axes = axes_for(module, outputs[0])
-                by_rule = _compare(probed, outputs[:1], hypothesis, axes)
+                told = tensors_of((begun.args, begun.kwargs)) if probed.inputs else outputs
+                by_rule = _compare(probed.inputs or probed.outputs, told[:1], hypothesis, axes)
                 if is_packed(output[0] if type(output) is tuple else output):
                     placed, layouts = True, (Layout(axes[0]),)  # the rule knows whose the rows are
                 elif placed := self._is_trusted(stack, probed, by_rule[0]):
@@ -218,13 +266,13 @@ class SurveyHook:
 
 
 def _compare(
-    probed: Probed | None, outputs: Sequence[Tensor], hypothesis: Hypothesis, axes: Iterable[int] | None = None
+    probed: Sequence[Tensor], outputs: Sequence[Tensor], hypothesis: Hypothesis, axes: Iterable[int] | None = None
 ) -> Layouts:
-    if probed is None or len(probed.outputs) < len(outputs):
+    if len(probed) < len(outputs):
         return (None,) * len(outputs)
     return tuple(
         find_layout(x.detach(), y, hypothesis.kept.to(x.device), range(x.ndim) if axes is None else axes)
-        for x, y in zip(outputs, probed.outputs)
+        for x, y in zip(outputs, probed)
     )
 
 

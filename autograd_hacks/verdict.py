@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autograd_hacks.errors import where
 from autograd_hacks.layout import Layout
-from autograd_hacks.plan import Plan, Unit, static_units
+from autograd_hacks.plan import MIXING, Plan, Unit, static_units
 from autograd_hacks.probe import Stack
+from autograd_hacks.rules.table import rule_for
 from autograd_hacks.survey import Seen, Survey
 from autograd_hacks.visits import ends_of
 
@@ -66,10 +67,7 @@ class Verdict:
             if call.visit is not None:
                 self._settle(call, plan, samples)
         plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
-        plan.spread = self._spread()
-        for unit in plan.units.values():  # from the next forward on
-            unit.parameters = {n: p for n, p in unit.parameters.items() if not self._is_spread(id(p), plan)}
-        plan.units = {path: unit for path, unit in plan.units.items() if unit.parameters}
+        plan.spread = survey.recorder.plan.spread
         return plan
 
     def _settle(self, call: Seen, plan: Plan, samples: int) -> None:
@@ -127,13 +125,7 @@ class Verdict:
             if parameter in self.chosen:
                 continue
             if parameter in self.unplaced and self.mixed:
-                call = self.mixed[0]
-                refused[parameter] = (
-                    "samples mix: when some samples of the batch were replaced by others, the output of "
-                    f"{where(call.stack[-1].path, call.module)} changed for the rest too, whichever of its axes was taken for "
-                    "the batch. They have no gradients of their own then. If the batch is not on axis 0 of the model's input, "
-                    "say where it is: add_hooks(model, batch_dim=...)."
-                )
+                refused[parameter] = _mixing(self.mixed[0])
             else:
                 readers = sorted({stack[-1].path for stack in self.reads.get(parameter, ()) if stack})
                 refused[parameter] = (
@@ -155,13 +147,14 @@ class Verdict:
         readers = sorted({stack[-1].path for stack in self.reads[parameter]})
         return "read there past a rule" if readers == [path] else f"read past a rule in {', '.join(map(repr, readers))}"
 
-    def _spread(self) -> frozenset[str]:
-        """The lookups to give to each sample from now on: the trial in the probe has changed nothing."""
-        model = self.calls.get("", [])
-        if not self.survey.spreads or self.number or not model or not all(any(c.layouts[0]) for c in model):
-            return frozenset()
-        return frozenset(path for path, is_free in self.survey.free.items() if is_free)
 
-    def _is_spread(self, parameter: int, plan: Plan) -> bool:
-        uses = self.survey.tracker.uses.get(parameter, set())
-        return bool(uses) and uses <= plan.spread
+def _mixing(call: Seen) -> str:
+    place = where(call.stack[-1].path, call.module)
+    why = getattr(rule_for(call.module), "mixes", None)
+    if why is not None and (told := why(call.module, call.module.training)):
+        return f"{MIXING}: {place} {told}"
+    return (
+        f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
+        "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on axis 0 "
+        "of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+    )

@@ -112,6 +112,22 @@ def positionwise(features: Callable[[Any], int]) -> Callable[[Rule], Rule]:
     return mark
 
 
+def mixes(why: Callable[[Any, bool], str | None]) -> Callable[[Rule], Rule]:
+    """Marks a rule whose layer may mix samples: ``why(layer, training)`` says so for people, or is None."""
+
+    def mark(rule: Rule) -> Rule:
+        vars(rule)["mixes"] = why
+        return rule
+
+    return mark
+
+
+def by_input(rule: Rule) -> Rule:
+    """Marks a rule whose layer may return a loss of the whole batch: its first argument tells where the samples are."""
+    vars(rule)["by_input"] = True
+    return rule
+
+
 def recomputes(rule: Rule) -> Rule:
     """Marks a rule that recomputes its layer's output, which is kept for it as ``call.outputs``."""
     vars(rule)["recomputes"] = True

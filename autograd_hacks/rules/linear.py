@@ -39,6 +39,7 @@ def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
 @single_input
 def prelu(layer: nn.PReLU, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N C *T.  y = x where x > 0, else weight · x; one weight for all, or one for each channel."""
+    needs_batch(x, at_least=1, layout="(N, C, ...)")
     slopes = torch.where(x > 0, 0, g * x)
     channels = layer.num_parameters
     if channels == 1:

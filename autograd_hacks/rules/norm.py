@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Dense, Form
-from autograd_hacks.rules.call import Call, needs_batch, positionwise, single_input
+from autograd_hacks.rules.call import Call, mixes, needs_batch, positionwise, single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
 
@@ -38,15 +38,23 @@ def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.group_norm(x, layer.num_groups, eps=layer.eps), g)
 
 
+def _why_it_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
+    of_batch = training or not layer.track_running_stats
+    if not of_batch or isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+        return None
+    return (
+        f"normalises with statistics of the batch ({'training mode' if training else 'no running statistics'}), so that its "
+        "samples have no gradients of their own. Call .eval() on it, or use GroupNorm."
+    )
+
+
+@mixes(_why_it_mixes)
 def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[str, Form]:
     """BatchNorm and InstanceNorm.  x, g: N C *T, normalised with running statistics, or each instance by its own."""
+    if why := _why_it_mixes(layer, call.training):
+        raise SamplesMixed(why)
     by_instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm)
     of_input = call.training or not layer.track_running_stats
-    if of_input and not by_instance:
-        raise SamplesMixed(
-            f"normalises with statistics of the batch ({'training mode' if call.training else 'no running statistics'}), so "
-            "that its samples have no gradients of their own. Call .eval() on it, or use GroupNorm."
-        )
     x, g = call.argument(0, "input"), call.grad
     if by_instance:
         axes = next(n for kind, n in _INSTANCE_NORMS.items() if isinstance(layer, kind))

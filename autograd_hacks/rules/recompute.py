@@ -19,7 +19,10 @@ from autograd_hacks.rules.call import Call
 
 @dataclass
 class Use:
-    """One use of a linear map, x of ... I to y of ... O, which are rows of a larger weight or bias, or the whole."""
+    """One use of a linear map, x of ... I to y of ... O, with some rows of a weight and a bias, or all.
+
+    samples: the sample of each row of x, where these are only some
+    """
 
     x: Tensor
     y: Tensor
@@ -28,6 +31,7 @@ class Use:
     bias: str | None
     weight_rows: slice | None
     bias_rows: slice | None
+    samples: Tensor | None
 
 
 class LinearMaps:
@@ -40,6 +44,7 @@ class LinearMaps:
         self.call = call
         self.uses: list[Use] = []
         self.copied: dict[str, Tensor] = {}
+        self.samples = 0
 
     def __call__(
         self,
@@ -49,13 +54,16 @@ class LinearMaps:
         batch_axis: int = 0,
         weight_rows: slice | None = None,
         bias_rows: slice | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """x Wᵀ + b, for parameters of the layer by name, or rows of them.  x: N I, or with batch_axis 1 T N I."""
+        """x Wᵀ + b, for parameters of the layer by name, or rows of them.  x: N I, or with batch_axis 1 T N I; or some of
+        the samples, by their numbers in `rows`, for a weight with no other use."""
         matrix, shift = self.call.read(weight), None if bias is None else self.call.read(bias)
         matrix = matrix if weight_rows is None else matrix[weight_rows]
         shift = shift if shift is None or bias_rows is None else shift[bias_rows]
         y = _differentiable(F.linear(x, matrix, shift))
-        self.uses.append(Use(x.detach(), y, batch_axis, weight, bias, weight_rows, bias_rows))
+        self.samples = max(self.samples, x.shape[batch_axis])
+        self.uses.append(Use(x.detach(), y, batch_axis, weight, bias, weight_rows, bias_rows, rows))
         return y
 
     def copies(self, name: str, samples: int) -> Tensor:
@@ -83,7 +91,8 @@ class LinearMaps:
         for weight, uses in by_weight.items():
             left = torch.cat([grad for _, grad in uses], dim=1)
             right = torch.cat([_samples_first(use.x, use.batch_axis) for use, _ in uses], dim=1)
-            forms[weight] = Outer(left, right)
+            form, samples = Outer(left, right), uses[0][0].samples
+            forms[weight] = form if samples is None else form.group(samples, self.samples)
         return forms | {bias: Sum.of(parts) for bias, parts in shifts.items()}
 
     def _spread(self, grad: Tensor, name: str, rows: slice | None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
@@ -14,9 +15,16 @@ from autograd_hacks.rules.embedding import embedding, embedding_bag
 from autograd_hacks.rules.linear import bilinear, linear, prelu
 from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm
 from autograd_hacks.rules.recurrent import cell, recurrent
+from autograd_hacks.rules.softmax import adaptive_log_softmax, linear_cross_entropy
 
 # Parameters that a layer's rule covers besides its own, because the layer reads them past their owner.
-ALSO_COVERS: dict[type[nn.Module], tuple[str, ...]] = {nn.MultiheadAttention: ("out_proj",)}
+ALSO_COVERS: dict[type[nn.Module], Callable[[Any], Sequence[str]]] = {
+    nn.MultiheadAttention: lambda layer: ("out_proj",),
+    nn.AdaptiveLogSoftmaxWithLoss: lambda layer: (
+        "head",
+        *(f"tail.{part}.{place}" for part in range(len(layer.tail)) for place in (0, 1)),
+    ),
+}
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -47,8 +55,13 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LSTMCell: cell,
     nn.GRUCell: cell,
     nn.MultiheadAttention: attention,
+    nn.AdaptiveLogSoftmaxWithLoss: adaptive_log_softmax,
 }
 """{layer type: rule}"""
+
+if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
+    RULES[nn.LinearCrossEntropyLoss] = linear_cross_entropy
+    ALSO_COVERS[nn.LinearCrossEntropyLoss] = lambda layer: ("linear",)
 
 _COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
@@ -72,10 +85,22 @@ def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {name: p for name, p in layer._parameters.items() if p is not None}
     for cls, parts in ALSO_COVERS.items():
         if isinstance(layer, cls):
-            for part in parts:
+            for part in parts(layer):
                 owner = layer.get_submodule(part)
                 parameters |= {f"{part}.{name}": p for name, p in owner._parameters.items() if p is not None}
     return parameters
+
+
+def parts_of_composites(model: nn.Module) -> set[nn.Module]:
+    """The layers inside a model whose parameters the rule of a layer around them covers."""
+    return {
+        layer.get_submodule(part)
+        for layer in model.modules()
+        if rule_for(layer)
+        for cls, parts in ALSO_COVERS.items()
+        if isinstance(layer, cls)
+        for part in parts(layer)
+    }
 
 
 def axes_for(layer: nn.Module, output: Tensor) -> Sequence[int]:
