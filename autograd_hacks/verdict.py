@@ -43,16 +43,16 @@ class Verdict:
     def plan(self) -> Plan:
         survey = self.survey
         samples = survey.hypotheses[self.number].samples
-        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), units=self._unread())
+        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused())
         for parameter, stacks in self.chosen.items():
             for path in {stack[-1].path for stack in stacks}:
-                calls = self.calls[path]
-                layouts = [call.layouts[self.number] for call in calls]
-                unit = plan.units.setdefault(path, Unit({}, self._why(parameter, path), layouts))
-                unit.parameters |= {n: p for n, p in calls[0].module.named_parameters() if id(p) == parameter}
-                known = [call.probed for call in calls if call.probed is not None]
-                unit.copies |= any(probed.copies for probed in known)
-                unit.buffers = sorted({*unit.buffers, *(name for probed in known for name in probed.buffers)})
+                named = self.calls[path][0].module.named_parameters()
+                unit = plan.units.setdefault(path, self._unit(path, self._why(parameter, path)))
+                unit.parameters |= {name: p for name, p in named if id(p) == parameter}
+        for path, static in static_units(survey.model).items():  # what this forward has not read; a later one may
+            unread = {name: p for name, p in static.parameters.items() if id(p) not in survey.tracker.uses}
+            if unread:
+                plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
         for call in survey.calls:
             unit_of = plan.units.get(call.stack[-1].path)
             if call.unit is not None:
@@ -134,12 +134,16 @@ class Verdict:
                 )
         return refused
 
-    def _unread(self) -> dict[str, Unit]:
-        """Units for parameters that this forward has not read; a later one may."""
-        units = static_units(self.survey.model)
-        for unit in units.values():
-            unit.parameters = {name: p for name, p in unit.parameters.items() if id(p) not in self.survey.tracker.uses}
-        return {path: unit for path, unit in units.items() if unit.parameters}
+    def _unit(self, path: str, why: str) -> Unit:
+        calls = self.calls.get(path, [])
+        probed = [call.probed for call in calls if call.probed is not None]
+        return Unit(
+            parameters={},
+            why=why,
+            calls=[call.layouts[self.number] for call in calls],
+            copies=any(known.copies for known in probed),
+            buffers=sorted({name for known in probed for name in known.buffers}),
+        )
 
     def _why(self, parameter: int, path: str) -> str:
         if parameter in self.unplaced:
