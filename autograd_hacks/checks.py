@@ -15,7 +15,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     where,
 )
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Form, Replay, Sum
 from autograd_hacks.layout import Layout
 from autograd_hacks.plan import MIXING
 from autograd_hacks.record import Pass, Recorder, Segment, Switch
@@ -128,30 +128,51 @@ def check_seen(visit: Visit, received: Received) -> None:
 
 
 def check_sum(
-    name: str, parameter: Tensor, form: Form | None, segment: Segment, loss_type: str | None, samples: int
+    name: str, parameter: Tensor, form: Form | None, segment: Segment, loss_type: str | None, samples: int, comparing: bool
 ) -> None:
-    """Raises where the rows don't add up to the gradient that arrived, while that is watched (see `Recorder.comparing`)."""
-    arrived = [
-        (recorded.arrived[parameter], samples if reduction(recorded, loss_type) == "mean" else 1)
-        for recorded in segment.passes
-        if parameter in recorded.arrived
-    ]
-    if form is None or not arrived or not samples:
+    """Raises where the rows don't add up to the gradient that arrived, where that was kept.
+
+    comparing: whether a graph that was created may be the reason
+    """
+    passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
+    if form is None or not samples or not passes or not all(parameter in recorded.arrived for recorded in passes):
         return
-    expected = torch.stack([grad.to_dense() * scale for grad, scale in arrived]).sum(0)
+    for term in form.terms if isinstance(form, Sum) else [form]:
+        if isinstance(term, Replay):
+            term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
+    scales = [samples if reduction(recorded, loss_type) == "mean" else 1 for recorded in passes]
+    expected = sum(recorded.arrived[parameter].to_dense() * scale for recorded, scale in zip(passes, scales))
+    assert isinstance(expected, Tensor)
     with torch.no_grad():
-        furthest = (form.weighted_sum(expected.new_ones(samples)) - expected).abs().max()
+        # torch has no summed weight gradient for complex convolutions.
+        total = form.dense().sum(0) if expected.is_complex() else form.weighted_sum(expected.new_ones(samples))
+        furthest = (total - expected).abs().max()
     # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
-    largest = max(grad.abs().max() * scale for p in segment.passes for grad in p.arrived.values() for _, scale in arrived)
+    largest = max(_largest(recorded) * scale for recorded, scale in zip(passes, scales))
     # Under autocast the gradient that arrived was computed in its precision.
-    used = [visit.precision for p in segment.passes for visit in p.received if visit.precision is not None]
+    used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
     eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, *used))
     if furthest > max(1e-3, 8 * eps) * expected.abs().max() and furthest > 100 * eps * largest:
-        raise HigherOrderError(
-            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
-            "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "
-            "run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
+        if comparing:
+            raise HigherOrderError(
+                f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph "
+                "that leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not "
+                "supported: run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
+            )
+        raise UnseenGradient(
+            f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
+            "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's rule is "
+            "wrong. A penalty belongs to no sample: run its backward pass by itself, within autograd_hacks.pause_hooks()."
         )
+
+
+def _largest(recorded: Pass) -> Tensor:
+    """The largest magnitude among the gradients that a pass brought to outputs and to parameters."""
+    if recorded.largest is None:
+        received = [grad for received in recorded.received.values() for grad in received.grads if grad is not None]
+        grads = [*received, *(grad.to_dense() for grad in recorded.arrived.values())]
+        recorded.largest = torch.stack([grad.abs().max().cpu().double() for grad in grads if grad.numel()]).max()
+    return recorded.largest
 
 
 def common_batch_size(segment: Segment) -> int:

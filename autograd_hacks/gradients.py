@@ -44,7 +44,10 @@ def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | N
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trainable.items():
         for segment, (table, samples) in zip(segments, tables):
-            check_sum(name, parameter, table.get(parameter), segment, loss_type, samples)
+            check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder.comparing)
+    kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
+    recorder.plan.checked |= kept
+    recorder.plan.watched = not recorder.plan.checked
     return {
         name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
         for name, parameter in trainable.items()

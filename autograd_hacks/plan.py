@@ -46,7 +46,8 @@ class Plan:
 
     axis: of the samples in the model's arguments; None where they say it themselves    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
     spread: lookups whose output is the same for all samples    refused: why there are no rows, by the parameter's id
-    stale: whether a call has come that the plan doesn't know    checked: whether the rows' sums were once compared
+    stale: whether a call has come that the plan doesn't know    checked: whether the rows' sums were once compared with the
+    gradients that arrived    watched: whether these are kept until they are
     """
 
     axis: int | None = None
@@ -56,6 +57,7 @@ class Plan:
     refused: dict[int, str] = field(default_factory=dict)
     stale: bool = False
     checked: bool = False
+    watched: bool = True
 
     def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         """Where the samples are in what a layer with a rule returned."""
@@ -72,6 +74,11 @@ class Plan:
         self.stale = True
         usual = {layout for calls in self.layouts.values() for layout in calls}
         return (usual.pop() if len(usual) == 1 else Layout(axis),)
+
+    def is_watched(self, parameter: Tensor) -> bool:
+        """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first for all,
+        always where they come of a replay."""
+        return self.watched or any(parameter is p for unit in self.units.values() for p in unit.parameters.values())
 
 
 def static_units(model: nn.Module) -> dict[str, Unit]:

@@ -84,6 +84,7 @@ class Pass:
     finished: bool = False
     reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    largest: Tensor | None = None  # of all gradients, by magnitude
 
     def let_go(self) -> None:
         """Or its visits and it would hold each other."""
@@ -313,6 +314,7 @@ class Recorder:
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
         ended.let_go()
+        self.plan.watched = False  # until a pass is read, and its plan unchecked
         self._running, self._unanswered = None, 0
         self._superseded, self._superseded_strays = [], {}
         self._visited.clear()
@@ -377,6 +379,6 @@ class Recorder:
             return
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self._running.task if self._running else current_task(), parameter
-        elif self.comparing:
+        elif self.comparing or self.plan.is_watched(parameter):
             before = self._running.arrived.get(parameter)
-            self._running.arrived[parameter] = grad.detach() if before is None else before + grad
+            self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad

@@ -51,13 +51,20 @@ class Rerun:
             )
         self._rows: Values = {}
 
-    def rows(self, name: str) -> Tensor:
-        if name not in self._rows:
+    def prepare(self) -> None:
+        if not self._rows:
             self._check_unchanged()
             self._rows = self._by_sample() or self._by_masks()
+
+    def rows(self, name: str) -> Tensor:
+        if name not in self._rows:
+            self._rows = {}
+        self.prepare()
         return self._rows.pop(name)  # so that no second copy lives longer than it must
 
     def weighted_sum(self, name: str, w: Tensor) -> Tensor:
+        if name in self._rows:
+            return torch.tensordot(w.to(self._rows[name].dtype), self._rows[name], 1)
         self._check_unchanged()
         parameters, outputs = self._whole_batch()
         weighted = [g * self._over(g, layout, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]

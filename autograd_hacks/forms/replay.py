@@ -13,6 +13,9 @@ from autograd_hacks.forms.base import Dense, Form, Index
 class Source(Protocol):
     """Something that runs a call again."""
 
+    def prepare(self) -> None:
+        """Works the rows out, for what is asked next."""
+
     def rows(self, name: str) -> Tensor:
         """A parameter's rows, (N, *shape)."""
 
