@@ -19,6 +19,7 @@ from autograd_hacks.hooks import (
 )
 from autograd_hacks.losses import backward
 from autograd_hacks.rules.table import is_supported, register_rule
+from autograd_hacks.verification import verify
 
 __all__ = [
     # Hook a model.
@@ -34,6 +35,7 @@ __all__ = [
     # Read the per-sample gradients.
     "compute_grad1",
     "describe",
+    "verify",
     # Extend it.
     "is_supported",
     "register_rule",

@@ -8,10 +8,13 @@ from html import escape
 
 import torch.nn as nn
 
+from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
+from autograd_hacks.plan import Plan, static_units
 from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.tables import text_table
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 
@@ -44,11 +47,8 @@ class Description:
     note: str
 
     def __str__(self) -> str:
-        table = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        table = text_table([HEADER, *(row.cells() for row in self.rows)])
+        return "\n".join([table, *([self.note] if self.note else [])])
 
     __repr__ = __str__
 
@@ -65,8 +65,10 @@ def describe(model: nn.Module) -> Description:
     It works for models with and without hooks, and raises nothing that reading would: its note says it.
     """
     forms, note = _forms(model)
+    plan, is_known = _plan(model)
+    modules = dict(model.named_modules())
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for path, layer in model.named_modules():
+    for path, layer in modules.items():
         for name, parameter in covered(layer).items():
             owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
     rows = []
@@ -74,7 +76,9 @@ def describe(model: nn.Module) -> Description:
         readers = owners[parameter]
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
         form = forms.get(name)
-        how = _how(parameter, layer, reached=form is not None or name not in forms)
+        how = _how(parameter, layer, plan, modules, is_known)
+        if form is None and name in forms:
+            how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
         how += f", shared with {', '.join(others)}" if others else ""
         if form is None:
@@ -85,6 +89,15 @@ def describe(model: nn.Module) -> Description:
     return Description(rows, note)
 
 
+def _plan(model: nn.Module) -> tuple[Plan, bool]:
+    """The plan of the model's last forward, and whether a probe has made it."""
+    try:
+        plan = recorder_of(model).plan
+    except NothingRecorded:
+        return Plan(units=static_units(model)), False
+    return plan, bool(plan.model)
+
+
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
@@ -93,13 +106,23 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
         return {}, f"No forms to show: {error}"
 
 
-def _how(parameter: nn.Parameter, layer: nn.Module, reached: bool) -> str:
+def _how(parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[str, nn.Module], is_known: bool) -> str:
     rule = rule_for(layer)
     if not parameter.requires_grad:
         return "frozen"
-    if rule is None:
-        return "refused: no rule for this layer"
-    return f"rule {getattr(rule, '__name__', 'of yours')}" + ("" if reached else ", not reached by the last backward pass")
+    if reason := plan.refused.get(id(parameter)):
+        return f"refused: {reason}"
+    units = [(path, unit) for path, unit in plan.units.items() if any(p is parameter for p in unit.parameters.values())]
+    if units and not is_known:
+        return "replay, of what module the first step finds out"
+    parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
+    by_rule = rule is not None and (not units or _is_also_by_rule(layer, modules, plan))
+    return " and ".join([*([f"rule {getattr(rule, '__name__', 'of yours')}"] if by_rule else []), *parts])
+
+
+def _is_also_by_rule(layer: nn.Module, modules: dict[str, nn.Module], plan: Plan) -> bool:
+    """Whether calls of a layer outside all replays have been given to its rule."""
+    return any(path in plan.layouts for path, module in modules.items() if module is layer)
 
 
 def _with_unit(size: int | None) -> str:

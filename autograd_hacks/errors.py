@@ -35,6 +35,10 @@ class ProbeFailed(PerSampleGradientError):
     """The model could not run with some samples of the batch in the place of others, which tells where they are."""
 
 
+class VerificationFailed(PerSampleGradientError):
+    """`verify` has found per-sample gradients that are not autograd's."""
+
+
 class HigherOrderError(PerSampleGradientError):
     """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
 

@@ -15,7 +15,7 @@ from autograd_hacks.hooks import recorder_of
 from autograd_hacks.record import Recorder
 
 
-def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
+def compute_grad1(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> None:
     """Sets ``param.grad1``, of shape ``(N, *param.shape)``, on every parameter that trains, from the last backward pass.
 
     Row n is the gradient of sample n's loss ℓₙ, where the batch loss was the mean or the sum of ℓ₁ … ℓ_N with the batch's
@@ -23,7 +23,8 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
     backward pass into a cleared ``grad``.  It is detached, of the parameter's dtype and device; None where the loss did not
     reach the parameter; and not there where the parameter is frozen.
 
-    loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'.
+    loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
+    scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
     (see `autograd_hacks.errors`), and ValueError for another loss_type.
@@ -32,7 +33,7 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None) -> None:
     """
     recorder = recorder_of(model)
     try:
-        forms = per_parameter_forms(model, recorder, loss_type)
+        forms = per_parameter_forms(model, recorder, loss_type, scale)
     except BaseException:
         for parameter in model.parameters():  # an earlier step's rows must not be taken for this one's
             vars(parameter).pop("grad1", None)

@@ -32,10 +32,13 @@ from autograd_hacks.trees import map_tensors
 from autograd_hacks.visits import Received, Visit
 
 
-def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | None) -> dict[str, Form | None]:
+def per_parameter_forms(
+    model: nn.Module, recorder: Recorder, loss_type: str | None, scale: float | Tensor = 1.0
+) -> dict[str, Form | None]:
     """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
 
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
+    scale: what the loss was multiplied by
     """
     check_loss_type(loss_type)
     check_hooked(model, recorder)
@@ -48,6 +51,8 @@ def per_parameter_forms(model: nn.Module, recorder: Recorder, loss_type: str | N
     kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     recorder.plan.checked |= kept
     recorder.plan.watched = not recorder.plan.checked
+    scaled = scale if isinstance(scale, Tensor) or scale != 1 else None
+    tables = tables if scaled is None else [({p: f.scaled(1 / scaled) for p, f in t.items()}, n) for t, n in tables]
     return {
         name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
         for name, parameter in trainable.items()

@@ -38,6 +38,11 @@ class Layout:
         positions, order = size // max(1, samples), torch.arange(samples, device=device)
         return order.repeat(positions) if self.fold == "T·N" else order.repeat_interleave(positions)
 
+    def over(self, x: Tensor, values: Tensor) -> Tensor:
+        """A value for each sample, to be multiplied by a tensor of this layout.  values: N"""
+        of_rows = values[self.rows(x.shape[self.axis], len(values), x.device)]
+        return of_rows.view([-1 if axis == self.axis else 1 for axis in range(x.ndim)])
+
     def fits(self, x: Tensor, samples: int) -> bool:
         """Whether a tensor's sizes allow it."""
         if x.ndim <= self.axis:

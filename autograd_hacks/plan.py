@@ -37,25 +37,28 @@ class Unit:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
         if samples is not None and len(known) == len(outputs):
             return known
-        return tuple(Layout(0, "N·T") if samples == 1 else Layout() for _ in outputs)
+        return (Layout(),) * len(outputs)
 
 
 @dataclass
 class Plan:
     """What holds for all forwards of a signature.
 
-    axis: of the samples in the model's arguments; None where they say it themselves    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
+    axis: of the samples in the model's arguments; None where they say it themselves    model: of the model's outputs    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
     spread: lookups whose output is the same for all samples    refused: why there are no rows, by the parameter's id
-    stale: whether a call has come that the plan doesn't know    checked: whether the rows' sums were once compared with the
+    stale: whether a call has come that the plan doesn't know    assumed: whether the samples were all alike, so that their axis
+    is the likeliest alone    checked: whether the rows' sums were once compared with the
     gradients that arrived    watched: whether these are kept until they are
     """
 
     axis: int | None = None
+    model: Layouts = ()
     layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
     units: dict[str, Unit] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     refused: dict[int, str] = field(default_factory=dict)
     stale: bool = False
+    assumed: bool = False
     checked: bool = False
     watched: bool = True
 
@@ -69,11 +72,18 @@ class Plan:
         if known:
             return (known[min(call, len(known) - 1)],)
         axis = axes_for(layer, outputs[0])[0]
-        if samples == 1:
-            return (Layout(axis, "N·T"),)
         self.stale = True
         usual = {layout for calls in self.layouts.values() for layout in calls}
         return (usual.pop() if len(usual) == 1 else Layout(axis),)
+
+    def layouts_of_model(self, model: nn.Module, outputs: Sequence[Tensor]) -> Layouts:
+        """Where the samples are in the model's own outputs."""
+        if len(self.model) == len(outputs):
+            return self.model
+        axes = getattr(rule_for(model), "axes", None)
+        axes = axes(model) if axes is not None else ()
+        places = [*axes, *[0] * len(outputs)]
+        return tuple(Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, places))
 
     def is_watched(self, parameter: Tensor) -> bool:
         """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first for all,

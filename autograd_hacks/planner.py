@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
+from torch import Tensor
 
 from autograd_hacks.batch import Batch, BatchDim, Hypothesis, random_half
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.plan import Plan, static_units
 from autograd_hacks.record import Recorder
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.survey import Survey
+from autograd_hacks.survey import Arguments, Survey
+from autograd_hacks.trees import map_tensors
 from autograd_hacks.verdict import plan_of
 
 
@@ -42,38 +44,42 @@ class Planner:
         """Finds the plan of a forward that begins; where there is none, runs the probe."""
         recorder = self.recorder
         recorder.plan, recorder.samples, self._surveyed = self.static, None, None
+        recorder.arguments = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs)
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
             return  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         samples = batch.samples(axis)
+        if samples is None:
+            return
+        signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
+        plan = self.plans.get(signature)
+        if plan is not None and not plan.stale and not plan.assumed:
+            recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
+            return
         if not samples:
             return
-        signature = batch.signature(), tuple(module.training for module in model.modules())
-        plan = self.plans.get(signature)
-        if plan is not None and not (plan.stale and samples > 1):
+        hypotheses = [Hypothesis(axis, random_half(samples, seed=0))]
+        if axis == 0 and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
+            hypotheses.append(Hypothesis(1, random_half(others, seed=1)))
+        replacement = batch.replaced(hypotheses)
+        if plan is not None and plan.assumed and replacement is None:
             recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
-        elif samples == 1:
-            recorder.samples = 1
-        else:
-            hypotheses = [Hypothesis(axis, random_half(samples, seed=0))]
-            if axis == 0 and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
-                hypotheses.append(Hypothesis(1, random_half(others, seed=1)))
-            replacement = batch.replaced(hypotheses)
-            if replacement is not None:
-                survey = Survey(model, recorder, batch, hypotheses)
-                self._probe(survey, replacement)
-                spread = frozenset(path for path, way in survey.lookups.items() if way == "copies")
-                recorder.plan, recorder.samples, self._surveyed = Plan(spread=spread), samples, (signature, survey)
-                survey.begin(args, kwargs)
+            return
+        survey = Survey(model, recorder, batch, hypotheses)
+        self._probe(survey, replacement or (args, kwargs), (args, kwargs))
+        spread = frozenset(path for path, way in survey.lookups.items() if way == "copies")
+        recorder.plan = Plan(spread=spread, assumed=replacement is None and samples > 1)
+        recorder.samples, self._surveyed = samples, (signature, survey)
+        survey.begin(args, kwargs)
 
-    def _probe(self, survey: Survey, replacement: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def _probe(self, survey: Survey, replacement: Arguments, original: Arguments) -> None:
         try:
-            survey.probe(replacement, with_gradients=False)
+            survey.probe(replacement, original, with_gradients=False)
         except Exception:
             # Once more with gradients, which the model may need inside.
             try:
-                survey.probe(replacement, with_gradients=True)
+                survey.probe(replacement, original, with_gradients=True)
             except Exception as error:
                 raise ProbeFailed(
                     f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "

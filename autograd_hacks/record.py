@@ -133,6 +133,7 @@ class Recorder:
         self.samples: int | None = None  # N of the running forward, where its plan knows it
         self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
         self.survey: Survey | None = None  # of a signature's first forward
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of the model's last forward with gradients
         self._calls: dict[str, int] = {}
         self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
@@ -142,8 +143,19 @@ class Recorder:
         self._unanswered = 0  # forwards since the last backward
 
     def clear(self, why: str = "") -> None:
-        self.segments, self.strays, self.why_empty = [], {}, why
+        self.segments, self.strays, self.why_empty, self.arguments = [], {}, why, None
         self._superseded, self._superseded_strays = [], {}
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A context that leaves the records as they are."""
+        names = ("segments", "strays", "why_empty", "comparing", "arguments", "_superseded", "_superseded_strays")
+        kept = {name: getattr(self, name) for name in names}
+        self.clear()
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
@@ -187,7 +199,8 @@ class Recorder:
             return output
         unit, replay = self.open.pop()
         self._place(module)
-        parameters = {name: p for name, p in unit.parameters.items() if p.requires_grad and not self.is_replayed(p)}
+        outer = {id(p) for u, _ in self.open for p in u.parameters.values()}
+        parameters = {name: p for name, p in unit.parameters.items() if p.requires_grad and id(p) not in outer}
         layouts = unit.layouts_of(self._count(path), tensors_of(output), self.samples)
         return self.visit_unit(replay, parameters, output, is_first, layouts)[0]
 
@@ -214,8 +227,9 @@ class Recorder:
             return output
         self._place(layer)
         count, rule = self._count(path), rule_for(layer)
-        owned = covered(layer)
-        parameters = {name: p for name, p in owned.items() if p.requires_grad and not self.is_replayed(p)}
+        owned, unit = covered(layer), self.plan.units.get(path)
+        replayed = {id(p) for u in (unit, *(u for u, _ in self.open)) if u is not None for p in u.parameters.values()}
+        parameters = {name: p for name, p in owned.items() if p.requires_grad and id(p) not in replayed}
         outputs = tensors_of(output)
         if not (rule and parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
             return output
@@ -270,10 +284,6 @@ class Recorder:
             samples=self.samples,
             layouts=layouts,
         )
-
-    def is_replayed(self, parameter: Tensor) -> bool:
-        """Whether the rows of a parameter come of a module's replay that is open now."""
-        return any(parameter is p for unit, _ in self.open for p in unit.parameters.values())
 
     def _count(self, path: str) -> int:
         """How many calls there were before this one in the same forward."""

@@ -17,7 +17,7 @@ from autograd_hacks.layout import Layout
 from autograd_hacks.record import Switch
 from autograd_hacks.rerun import random_state, untouched, with_random_state
 from autograd_hacks.rules.recompute import is_recomputed
-from autograd_hacks.trees import is_packed, tensors_of, version_of
+from autograd_hacks.trees import is_packed, map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Visit
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -67,7 +67,7 @@ class Rerun:
             return torch.tensordot(w.to(self._rows[name].dtype), self._rows[name], 1)
         self._check_unchanged()
         parameters, outputs = self._whole_batch()
-        weighted = [g * self._over(g, layout, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
+        weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
         return _grad(outputs, [parameters[name]], weighted)[0]
 
     def _by_sample(self) -> Values | None:
@@ -125,7 +125,7 @@ class Rerun:
         rows: list[list[Tensor]] = []
         order = torch.arange(self.samples, device=self.grads[0].device)
         for n in range(self.samples):
-            only = [g * self._over(g, at, (order == n).to(g.dtype)) for g, at in zip(self.grads, self.layouts)]
+            only = [g * at.over(g, (order == n).to(g.dtype)) for g, at in zip(self.grads, self.layouts)]
             rows.append(_grad(outputs, list(parameters.values()), only))
         return {
             name: torch.stack(own) if rows else p.new_zeros(0, *p.shape)
@@ -153,6 +153,8 @@ class Rerun:
             ):
                 contexts.enter_context(context)
             contexts.enter_context(with_random_state(call.random_state))
+            if call.copies:
+                args, kwargs = (map_tensors(Tensor.clone, tree) for tree in (args, kwargs))
             buffers = {name: buffer.clone() for name, buffer in call.buffers.items()}
             outputs = tensors_of(functional_call(module, {**fixed, **buffers, **parameters}, args, kwargs))
             now = random_state([torch.device(name) for name in call.random_state])
@@ -165,11 +167,6 @@ class Rerun:
         if not isinstance(leaf, Tensor) or self.samples < 1:
             return None
         return next((at for at in (self.layouts[0], Layout()) if at.fits(leaf, self.samples)), None)
-
-    def _over(self, grad: Tensor, layout: Layout, values: Tensor) -> Tensor:
-        """A value for each sample, to be multiplied by a gradient.  values: N"""
-        of_rows = values[layout.rows(grad.shape[layout.axis], self.samples, grad.device)]
-        return of_rows.view([-1 if axis == layout.axis else 1 for axis in range(grad.ndim)])
 
     def _check_unchanged(self) -> None:
         now = dict((*self.call.module.named_parameters(), *self.call.module.named_buffers()))

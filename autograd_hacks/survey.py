@@ -25,6 +25,8 @@ from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, r
 from autograd_hacks.trees import is_packed, tensors_of, version_of
 from autograd_hacks.visits import Replay, Visit
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_MODEL = Frame("", 0)
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
 
 
@@ -83,45 +85,51 @@ class Survey:
         self._open = ExitStack()
         self._wanted: set[Frame] = set()  # calls that may have to be run again
 
-    def probe(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], with_gradients: bool) -> None:
-        """Runs the probe, and where lookups turn out the same for all samples, once more to see whether they may be taken
-        for the samples' own: copied for each; or where they have N rows already, these.
+    def probe(self, replacement: Arguments, original: Arguments, with_gradients: bool) -> None:
+        """Runs the probe, and where lookups turn out the same for all samples, more to see whether they may be taken for the
+        samples' own: copied for each; or where they have N rows already, these.
 
-        with_gradients: whether to run it so, for models that need gradients inside
+        original: the model's arguments    with_gradients: whether to run it so, for models that need gradients inside
         """
         self._with_gradients = with_gradients
         self._run(replacement, {})
         free = {path: sizes for path, sizes in self._free.items() if None not in sizes}
-        samples = self.hypotheses[0].samples
-        first = {path: "its rows" if sizes == {samples} else "copies" for path, sizes in free.items()}
-        for trial in (first, dict.fromkeys(free, "copies")) if "its rows" in first.values() else (first,):
-            if trial and self._try(replacement, trial):
-                break
+        samples, copies = self.hypotheses[0].samples, dict.fromkeys(free, "copies")
+        if samples > 1 and {samples} in free.values():
+            trial = {path: "its rows" if sizes == {samples} else "copies" for path, sizes in free.items()}
+            if self._try(replacement, trial, original):
+                return
+        if free:
+            self._try(replacement, copies, None)
 
-    def _try(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], trial: dict[str, str]) -> bool:
-        """Runs the probe with other lookups, and goes on with what it has seen, if the model's output is no other for the
-        samples that were kept."""
-        before = self.tracker, self.probed
-        outputs = self.probed[Frame("", 0)].outputs
+    def _try(self, replacement: Arguments, trial: dict[str, str], original: Arguments | None) -> bool:
+        """Runs the probe with other lookups, and goes on with what it has seen, if the model's output is the same; or given
+        the original arguments, if it is for the samples that were kept, in the places that those have."""
+        before, layouts = (self.tracker, self.probed), None
+        outputs = self.probed[_MODEL].outputs
         try:
+            if original is not None:
+                self._run(original, {})
+                layouts = _compare(outputs, self.probed[_MODEL].outputs, self.hypotheses[0])
             self._run(replacement, trial)
         except Exception:  # whatever the model's own code raises for a shape that it doesn't expect
             self.tracker, self.probed = before
             return False
-        after = self.probed[Frame("", 0)].outputs
-        kept = self.hypotheses[0].kept
-        same = [
-            x.shape == y.shape and (not differs(x, y).any() or find_layout(x, y, kept.to(x.device), range(x.ndim)))
-            for x, y in zip(outputs, after)
-        ]
-        if not same or len(outputs) != len(after) or not all(same):
+        after, kept = self.probed[_MODEL].outputs, self.hypotheses[0].kept
+        same = len(outputs) == len(after) and all(
+            x.shape == y.shape and not differs(x, y).any()
+            if layouts is None or (at := layouts[slot]) is None
+            else x.shape == y.shape and not at.samples_first(differs(x, y), len(kept))[kept.to(x.device)].any()
+            for slot, (x, y) in enumerate(zip(outputs, after))
+        )
+        if not same:
             self.tracker, self.probed = before
             return False
         self.lookups = trial
         return True
 
-    def _run(self, replacement: tuple[tuple[Any, ...], dict[str, Any]], trial: dict[str, str]) -> None:
-        args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, replacement, is_leaf=is_packed)
+    def _run(self, arguments: Arguments, trial: dict[str, str]) -> None:
+        args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, arguments, is_leaf=is_packed)
         carried = self.batch.carried(self.hypotheses)
         carrying = [leaf for leaf, at in zip(tree_leaves((args, kwargs), is_packed), carried) if at]
         by_rule = {path: {id(p) for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
@@ -201,6 +209,7 @@ class Survey:
         seen = Seen(stack, module, probed, owned, [], [])
         for hypothesis in self.hypotheses:
             layouts = _compare([] if probed is None else probed.outputs, outputs, hypothesis)
+            layouts = tuple(at if self._is_trusted(stack, probed, at) else None for at in layouts)
             placed = stack[-1].path in self.lookups
             if placed:
                 layouts = (Layout(),)
@@ -222,10 +231,10 @@ class Survey:
         self.calls.append(seen)
         return output
 
-    def _is_trusted(self, stack: Stack, probed: Probed, layout: Layout | None) -> bool:
+    def _is_trusted(self, stack: Stack, probed: Probed | None, layout: Layout | None) -> bool:
         """Whether a layout that the values allow is no accident: rows that an operation has chosen by their values may be
         anyone's in the next forward."""
-        if layout is None or probed.routed:
+        if layout is None or probed is None or probed.routed:
             return False
         return not layout.fold or not any(frame in self.tracker.counting for frame in stack[:-1])
 

@@ -43,7 +43,8 @@ class Verdict:
     def plan(self) -> Plan:
         survey = self.survey
         samples = survey.hypotheses[self.number].samples
-        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused())
+        begun = survey.recorder.plan
+        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), spread=begun.spread, assumed=begun.assumed)
         for parameter, stacks in self.chosen.items():
             for path in {stack[-1].path for stack in stacks}:
                 named = self.calls[path][0].module.named_parameters()
@@ -67,7 +68,7 @@ class Verdict:
             if call.visit is not None:
                 self._settle(call, plan, samples)
         plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
-        plan.spread = survey.recorder.plan.spread
+        plan.model = self.calls[""][-1].layouts[self.number]
         return plan
 
     def _settle(self, call: Seen, plan: Plan, samples: int) -> None:
@@ -83,7 +84,7 @@ class Verdict:
         }
         visit.layouts, visit.samples = call.layouts[self.number], samples
         layout = visit.layouts[0]
-        if call.placed[self.number] and layout is not None:
+        if call.placed[self.number] and layout is not None and visit.parameters:
             known: list[Layout] = list(plan.layouts.get(visit.path, ()))
             plan.layouts[visit.path] = [*known, layout]
 

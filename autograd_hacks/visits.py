@@ -58,7 +58,7 @@ class Visit:
 class Replay:
     """A call of a module as it begins, kept to be run again.
 
-    modes: the training flag of each module inside    buffers: those that the call changes, as they were before it
+    modes: the training flag of each module inside    copies: whether it changes its arguments    buffers: those that the call changes, as they were before it
     """
 
     path: str
@@ -67,6 +67,7 @@ class Replay:
     kwargs: dict[str, Any]
     random_state: RandomState
     modes: tuple[bool, ...]
+    copies: bool
     buffers: dict[str, Tensor]
 
     @staticmethod
@@ -81,6 +82,7 @@ class Replay:
             args=map_tensors(keep, args),
             kwargs=map_tensors(keep, kwargs),
             random_state=random_state(devices_of(module)),
+            copies=copies,
             modes=tuple(part.training for part in module.modules()),
             buffers={name: _copy(module.get_buffer(name)) for name in buffers},
         )

@@ -23,7 +23,7 @@ def _count(layer: nn.MultiheadAttention, args: Sequence[Tensor], kwargs: Mapping
 
 
 @recomputes
-@counts_samples(_count, axis=lambda layer: 0 if layer.batch_first else 1)
+@counts_samples(_count, axes=lambda layer: (0 if layer.batch_first else 1, 0))
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
     with torch's own attention between them."""

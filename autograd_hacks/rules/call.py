@@ -89,13 +89,13 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
 
 
 def counts_samples(
-    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int], axis: Callable[[Any], int]
+    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int], axes: Callable[[Any], Sequence[int]]
 ) -> Callable[[Rule], Rule]:
     """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them, and
-    ``axis(layer)`` says where they are in the first output."""
+    ``axes(layer)`` says where they are in each output."""
 
     def mark(rule: Rule) -> Rule:
-        vars(rule)["samples"], vars(rule)["axis"] = count, axis
+        vars(rule)["samples"], vars(rule)["axes"] = count, axes
         return rule
 
     return mark

@@ -30,7 +30,7 @@ def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, objec
 
 
 @recomputes
-@counts_samples(_count, axis=lambda layer: 0 if layer.batch_first else 1)
+@counts_samples(_count, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1))
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
     step is recomputed as linear maps; a weight's gradient sums over its map's uses."""

@@ -23,7 +23,7 @@ def _count(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
 
 @by_input
 @recomputes
-@counts_samples(_count, axis=lambda layer: 0)
+@counts_samples(_count, axes=lambda layer: (0,))
 def adaptive_log_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss, call: Call) -> Mapping[str, Form]:
     """x: N I    target: N.  The head scores the frequent classes and each cluster of rare ones; a cluster's tail scores its
     classes, for the samples whose target is among them."""
@@ -48,7 +48,7 @@ def adaptive_log_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss, call: Call) -> Ma
 
 @by_input
 @recomputes
-@counts_samples(_count, axis=lambda layer: 0)
+@counts_samples(_count, axes=lambda layer: (0,))
 def linear_cross_entropy(layer: Any, call: Call) -> Mapping[str, Form]:
     """x: N I    target: N *S, or N C *S.  The loss is cross entropy between the target and logits N C *S, C·S maps of x."""
     x, target = call.argument(0, "input"), call.argument(1, "target")

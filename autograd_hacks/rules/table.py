@@ -108,8 +108,8 @@ def axes_for(layer: nn.Module, output: Tensor) -> Sequence[int]:
     rule = rule_for(layer)
     if (features := getattr(rule, "features", None)) is not None:
         return range(max(1, output.ndim - features(layer)))
-    axis = getattr(rule, "axis", None)
-    return (0 if axis is None else axis(layer),)
+    axes = getattr(rule, "axes", None)
+    return (0 if axes is None else axes(layer)[0],)
 
 
 def is_supported(layer: nn.Module) -> bool:

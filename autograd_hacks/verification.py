@@ -1,0 +1,149 @@
+"""The library's answer for a model against autograd's own, by weights that only right rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autograd_hacks.errors import NothingRecorded, SamplesMixed, VerificationFailed
+from autograd_hacks.gradients import per_parameter_forms
+from autograd_hacks.hooks import recorder_of
+from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.rerun import devices_of, random_state, untouched, with_random_state
+from autograd_hacks.tables import text_table
+from autograd_hacks.trees import is_packed, map_tensors, tensors_of
+
+HEADER = ("parameter", "compared", "largest difference", "largest value")
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    parameter: str
+    what: str
+    found: Tensor
+    expected: Tensor
+
+    @property
+    def difference(self) -> float:
+        return float((self.found - self.expected).abs().max()) if self.found.numel() else 0.0
+
+    @property
+    def value(self) -> float:
+        return float(self.expected.abs().max()) if self.found.numel() else 0.0
+
+
+def verify(model: nn.Module, samples: int = 0) -> None:
+    """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
+
+    With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ wₙ
+    gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ with one from g.  Two swapped
+    samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum of its rows with
+    ``.grad``, which must have been cleared before the step.  It runs the model twice, and leaves it, ``.grad`` and the record
+    as they were.
+
+    samples: how many single samples to compare besides, by one backward pass each
+
+    Raises VerificationFailed with a table of the parameters that differ; NothingRecorded where the model has not run with
+    hooks; SamplesMixed where no output has a place for each sample; and whatever reading raises.
+    """
+    recorder = recorder_of(model)
+    if recorder.arguments is None:
+        raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
+    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, *recorder.arguments, samples)
+    largest = max((c.value for c in comparisons), default=0.0)
+    wrong = [c for c in comparisons if c.difference > _tolerance(c.found, c.value, largest)]
+    if wrong:
+        rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
+        raise VerificationFailed("the per-sample gradients of these parameters are wrong:\n" + text_table([HEADER, *rows]))
+
+
+def _tolerance(found: Tensor, value: float, largest: float) -> float:
+    eps = torch.finfo(found.dtype).eps
+    return max(3 * eps**0.5 * value, 100 * eps * largest)
+
+
+def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
+    """The recorded rows' sums with ``.grad``."""
+    passes = [recorded for segment in recorder.segments for recorded in segment.passes]
+    if not passes or any(recorded.captures for recorded in passes):
+        return []
+    comparisons = []
+    announced = next((recorded.losses for recorded in passes if recorded.losses), None)
+    parameters = dict(model.named_parameters())
+    for name, form in per_parameter_forms(model, recorder, None if announced else "sum").items():
+        grad = parameters[name].grad
+        if form is not None and grad is not None:
+            share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
+            total = form.weighted_sum(torch.full((form.samples,), share, dtype=grad.dtype, device=grad.device))
+            comparisons.append(_Comparison(name, "sum of the step's rows with .grad", total, grad.to_dense()))
+    return comparisons
+
+
+def _with_autograd(
+    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], singles: int
+) -> list[_Comparison]:
+    """Weighted sums of rows with backward passes through the whole model."""
+    if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
+        raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    state = random_state(devices_of(model))
+    with recorder.set_aside(), torch.enable_grad():
+        outputs = _run(model, args, kwargs, state)
+        layouts = recorder.plan.layouts_of_model(model, outputs)
+        places = [slot for slot, (x, at) in enumerate(zip(outputs, layouts)) if x.requires_grad and at is not None]
+        if not places:
+            raise SamplesMixed(
+                "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
+                f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
+            )
+        grads = {slot: torch.randn_like(outputs[slot]) for slot in places}
+        sums = _pull(outputs, grads, parameters)
+        forms = per_parameter_forms(model, recorder, "sum")
+    samples = next((form.samples for form in forms.values() if form is not None), 0)
+    with Switch.paused(), torch.enable_grad():
+        outputs = _run(model, args, kwargs, state)
+        weights = torch.randn(1, samples, dtype=torch.float64)
+        weights = torch.cat([weights, torch.eye(samples, dtype=torch.float64)[: min(singles, samples)]])
+        comparisons = [
+            _Comparison(name, "sum of rows", form.weighted_sum(sums[name].new_ones(samples)), sums[name])
+            for name, form in forms.items()
+            if form is not None
+        ]
+        for number, w in enumerate(weights):
+            weighted = {slot: g * at.over(g, w.to(g)) for slot, g in grads.items() if (at := layouts[slot]) is not None}
+            what = f"row {number - 1}" if number else "weighted sum of rows"
+            for name, expected in _pull(outputs, weighted, parameters).items():
+                form = forms[name]
+                if form is None:
+                    found = torch.zeros_like(expected)
+                else:
+                    found = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(expected))
+                comparisons.append(_Comparison(name, what, found.detach(), expected))
+    return comparisons
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:
+    args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
+    with untouched(model), with_random_state(state):
+        return tensors_of(model(*args, **kwargs))
+
+
+def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One backward pass from some of the outputs."""
+    found = torch.autograd.grad(
+        [outputs[slot] for slot in grads],
+        list(parameters.values()),
+        list(grads.values()),
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {
+        name: torch.zeros_like(p) if grad is None else grad.detach().to_dense()
+        for (name, p), grad in zip(parameters.items(), found)
+    }

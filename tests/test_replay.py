@@ -1,0 +1,359 @@
+"""Parameters that no rule covers: their modules are run again, and the rows are those of one backward per sample."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
+from torch import Tensor
+from torch.nn.utils import parametrizations, parametrize
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, StaleRecord, UnseenGradient
+
+
+def squares(out: Tensor, *_: Tensor) -> Tensor:
+    return (out.pow(2) + out.sin()).flatten(1).sum(1)
+
+
+def check(model: nn.Module, x: Tensor, replayed: tuple[str, ...] = (), steps: int = 2) -> None:
+    """Rows against one backward for each sample, and the parameters whose rows come of a replay, by name."""
+    with autograd_hacks.add_hooks(model):
+        for _ in range(steps):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            table = autograd_hacks.describe(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, x, x))
+        if len(x) > 1:
+            autograd_hacks.verify(model, samples=2)
+    if replayed:
+        assert {row.parameter for row in table.rows if "replay of" in row.how} == set(replayed), str(table)
+
+
+class Patched(nn.Module):
+    """A class token, positions, a layer scale, a tied decoder by F.linear, and 3-D weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4)
+        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
+        self.heads, self.out = nn.Parameter(torch.randn(2, 4, 2)), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(tokens), -1, -1), self.embed(tokens)], 1)
+        x = x + self.positions(torch.arange(x.shape[1]))
+        x = x + self.scale * self.out(torch.einsum("ntd,hde->nthe", x, self.heads).flatten(2).tanh())
+        return F.linear(x, self.embed.weight)
+
+
+def test_bare_parameters_and_a_tied_decoder() -> None:
+    check(Patched().double(), torch.randint(7, (4, 3)), ("embed.weight", "token", "scale", "heads"))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> dict[str, Tensor]:
+        return {"scaled": x * self.scale, "shifted": x if shift is None else x + shift * self.scale}
+
+
+class Inside(nn.Module):
+    """Tuple and dict outputs, arguments by keyword, and a module that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(self.first(x), shift=torch.arange(3.0, dtype=x.dtype))
+        return self.inner(h["scaled"].tanh())["scaled"] + h["shifted"]
+
+
+def test_dictionaries_keywords_and_two_calls() -> None:
+    check(Inside().double(), torch.randn(4, 3).double(), ("inner.scale",))
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+    return layer
+
+
+class Lora(nn.Module):
+    """W + B A, as a parametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(2, 1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+def adapted() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    parametrize.register_parametrization(layer, "weight", Lora())
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Doubled(3, 2),
+        patched,
+        adapted,
+        lambda: parametrizations.weight_norm(nn.Linear(3, 2)),
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 2)),
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 2)).eval(),
+        lambda: parametrizations.orthogonal(nn.Linear(3, 2)),
+        lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
+        lambda: nn.utils.spectral_norm(nn.Linear(3, 2)),
+    ],
+    ids=["subclass", "patched", "LoRA", "weight_norm", "spectral_norm", "spectral_norm in eval", "orthogonal", "old weight_norm", "old spectral_norm"],
+)  # fmt: skip
+def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], alone: bool) -> None:
+    layer = build().double()
+    assert not autograd_hacks.is_supported(layer)
+    model = layer if alone else nn.Sequential(layer, nn.ReLU(inplace=True), nn.Linear(2, 2).double())
+    x = torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        return squares(model(x))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            losses().mean().backward()
+            after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            autograd_hacks.compute_grad1(model)
+            assert all(torch.equal(buffer, after[name]) for name, buffer in model.named_buffers())
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])  # power iterations from where the step began
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time_from(model, losses, before)
+            assert_rows(model, expected)
+
+
+def one_loss_at_a_time_from(
+    model: nn.Module, losses: Callable[[], Tensor], buffers: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The oracle, with the same buffers at the start of each forward."""
+
+    def again() -> Tensor:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return losses()
+
+    return one_loss_at_a_time(model, again)
+
+
+def test_weight_standardisation() -> None:
+    check(nn.Sequential(Standardised(1, 2, 2), nn.Flatten()).double(), torch.randn(3, 1, 4, 4).double())
+
+
+class Noisy(nn.Module):
+    """Dropout between a bare parameter and the output, which no other run of one sample draws alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.dropout = nn.Parameter(torch.randn(3)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.dropout(x * self.scale).cumsum(1) * self.scale).tanh()
+
+
+def test_the_same_dropout_mask() -> None:
+    model, x = nn.Sequential(Noisy(), nn.Linear(3, 2), Noisy2()).double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            squares(model(x)).mean().backward()
+            drawn = torch.get_rng_state()
+            autograd_hacks.compute_grad1(model)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            torch.manual_seed(seed)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x))))
+
+
+class Noisy2(nn.Module):
+    """A rate that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rate * torch.randn_like(x)
+
+
+class Choosy(nn.Module):
+    """Control flow on values, which vmap can't follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * self.up if row.sum() > 0 else row * self.down for row in x])
+
+
+class Experts(nn.Module):
+    """Each row to the expert that it chooses: rows are gathered, and put back."""
+
+    def __init__(self, layers: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 2)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]) if layers else None
+        self.weights = None if layers else nn.Parameter(torch.randn(2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 3)
+        scores = self.gate(rows).softmax(1)
+        best, out = scores.argmax(1), torch.zeros_like(rows)
+        for expert in range(2):
+            at = (best == expert).nonzero()[:, 0]
+            y = rows[at] @ self.weights[expert] if self.layers is None else self.layers[expert](rows[at])
+            out = out.index_add(0, at, y * scores[at, expert, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("positions", [(), (3,), (4, 2)])
+@pytest.mark.parametrize("layers", [True, False])
+def test_routed_experts(layers: bool, positions: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Experts(layers), nn.Linear(3, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):  # a new route each time
+            x = torch.randn(4, *positions, 3).double()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, x, x))
+
+
+def test_control_flow_on_values() -> None:
+    check(nn.Sequential(nn.Linear(3, 3), Choosy()).double(), torch.randn(5, 3).double(), ("1.up", "1.down"))
+
+
+class InPlace(nn.Module):
+    """Overwrites its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.scale).tanh()
+
+
+def test_a_module_that_overwrites_its_input() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = InPlace()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.sin())
+
+    check(Model().double(), torch.randn(4, 3).double(), ("inner.scale",))
+
+
+def test_a_batch_of_one_and_of_none() -> None:
+    model = Patched().double()
+    check(model, torch.randint(7, (1, 3)))
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randint(7, (4, 3)))).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        for samples in (1, 0, 3):
+            tokens = torch.randint(7, (samples, 3))
+            squares(model(tokens)).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, tokens, tokens))
+
+
+def test_weights_that_were_moved_before_reading() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), Choosy()).double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(StaleRecord, match=r"'up' of layer '1' \(Choosy\) has changed .* before optimizer.step\(\)"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_module_with_a_state_that_is_no_buffer() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.calls = nn.Parameter(torch.ones(3)), [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return x * self.scale * self.calls[0]
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Counting()), torch.randn(4, 3)
+    with autograd_hacks.add_hooks(model):
+        model(x).sum().backward()
+        assert model[1].calls == [1]  # the probe has left no trace
+        with pytest.raises(StaleRecord, match="a state of its own that is no buffer"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_loss_that_is_computed_inside() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.out(x) * self.scale
+            return F.cross_entropy(logits, y), logits
+
+    model, x, y = WithLoss(), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    with autograd_hacks.add_hooks(model):
+        model(x, y)[0].backward()
+        with pytest.raises(SamplesMixed, match=r"output number 0, .* compute it outside the model"):
+            autograd_hacks.compute_grad1(model)
+        F.cross_entropy(model(x, y)[1], y).backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.scale.grad1.shape == (4, 2)
+        model.scale.requires_grad_(False)
+        model.zero_grad()
+        model(x, y)[0].backward()  # a rule needs no such place
+        autograd_hacks.compute_grad1(model)
+        torch.testing.assert_close(model.out.weight.grad1.mean(0), model.out.weight.grad)
+
+
+def test_a_penalty_on_weights_in_the_loss() -> None:
+    for model in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 3), Choosy())):
+        x = torch.randn(4, 3)
+        with autograd_hacks.add_hooks(model):
+            loss = squares(model(x)).mean() + sum(p.pow(2).sum() for p in model.parameters())
+            loss.backward()
+            with pytest.raises(UnseenGradient, match=r"a penalty on the weight .*pause_hooks\(\)"):
+                autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            with autograd_hacks.pause_hooks():
+                sum(p.pow(2).sum() for p in model.parameters()).backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, x, x))
