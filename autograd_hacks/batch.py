@@ -51,8 +51,8 @@ class Batch:
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
         if len(sizes) > 1 or None in sizes:
             raise ValueError(
-                f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, the "
-                "number of samples. Write None for an argument without a batch."
+                f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, "
+                "the number of samples. Write None for an argument without a batch."
             )
         return Batch(leaves, spec, axes)
 
@@ -119,7 +119,7 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         if flat is None:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
-                f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary by keyword"
+                f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary"
             )
         axes += flat
     return axes

@@ -73,6 +73,13 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
                 "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
                 "the backward pass."
             )
+        if recorded.blind is not None:
+            slot, shape = recorded.blind
+            raise SamplesMixed(
+                f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, of "
+                f"shape {shape}, changed for the rest too, whichever of its axes was taken for the batch, and the loss came that "
+                "way. If the batch is not on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+            )
         if recorded.ambiguous:
             raise NothingRecorded(
                 "checkpointing has recomputed layers in this backward pass, and several forward passes have run since the "
@@ -152,7 +159,7 @@ def check_sum(
     # Under autocast the gradient that arrived was computed in its precision.
     used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
     eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, *used))
-    if furthest > max(1e-3, 8 * eps) * expected.abs().max() and furthest > 100 * eps * largest:
+    if furthest > max(1e-3, 8 * eps) * expected.abs().max() and furthest > max(1e3 * eps, 1e-10) * largest:
         if comparing:
             raise HigherOrderError(
                 f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph "

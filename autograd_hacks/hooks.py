@@ -205,7 +205,7 @@ class _ForwardEnds(_Hook):
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and Switch.on():
             self.recorder.in_forward = False
-            self._root.planner.end(model, has_output=output is not None)
+            self._root.planner.end(model, output)
 
 
 class _LayerBegins(_Hook):

@@ -89,15 +89,16 @@ class Planner:
                     "add_hooks(model, probe=False)."
                 ) from error
 
-    def end(self, model: nn.Module, has_output: bool) -> None:
-        """Keeps the plan that a new signature's first forward has given."""
-        if self._surveyed is None:
-            return
-        (signature, survey), self._surveyed = self._surveyed, None
-        survey.close()
-        if has_output:
-            self.recorder.plan = self.plans[signature] = plan_of(survey)
-            self._hook(model, self.recorder.plan)
+    def end(self, model: nn.Module, output: Any) -> None:
+        """Keeps the plan that a new signature's first forward has given.  output: of the model; None where it has failed"""
+        if self._surveyed is not None:
+            (signature, survey), self._surveyed = self._surveyed, None
+            survey.close()
+            if output is not None:
+                self.recorder.plan = self.plans[signature] = plan_of(survey)
+                self._hook(model, self.recorder.plan)
+        if self.recorder.plan.blind and self.recorder.records():
+            self.recorder.watch_outputs(output)
 
     def _hook(self, model: nn.Module, plan: Plan) -> None:
         for path in plan.units:

@@ -84,6 +84,7 @@ class Pass:
     finished: bool = False
     reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    blind: tuple[int, tuple[int, ...]] | None = None  # an output of the model in which samples mix, by which it came
     largest: Tensor | None = None  # of all gradients, by magnitude
 
     def let_go(self) -> None:
@@ -156,6 +157,18 @@ class Recorder:
             yield
         finally:
             vars(self).update(kept)
+
+    def watch_outputs(self, output: Any) -> None:
+        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
+        outputs = tensors_of(output)
+        for slot in self.plan.blind:
+            node = outputs[slot].grad_fn if slot < len(outputs) else None
+            if node is not None:
+                node.register_prehook(partial(self._note_blind, slot, tuple(outputs[slot].shape)))
+
+    def _note_blind(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
+        if Switch.on() and self.attached and any(grad is not None for grad in grads):
+            self._enter(current_task()).blind = slot, shape
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""

@@ -176,8 +176,9 @@ class Survey:
         samples, kept = self.hypotheses[0].samples, self.hypotheses[0].kept.to(x.device)
         if trial == "copies":
             x = for_each_sample(x, samples)
-        else:  # other values for the samples that were not kept
-            x = torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, x.flip(-1) + 1)
+        else:  # other values for the samples that were not kept, of no pattern that what follows may be blind to
+            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+            x = torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, x + noise)
         self.tracker.mark(x)
         return x
 

@@ -45,6 +45,11 @@ class Verdict:
         samples = survey.hypotheses[self.number].samples
         begun = survey.recorder.plan
         plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), spread=begun.spread, assumed=begun.assumed)
+        whole = self.calls[""][-1]
+        plan.model = whole.layouts[self.number]
+        if whole.probed is not None and not whole.probed.routed and not survey.tracker.counting:
+            shapes = [x.ndim if x.is_floating_point() else 0 for x in whole.probed.outputs]
+            plan.blind = [slot for slot, (at, axes) in enumerate(zip(plan.model, shapes)) if at is None and axes]
         for parameter, stacks in self.chosen.items():
             for path in {stack[-1].path for stack in stacks}:
                 named = self.calls[path][0].module.named_parameters()
@@ -68,7 +73,6 @@ class Verdict:
             if call.visit is not None:
                 self._settle(call, plan, samples)
         plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
-        plan.model = self.calls[""][-1].layouts[self.number]
         return plan
 
     def _settle(self, call: Seen, plan: Plan, samples: int) -> None:

@@ -60,7 +60,8 @@ def verify(model: nn.Module, samples: int = 0) -> None:
     wrong = [c for c in comparisons if c.difference > _tolerance(c.found, c.value, largest)]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
-        raise VerificationFailed("the per-sample gradients of these parameters are wrong:\n" + text_table([HEADER, *rows]))
+        hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
+        raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *rows]))
 
 
 def _tolerance(found: Tensor, value: float, largest: float) -> float:

@@ -62,13 +62,25 @@ def test_it_says_what_is_refused_and_why() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Scale(2).float())
     with autograd_hacks.add_hooks(model):
         model(torch.ones(3, 2)).sum().backward()
-        description = autograd_hacks.describe(model)
-    assert description.rows[2].how == "refused: no rule for this layer"
-    assert "layer '1' (Scale)" in description.note
+        replayed = autograd_hacks.describe(model).rows[2]
+        model[1].forward = lambda x: (x - x.mean(0)) * model[1].scale
+        model(torch.randn(3, 2)[:, None]).sum().backward()
+        refused = autograd_hacks.describe(model)
+    assert replayed.how == "replay of layer '1' (Scale): read there past a rule"
+    assert (replayed.form, replayed.samples) == ("Replay", 3)
+    assert refused.rows[2].how.startswith("refused: it is read past a rule (in '1')")
+    assert "can't follow" in refused.note
 
 
 def test_every_listed_layer_says_rule() -> None:
-    arguments = {nn.Bilinear: (2, 2, 2), nn.PReLU: (), nn.GroupNorm: (1, 2), nn.LayerNorm: (2,), nn.RMSNorm: (2,)}
+    arguments = {
+        nn.AdaptiveLogSoftmaxWithLoss: (4, 8, [2, 4]),
+        nn.Bilinear: (2, 2, 2),
+        nn.PReLU: (),
+        nn.GroupNorm: (1, 2),
+        nn.LayerNorm: (2,),
+        nn.RMSNorm: (2,),
+    }
     for kind in RULES:
         sizes = (2,) if "Norm" in kind.__name__ else (2, 2, 1) if "Conv" in kind.__name__ else (2, 2)
         more = {"affine": True} if "Instance" in kind.__name__ else {}

@@ -77,9 +77,12 @@ def test_a_weight_used_past_its_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.layer.weight, self.layer.bias)
 
-    model = Functional()
+    model, x, y = Functional().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
     with autograd_hacks.add_hooks(model):
-        model(torch.randn(4, 3)).sum().backward()
+        step(model, x, y)
+        assert_right(model, x, y)
+    with autograd_hacks.add_hooks(model, probe=False):
+        step(model, x, y)
         with pytest.raises(UnseenGradient, match=r"layer\.weight, layer\.bias"):
             autograd_hacks.compute_grad1(model)
 
@@ -141,11 +144,11 @@ def test_attention_of_which_only_the_output_projection_trains() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_scripted_child() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2)))
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2))).double()
+    x, y = batch()
     with autograd_hacks.add_hooks(model):
-        model(torch.randn(5, 3)).sum().backward()
-        with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match="layer '1'"):
-            autograd_hacks.compute_grad1(model)
+        step(model, x, y)
+        assert_right(model, x, y)
     with pytest.raises(TypeError, match="scripted"):
         autograd_hacks.add_hooks(model[1])
 

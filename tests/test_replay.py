@@ -127,7 +127,10 @@ def adapted() -> nn.Module:
         lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
         lambda: nn.utils.spectral_norm(nn.Linear(3, 2)),
     ],
-    ids=["subclass", "patched", "LoRA", "weight_norm", "spectral_norm", "spectral_norm in eval", "orthogonal", "old weight_norm", "old spectral_norm"],
+    ids=[
+        "subclass", "patched", "LoRA", "weight_norm", "spectral_norm", "spectral_norm in eval", "orthogonal",
+        "old weight_norm", "old spectral_norm",
+    ],
 )  # fmt: skip
 def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], alone: bool) -> None:
     layer = build().double()

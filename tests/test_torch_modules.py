@@ -1,0 +1,160 @@
+"""Every class of torch.nn with parameters, in the configurations of PyTorch's own module database, alone and inside a model:
+right, or refused where there is no batch or samples mix."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, SamplesMixed
+from autograd_hacks.trees import map_tensors, tensors_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_modules import module_db
+
+PARAMETRISED = sorted(
+    {info.module_cls.__name__: info for info in module_db if "NonDynamically" not in info.module_cls.__name__}.items()
+)
+AT_MOST = 24  # configurations of a class, spread over all that there are
+
+
+class Inside(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+def configurations(info: Any, training: bool) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    found = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=False, training=training)
+    every = max(1, len(found) // AT_MOST)
+    for given in itertools.islice(found, 0, None, every):
+        if given.forward_input is None:
+            continue
+        torch.manual_seed(0)
+        layer = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).double().train(training)
+        args, kwargs = map_tensors(Tensor.detach, (tuple(given.forward_input.args), dict(given.forward_input.kwargs)))
+        with torch.no_grad():
+            layer(*copy.deepcopy(args), **copy.deepcopy(kwargs))  # materialises the lazy ones
+        if list(layer.parameters()):
+            yield layer, args, kwargs
+
+
+def axes_of(layer: nn.Module, outputs: list[Tensor]) -> list[int]:
+    """Where each output of a layer has its samples."""
+    inner = next((m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)), layer)
+    first = 0 if getattr(inner, "batch_first", True) else 1
+    if isinstance(layer, nn.RNNBase):
+        return [first, 1, 1]
+    return [first, 0] if isinstance(layer, nn.MultiheadAttention) else [first] * len(outputs)
+
+
+def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        return [x for x in tensors_of(model(*copy.deepcopy(args), **copy.deepcopy(kwargs))) if x.requires_grad]
+
+    model.zero_grad()
+    with autograd_hacks.add_hooks(model):
+        outputs = run()
+        grads = [torch.randn_like(x) for x in outputs]
+        torch.autograd.backward(outputs, grads)
+        autograd_hacks.compute_grad1(model, "sum")
+        rows = {name: p.grad1 for name, p in model.named_parameters()}
+    samples = next(len(own) for own in rows.values() if own is not None)
+    if all(x.ndim == 0 for x in outputs):  # a loss
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(rows[name].sum(0), p.grad)
+        return
+    for n in range(samples):
+        model.zero_grad()
+        outputs = run()
+        parts = zip(outputs, grads, axes_of(layer, outputs))
+        sum((x.select(axis, n) * g.select(axis, n)).sum() for x, g, axis in parts if x.shape[axis] == samples).backward()
+        for name, p in model.named_parameters():
+            found = torch.zeros_like(p) if rows[name] is None else rows[name][n]
+            torch.testing.assert_close(
+                found, torch.zeros_like(p) if p.grad is None else p.grad, msg=lambda m: f"{name}: {m}"
+            )
+
+
+def has_no_batch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    x = tensors_of((args, kwargs))[0]
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.Transformer) or "Transformer" in type(layer).__name__:
+        return x.ndim < 3
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return x.ndim < 2 + len(layer.kernel_size)
+    return x.ndim < (1 if isinstance(layer, nn.Embedding | nn.PReLU) else 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("name", "info"), PARAMETRISED, ids=[name for name, _ in PARAMETRISED])
+def test_every_module(name: str, info: Any, training: bool) -> None:
+    for layer, args, kwargs in configurations(info, training):
+        mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (training or not layer.track_running_stats)
+        for model in (layer, Inside(layer)):
+            if mixes or has_no_batch(layer, args, kwargs):
+                with pytest.raises((BatchSizeError, SamplesMixed)):
+                    check(layer, model, args, kwargs)
+            else:
+                check(layer, model, args, kwargs)
+
+
+def test_adaptive_softmax() -> None:
+    """Its output and its loss, with targets in every cluster or in some."""
+    torch.manual_seed(0)
+    for bias, targets in ((True, [0, 1, 2, 4, 5, 7]), (False, [6, 1, 7, 6])):
+        layer = nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2, 5], div_value=2, head_bias=bias).double()
+        x, y, w = torch.randn(len(targets), 4).double(), torch.tensor(targets), torch.randn(len(targets)).double()
+        for model in (layer, Inside(layer)):
+            with autograd_hacks.add_hooks(model):
+                out = model(x, y)
+                ((out.output * w).sum() + 3 * out.loss).backward()
+                autograd_hacks.compute_grad1(model, "sum")
+                rows = {p: p.grad1 for p in model.parameters()}
+            for n in range(len(targets)):
+                model.zero_grad()
+                (-3 / len(targets) + w[n]).mul(layer(x, y).output[n]).backward()
+                for p in model.parameters():
+                    expected = torch.zeros_like(p) if p.grad is None else p.grad
+                    torch.testing.assert_close(torch.zeros_like(p) if rows[p] is None else rows[p][n], expected)
+            model.zero_grad()
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer than this torch")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_cross_entropy(reduction: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 4).double(), torch.tensor([0, 2, -100, 1, 2])
+    layer = nn.LinearCrossEntropyLoss(4, 3, weight=torch.rand(3).double(), reduction=reduction, bias=True, ignore_index=-100)
+    layer = layer.double()
+
+    def each() -> Tensor:
+        logits = layer.linear(x)
+        if reduction == "mean":  # with the batch's own denominator
+            whole = nn.functional.cross_entropy(logits, y, layer.weight, reduction="none")
+            return whole / layer.weight[y[y >= 0]].sum()
+        return nn.functional.cross_entropy(logits, y, layer.weight, reduction="none")
+
+    for model in (layer, Inside(layer)):
+        with autograd_hacks.add_hooks(model):
+            model(x, y).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            rows = {p: p.grad1 for p in model.parameters()}
+        for n in range(5):
+            model.zero_grad()
+            each()[n].backward()
+            for p in model.parameters():
+                torch.testing.assert_close(rows[p][n], p.grad)
+        model.zero_grad()
