@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -17,8 +19,9 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.forms import Form, Replay, Sum
 from autograd_hacks.layout import Layout
+from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.plan import MIXING
-from autograd_hacks.record import Pass, Recorder, Segment, Switch
+from autograd_hacks.record import Recorder, Switch
 from autograd_hacks.rules import rule_for
 from autograd_hacks.trees import version_of
 from autograd_hacks.visits import Received, Visit
@@ -76,9 +79,10 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
         if recorded.blind is not None:
             slot, shape = recorded.blind
             raise SamplesMixed(
-                f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, of "
-                f"shape {shape}, changed for the rest too, whichever of its axes was taken for the batch, and the loss came that "
-                "way. If the batch is not on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+                f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, "
+                f"of shape {shape}, changed for the rest too, whichever of its axes was taken for the batch, and the loss "
+                "came that way. If the batch is not on axis 0 of the model's input, say where it is: add_hooks(model, "
+                "batch_dim=...)."
             )
         if recorded.ambiguous:
             raise NothingRecorded(
@@ -158,8 +162,7 @@ def check_sum(
     largest = max(_largest(recorded) * scale for recorded, scale in zip(passes, scales))
     # Under autocast the gradient that arrived was computed in its precision.
     used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
-    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, *used))
-    if furthest > max(1e-3, 8 * eps) * expected.abs().max() and furthest > max(1e3 * eps, 1e-10) * largest:
+    if not is_rounding(furthest, expected.abs().max(), largest, (expected.dtype, *used)):
         if comparing:
             raise HigherOrderError(
                 f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph "
@@ -168,9 +171,22 @@ def check_sum(
             )
         raise UnseenGradient(
             f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
-            "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's rule is "
-            "wrong. A penalty belongs to no sample: run its backward pass by itself, within autograd_hacks.pause_hooks()."
+            "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's "
+            "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within "
+            "autograd_hacks.pause_hooks()."
         )
+
+
+def is_rounding(difference: Tensor, value: Tensor, largest: Tensor, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether the difference between two ways to one gradient is no more than rounding makes it.
+
+    difference, value, largest: magnitudes, the largest of the difference, of the gradient, and of all gradients around it
+    dtypes: in which it was computed
+    """
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if not value.isfinite():
+        return True  # there is nothing to compare
+    return bool(difference <= max(1e-3, 8 * eps) * value) or bool(difference <= max(1e3 * eps, 1e-10) * largest)
 
 
 def _largest(recorded: Pass) -> Tensor:

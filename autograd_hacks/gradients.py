@@ -25,8 +25,10 @@ from autograd_hacks.checks import (
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Concatenation, Dense, Form, Replay, Sum
 from autograd_hacks.layout import Layout
-from autograd_hacks.record import Recorder, Segment
+from autograd_hacks.passes import Segment
+from autograd_hacks.record import Recorder
 from autograd_hacks.replay import Rerun
+from autograd_hacks.rerun import autocast_to
 from autograd_hacks.rules import Call, rule_for
 from autograd_hacks.trees import map_tensors
 from autograd_hacks.visits import Received, Visit
@@ -61,7 +63,7 @@ def per_parameter_forms(
 
 def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the parameter's precision, wherever reading is called from."""
-    return torch.autocast(parameter.device.type, enabled=False)
+    return autocast_to(None, parameter.device)
 
 
 def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor, Form], int]:

@@ -90,8 +90,11 @@ def disable_hooks() -> None:
 @contextmanager
 def pause_hooks() -> Iterator[None]:
     """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
-    with Switch.paused():
+    Switch.pauses += 1
+    try:
         yield
+    finally:
+        Switch.pauses -= 1
 
 
 @contextmanager

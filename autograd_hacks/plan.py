@@ -1,4 +1,4 @@
-"""How the rows of each parameter come about in the forwards of one signature: by which calls, and where their samples are."""
+"""How the rows of each parameter come about in the forwards of one signature: by which calls, and where samples are."""
 
 from __future__ import annotations
 

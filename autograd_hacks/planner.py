@@ -50,7 +50,7 @@ class Planner:
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         samples = batch.samples(axis)
-        if samples is None:
+        if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return
         signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
         plan = self.plans.get(signature)

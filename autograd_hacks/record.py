@@ -1,15 +1,15 @@
 """What the hooks leave behind: who saw which input and which gradient, in which backward pass.  No mathematics.
 
-A `Visit` is one call of one layer in a forward pass; a `Pass` is one backward pass, with what it brought to each visit; a
-`Segment` holds the passes whose rows belong to the same samples.  `Recorder` decides what lives how long.
+`Recorder` decides what of it lives how long.  See `autograd_hacks.visits` for a call's record, and `autograd_hacks.passes` for
+a backward pass's.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.layout import Layout, for_each_sample
+from autograd_hacks.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.plan import Plan, Unit
-from autograd_hacks.rerun import RandomState, devices_of, random_state
+from autograd_hacks.rerun import RandomState, autocast_dtype, devices_of, random_state
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Replay, Visit, attach, ends_of, gets_gradient, is_captured, versions_of
@@ -46,72 +47,21 @@ class Switch:
 
     enabled = True
     pauses = 0  # contexts that are open, in whatever thread
+    here = threading.local()  # .pauses: those of the library's own, in this thread
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses
+        return cls.enabled and not cls.pauses and not getattr(cls.here, "pauses", 0)
 
     @classmethod
     @contextmanager
-    def paused(cls) -> Iterator[None]:
-        cls.pauses += 1
+    def paused_here(cls) -> Iterator[None]:
+        """A context in which this thread's forwards are none of the user's."""
+        cls.here.pauses = getattr(cls.here, "pauses", 0) + 1
         try:
             yield
         finally:
-            cls.pauses -= 1
-
-
-@dataclass(eq=False)
-class Losses:
-    """What `backward(losses)` knows of its pass."""
-
-    samples: int
-    loss_type: str
-    recorders: list[Recorder] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Pass:
-    """One backward pass, with those that checkpointing runs inside it."""
-
-    task: int
-    losses: Losses | None
-    received: dict[Visit, Received] = field(default_factory=dict)
-    captures: bool = False  # torch.autograd.grad, which leaves .grad alone
-    forwards_before: int = 0  # since the pass before it
-    higher_order: bool = False
-    ambiguous: bool = False  # recomputed, and it can't be known which of several forwards
-    finished: bool = False
-    reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
-    arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
-    blind: tuple[int, tuple[int, ...]] | None = None  # an output of the model in which samples mix, by which it came
-    largest: Tensor | None = None  # of all gradients, by magnitude
-
-    def let_go(self) -> None:
-        """Or its visits and it would hold each other."""
-        for visit in self.received:
-            visit.recomputed_in = None
-
-
-@dataclass(eq=False)
-class Segment:
-    """Passes that add, since they come through a forward that others have come through."""
-
-    passes: list[Pass] = field(default_factory=list)
-    forwards: set[int] = field(default_factory=set)
-
-    def takes(self, current: Pass, visit: Visit) -> bool:
-        """Whether a pass that comes through a visit adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
-        return visit.forward in self.forwards and all(other.captures == current.captures for other in self.passes)
-
-    def can_be_run_again(self) -> bool:
-        return any(
-            visit.graph is not None and visit.graph() is not None for earlier in self.passes for visit in earlier.received
-        )
-
-
-ANNOUNCED: dict[int, Losses] = {}
-"""The losses of the passes that `backward` runs just now, by graph task: hooks may run in another thread than it."""
+            cls.here.pauses -= 1
 
 
 class Recorder:
@@ -119,7 +69,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.strays: dict[int, tuple[int, Tensor]] = {}  # task and parameter, by id, where gradient came past the layer
+        self.strays: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by id, after which forward gradient came past the hooks, and the parameter
         self.why_empty = ""  # why there is nothing to read, where that isn't plain
         self.accumulating = False
         self.attached = True
@@ -274,7 +226,6 @@ class Recorder:
         is_first: bool,
         layouts: Layouts,
     ) -> Visit:
-        device = outputs[0].device.type
         for parameter in parameters.values():
             self.watch(parameter)
         args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
@@ -292,7 +243,7 @@ class Recorder:
             recomputed_in=self._running,
             versions=versions_of([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,
-            precision=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            precision=autocast_dtype(outputs[0].device),
             is_first=is_first,
             samples=self.samples,
             layouts=layouts,
@@ -392,7 +343,7 @@ class Recorder:
                 if any(s.can_be_run_again() for s in self.segments):
                     self._superseded, self._superseded_strays = self.segments, self.strays
                 self.segments = [home]
-                self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == current.task}
+                self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == self.forwards}
         home.forwards.add(visit.forward)
 
     def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
@@ -401,7 +352,9 @@ class Recorder:
         if parameter is None or not (Switch.on() and self.attached):
             return
         if self._running is None or id(parameter) not in self._running.reached:
-            self.strays[id(parameter)] = self._running.task if self._running else current_task(), parameter
+            self.strays[id(parameter)] = self.forwards, parameter
+        elif grad.is_meta:
+            return
         elif self.comparing or self.plan.is_watched(parameter):
             before = self._running.arrived.get(parameter)
             self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.layout import Layout
 from autograd_hacks.record import Switch
-from autograd_hacks.rerun import random_state, untouched, with_random_state
+from autograd_hacks.rerun import autocast_to, random_state, untouched, with_random_state
 from autograd_hacks.rules.recompute import is_recomputed
 from autograd_hacks.trees import is_packed, map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Visit
@@ -43,17 +43,21 @@ class Rerun:
         self.grads = [grad for grad in received.grads if grad is not None]
         self.layouts = [layout for slot in self.reached if (layout := layouts[slot]) is not None]
         if len(self.layouts) < len(self.reached):
-            slot = next(slot for slot in self.reached if layouts[slot] is None)
+            slot, grad = next((slot, g) for slot, g in zip(self.reached, self.grads) if layouts[slot] is None)
             raise SamplesMixed(
                 f"{self._place()} must be run again for {', '.join(visit.parameters)}, but the loss came by its output number "
-                f"{slot}, of shape {tuple(received.grads[slot].shape)}, in which samples have no places of their own. If that "  # type: ignore[union-attr]  # reached
-                "is the batch's loss, compute it outside the model, from the other outputs."
+                f"{slot}, of shape {tuple(grad.shape)}, in which samples have no places of their own. If that is the batch's "
+                "loss, compute it outside the model, from the other outputs."
             )
         self._rows: Values = {}
 
     def prepare(self) -> None:
-        if not self._rows:
-            self._check_unchanged()
+        if self._rows:
+            return
+        self._check_unchanged()
+        if self.grads[0].is_meta:
+            self._rows = {name: p.new_empty(self.samples, *p.shape) for name, (p, _) in self.visit.parameters.items()}
+        else:
             self._rows = self._by_sample() or self._by_masks()
 
     def rows(self, name: str) -> Tensor:
@@ -141,11 +145,10 @@ class Rerun:
         """The outputs that the loss reached.  drew: gets whether random numbers were drawn"""
         module, call = self.call.module, self.call
         fixed = {name: p.detach() for name, p in module.named_parameters()}
-        device = self.grads[0].device.type
-        precision = torch.autocast(device, self.visit.precision, self.visit.precision is not None, cache_enabled=False)
+        precision = autocast_to(self.visit.precision, self.grads[0].device)
         with ExitStack() as contexts:
             for context in (
-                Switch.paused(),
+                Switch.paused_here(),
                 untouched(module),
                 _modes(module, call.modes),
                 _without_hooks(module),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,19 @@ def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
             else:
                 torch.cuda.set_rng_state(of_device, device)
         yield
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on a device now, or None where it is off."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast computes in a dtype on a device, and nowhere where that is None."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, dtype is not None, cache_enabled=False)
 
 
 def devices_of(module: nn.Module) -> set[torch.device]:

@@ -51,7 +51,7 @@ class Seen:
     """A call in the forward that was compared with the probe.
 
     owned: the ids of the parameters that its rule covers    layouts: of its outputs, under each hypothesis    placed: under
-    each hypothesis whether the rule can tell the samples apart    unit: the visit of the call as one to be run again, where it
+    each hypothesis whether the rule can tell the samples apart    replayable: whether it can be run again    unit: the visit of the call as one to be run again, where it
     may become one    visit: that of its rule
     """
 
@@ -61,6 +61,7 @@ class Seen:
     owned: set[int]
     layouts: list[Layouts]
     placed: list[bool]
+    replayable: bool = False
     unit: Visit | None = None
     visit: Visit | None = None
 
@@ -147,7 +148,7 @@ class Survey:
                 return self._note(stack[-1], begun, module, output, trial.get(stack[-1].path))
 
         with ExitStack() as contexts:
-            for context in (Switch.paused(), untouched(self.model), with_random_state(state), _slow_paths()):
+            for context in (Switch.paused_here(), untouched(self.model), with_random_state(state), _slow_paths()):
                 contexts.enter_context(context)
             contexts.enter_context(torch.set_grad_enabled(self._with_gradients))
             contexts.enter_context(self._walking(begins, ended))
@@ -227,7 +228,8 @@ class Survey:
         if owned and not all(seen.placed):
             self._wanted.update(stack)
         leaves = tree_leaves((begun.args, begun.kwargs), is_packed)
-        if stack[-1] in self._wanted and all(isinstance(x, _PLAIN) or is_packed(x) for x in leaves):
+        seen.replayable = stack[-1] in self._wanted and all(isinstance(x, _PLAIN) or is_packed(x) for x in leaves)
+        if seen.replayable:  # with no visit where checkpointing will make the call again, with gradients then
             output, seen.unit = self.recorder.visit_unit(begun, {}, output, is_first=True, layouts=seen.layouts[0])
         self.calls.append(seen)
         return output

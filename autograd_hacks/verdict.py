@@ -112,7 +112,7 @@ class Verdict:
 
     def _tells_apart(self, call: Seen, parameter: int) -> bool:
         """Whether running a call again gives rows for a parameter."""
-        if call.unit is None or all(id(p) != parameter for p in call.module.parameters()):
+        if not call.replayable or all(id(p) != parameter for p in call.module.parameters()):
             return False
         told = self._output_tells_apart(call)
         # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.

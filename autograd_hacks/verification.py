@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.checks import is_rounding
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, VerificationFailed
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
@@ -30,12 +31,12 @@ class _Comparison:
     expected: Tensor
 
     @property
-    def difference(self) -> float:
-        return float((self.found - self.expected).abs().max()) if self.found.numel() else 0.0
+    def difference(self) -> Tensor:
+        return _largest(self.found - self.expected)
 
     @property
-    def value(self) -> float:
-        return float(self.expected.abs().max()) if self.found.numel() else 0.0
+    def value(self) -> Tensor:
+        return _largest(self.expected)
 
 
 def verify(model: nn.Module, samples: int = 0) -> None:
@@ -56,17 +57,17 @@ def verify(model: nn.Module, samples: int = 0) -> None:
     if recorder.arguments is None:
         raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
     comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, *recorder.arguments, samples)
-    largest = max((c.value for c in comparisons), default=0.0)
-    wrong = [c for c in comparisons if c.difference > _tolerance(c.found, c.value, largest)]
+    largest = max((c.value for c in comparisons), default=torch.zeros(()))
+    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, largest, [c.found.dtype])]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
         hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
         raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *rows]))
 
 
-def _tolerance(found: Tensor, value: float, largest: float) -> float:
-    eps = torch.finfo(found.dtype).eps
-    return max(3 * eps**0.5 * value, 100 * eps * largest)
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude, 0 where there is nothing."""
+    return x.abs().max() if x.numel() else x.new_zeros(()).abs()
 
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
@@ -94,10 +95,11 @@ def _with_autograd(
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     state = random_state(devices_of(model))
-    with recorder.set_aside(), torch.enable_grad():
+    found: dict[tuple[str, str], Tensor] = {}
+    with recorder.set_aside(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
         layouts = recorder.plan.layouts_of_model(model, outputs)
-        places = [slot for slot, (x, at) in enumerate(zip(outputs, layouts)) if x.requires_grad and at is not None]
+        places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
@@ -106,32 +108,29 @@ def _with_autograd(
         grads = {slot: torch.randn_like(outputs[slot]) for slot in places}
         sums = _pull(outputs, grads, parameters)
         forms = per_parameter_forms(model, recorder, "sum")
-    samples = next((form.samples for form in forms.values() if form is not None), 0)
-    with Switch.paused(), torch.enable_grad():
+        samples = next((form.samples for form in forms.values() if form is not None), 0)
+        weights = {"weighted sum of rows": torch.randn(samples)}
+        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples)[: min(singles, samples)])}
+        comparisons = []
+        for name, form in forms.items():
+            if form is not None:
+                total = form.weighted_sum(sums[name].new_ones(samples)).detach()
+                comparisons.append(_Comparison(name, "sum of rows", total, sums[name]))
+                for number, (what, w) in enumerate(weights.items()):
+                    own = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(sums[name]))
+                    found[name, what] = own.detach()
+    with recorder.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
-        weights = torch.randn(1, samples, dtype=torch.float64)
-        weights = torch.cat([weights, torch.eye(samples, dtype=torch.float64)[: min(singles, samples)]])
-        comparisons = [
-            _Comparison(name, "sum of rows", form.weighted_sum(sums[name].new_ones(samples)), sums[name])
-            for name, form in forms.items()
-            if form is not None
-        ]
-        for number, w in enumerate(weights):
-            weighted = {slot: g * at.over(g, w.to(g)) for slot, g in grads.items() if (at := layouts[slot]) is not None}
-            what = f"row {number - 1}" if number else "weighted sum of rows"
+        for what, w in weights.items():
+            weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
             for name, expected in _pull(outputs, weighted, parameters).items():
-                form = forms[name]
-                if form is None:
-                    found = torch.zeros_like(expected)
-                else:
-                    found = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(expected))
-                comparisons.append(_Comparison(name, what, found.detach(), expected))
+                comparisons.append(_Comparison(name, what, found.get((name, what), torch.zeros_like(expected)), expected))
     return comparisons
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:
     args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
-    with untouched(model), with_random_state(state):
+    with with_random_state(state):
         return tensors_of(model(*args, **kwargs))
 
 

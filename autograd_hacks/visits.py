@@ -20,7 +20,8 @@ from autograd_hacks.rerun import RandomState, devices_of, random_state
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 
 if TYPE_CHECKING:
-    from autograd_hacks.record import Pass, Recorder
+    from autograd_hacks.passes import Pass
+    from autograd_hacks.record import Recorder
 
 Versions = list[tuple[Tensor, int]]
 

@@ -175,9 +175,9 @@ def test_weight_standardisation() -> None:
 class Noisy(nn.Module):
     """Dropout between a bare parameter and the output, which no other run of one sample draws alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int = 3) -> None:
         super().__init__()
-        self.scale, self.dropout = nn.Parameter(torch.randn(3)), nn.Dropout(0.5)
+        self.scale, self.dropout = nn.Parameter(torch.randn(features)), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.dropout(x * self.scale).cumsum(1) * self.scale).tanh()
