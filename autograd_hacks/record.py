@@ -1,7 +1,7 @@
 """What the hooks leave behind: who saw which input and which gradient, in which backward pass.  No mathematics.
 
-`Recorder` decides what of it lives how long.  See `autograd_hacks.visits` for a call's record, and `autograd_hacks.passes` for
-a backward pass's.
+`Recorder` decides what of it lives how long.  See `autograd_hacks.visits` for a call's record, and
+`autograd_hacks.passes` for a backward pass's.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ Values = dict[str, Tensor]
 class Rerun:
     """One call of a module and the gradients that a pass brought to its outputs, N samples of them.
 
-    Three ways lead to the rows.  Each sample alone as a batch of one, all at the same time by vmap; or where vmap can't run the
-    module, one after the other; or N backward passes through one forward of the whole batch, each from one sample's part of
-    the gradients: where the call has drawn random numbers, which belong to the batch as a whole, and where the arguments can't
-    be cut into samples.  The outputs must be those of the call, whichever way.
+    Three ways lead to the rows.  Each sample alone as a batch of one, all at the same time by vmap; or where vmap can't
+    run the module, one after the other; or N backward passes through one forward of the whole batch, each from one
+    sample's part of the gradients: where the call has drawn random numbers, which belong to the batch as a whole, and
+    where the arguments can't be cut into samples.  The outputs must be those of the call, whichever way.
     """
 
     def __init__(self, visit: Visit, received: Received, samples: int, layouts: Sequence[Layout | None]) -> None:
@@ -45,9 +45,9 @@ class Rerun:
         if len(self.layouts) < len(self.reached):
             slot, grad = next((slot, g) for slot, g in zip(self.reached, self.grads) if layouts[slot] is None)
             raise SamplesMixed(
-                f"{self._place()} must be run again for {', '.join(visit.parameters)}, but the loss came by its output number "
-                f"{slot}, of shape {tuple(grad.shape)}, in which samples have no places of their own. If that is the batch's "
-                "loss, compute it outside the model, from the other outputs."
+                f"{self._place()} must be run again for {', '.join(visit.parameters)}, but the loss came by its output "
+                f"number {slot}, of shape {tuple(grad.shape)}, in which samples have no places of their own. If that is the "
+                "batch's loss, compute it outside the model, from the other outputs."
             )
         self._rows: Values = {}
 
@@ -122,9 +122,9 @@ class Rerun:
             seen = self.visit.results[slot]
             if out.shape != seen.shape or not is_recomputed(seen, out, self.visit.precision):
                 raise StaleRecord(
-                    f"{self._place()} was run again for the rows of {', '.join(parameters)}, and its output number {slot} came "
-                    "out different. Something that it depends on has changed since: weights (read per-sample gradients before "
-                    "the update), a state of its own that is no buffer, or random numbers that don't come from torch."
+                    f"{self._place()} was run again for the rows of {', '.join(parameters)}, and its output number {slot} "
+                    "came out different. Something that it depends on has changed since: weights (read per-sample gradients "
+                    "before the update), a state of its own that is no buffer, or random numbers that don't come from torch."
                 )
         rows: list[list[Tensor]] = []
         order = torch.arange(self.samples, device=self.grads[0].device)
@@ -176,8 +176,8 @@ class Rerun:
         for name, (tensor, version) in self.visit.state.items():
             if now.get(name) is not tensor or version_of(tensor) != version:
                 raise StaleRecord(
-                    f"{name!r} of {self._place()} has changed since the forward pass, and the module must be run again for the "
-                    f"rows of {', '.join(self.visit.parameters)}. Read them before optimizer.step(), and before another "
+                    f"{name!r} of {self._place()} has changed since the forward pass, and the module must be run again for "
+                    f"the rows of {', '.join(self.visit.parameters)}. Read them before optimizer.step(), and before another "
                     "forward in training mode."
                 )
 

@@ -34,8 +34,9 @@ _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, 
 class Probed:
     """A call in the probe.
 
-    outputs: copies    inputs: a copy of the first, for a rule that goes by it    from_batch: whether they follow from the samples    routed: whether their rows do
-    copies: whether the call changed its arguments    buffers: those that it changed, by name
+    outputs: copies    inputs: a copy of the first, for a rule that goes by it    from_batch: whether they follow from
+    the samples    routed: whether their rows do    copies: whether the call changed its arguments    buffers: those that it
+    changed, by name
     """
 
     outputs: list[Tensor]
@@ -50,9 +51,9 @@ class Probed:
 class Seen:
     """A call in the forward that was compared with the probe.
 
-    owned: the ids of the parameters that its rule covers    layouts: of its outputs, under each hypothesis    placed: under
-    each hypothesis whether the rule can tell the samples apart    replayable: whether it can be run again    unit: the visit of the call as one to be run again, where it
-    may become one    visit: that of its rule
+    owned: the ids of the parameters that its rule covers    layouts: of its outputs, under each hypothesis    placed:
+    under each hypothesis whether the rule can tell the samples apart    replayable: whether it can be run again    unit:
+    the visit of the call as one to be run again, where it may become one    visit: that of its rule
     """
 
     stack: Stack

@@ -134,8 +134,8 @@ class Verdict:
             else:
                 readers = sorted({stack[-1].path for stack in self.reads.get(parameter, ()) if stack})
                 refused[parameter] = (
-                    f"it is read past a rule (in {', '.join(map(repr, readers))}), and no module around that returns the samples "
-                    "apart. If the loss is computed inside the model, compute it outside."
+                    f"it is read past a rule (in {', '.join(map(repr, readers))}), and no module around that returns the "
+                    "samples apart. If the loss is computed inside the model, compute it outside."
                 )
         return refused
 
@@ -164,6 +164,6 @@ def _mixing(call: Seen) -> str:
         return f"{MIXING}: {place} {told}"
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
-        "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on axis 0 "
-        "of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+        "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on "
+        "axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
     )

@@ -42,11 +42,11 @@ class _Comparison:
 def verify(model: nn.Module, samples: int = 0) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
-    With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ wₙ
-    gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ with one from g.  Two swapped
-    samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum of its rows with
-    ``.grad``, which must have been cleared before the step.  It runs the model twice, and leaves it, ``.grad`` and the record
-    as they were.
+    With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ
+    wₙ gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ with one from g.  Two
+    swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum
+    of its rows with ``.grad``, which must have been cleared before the step.  It runs the model twice, and leaves it,
+    ``.grad`` and the record as they were.
 
     samples: how many single samples to compare besides, by one backward pass each
 

@@ -59,7 +59,8 @@ class Visit:
 class Replay:
     """A call of a module as it begins, kept to be run again.
 
-    modes: the training flag of each module inside    copies: whether it changes its arguments    buffers: those that the call changes, as they were before it
+    modes: the training flag of each module inside    copies: whether it changes its arguments    buffers: those that the
+    call changes, as they were before it
     """
 
     path: str

@@ -83,9 +83,7 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
         sum((x.select(axis, n) * g.select(axis, n)).sum() for x, g, axis in parts if x.shape[axis] == samples).backward()
         for name, p in model.named_parameters():
             found = torch.zeros_like(p) if rows[name] is None else rows[name][n]
-            torch.testing.assert_close(
-                found, torch.zeros_like(p) if p.grad is None else p.grad, msg=lambda m: f"{name}: {m}"
-            )
+            torch.testing.assert_close(found, torch.zeros_like(p) if p.grad is None else p.grad)
 
 
 def has_no_batch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
