@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -159,7 +159,10 @@ def check_sum(
         total = form.dense().sum(0) if expected.is_complex() else form.weighted_sum(expected.new_ones(samples))
         furthest = (total - expected).abs().max()
     # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
-    largest = max(_largest(recorded) * scale for recorded, scale in zip(passes, scales))
+
+    def largest() -> Tensor:
+        return max(_largest(recorded) * scale for recorded, scale in zip(passes, scales))
+
     # Under autocast the gradient that arrived was computed in its precision.
     used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
     if not is_rounding(furthest, expected.abs().max(), largest, (expected.dtype, *used)):
@@ -177,7 +180,7 @@ def check_sum(
         )
 
 
-def is_rounding(difference: Tensor, value: Tensor, largest: Tensor, dtypes: Sequence[torch.dtype]) -> bool:
+def is_rounding(difference: Tensor, value: Tensor, largest: Callable[[], Tensor], dtypes: Sequence[torch.dtype]) -> bool:
     """Whether the difference between two ways to one gradient is no more than rounding makes it.
 
     difference, value, largest: magnitudes, the largest of the difference, of the gradient, and of all gradients around it
@@ -186,7 +189,7 @@ def is_rounding(difference: Tensor, value: Tensor, largest: Tensor, dtypes: Sequ
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if not value.isfinite():
         return True  # there is nothing to compare
-    return bool(difference <= max(1e-3, 8 * eps) * value) or bool(difference <= max(1e3 * eps, 1e-10) * largest)
+    return bool(difference <= max(1e-3, 8 * eps) * value) or bool(difference <= max(1e3 * eps, 1e-10) * largest())
 
 
 def _largest(recorded: Pass) -> Tensor:

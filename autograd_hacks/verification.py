@@ -58,7 +58,7 @@ def verify(model: nn.Module, samples: int = 0) -> None:
         raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
     comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, *recorder.arguments, samples)
     largest = max((c.value for c in comparisons), default=torch.zeros(()))
-    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, largest, [c.found.dtype])]
+    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, [c.found.dtype])]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
         hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""

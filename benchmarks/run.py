@@ -2,9 +2,9 @@
 
     python benchmarks/run.py --output bench
 
-Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
-the table shows medians, and ratios to the plain forward and backward pass of the same run.  Every result is compared with one
-backward pass for each sample before it is timed.
+Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them
+alike; the table shows medians, and ratios to the plain forward and backward pass of the same run.  Every result is compared
+with one backward pass for each sample before it is timed.
 """
 
 from __future__ import annotations

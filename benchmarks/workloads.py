@@ -16,8 +16,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """model: makes one    batch: of a step's number    losses: N, of the model and a batch    beyond_write: the aim, the time
-    that per-sample gradients take beyond writing them once, in plain steps"""
+    """model: makes one    batch: of a step's number    losses: N, of the model and a batch
+
+    beyond_write: the aim for the time that a step with per-sample gradients takes beyond writing them once, in plain steps
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Batch]

@@ -32,8 +32,11 @@ class Replay(Form):
     def __init__(self, source: Source, name: str, samples: int, shape: torch.Size, factor: float | Tensor = 1.0) -> None:
         self.source, self.name, self.samples, self.shape, self.factor = source, name, samples, shape, factor
 
+    writes_in_place = False
+
     def dense(self, out: Tensor | None = None) -> Tensor:
-        return torch.mul(self.source.rows(self.name), self.factor, out=out)
+        rows = self.source.rows(self.name)  # in memory that nobody else has
+        return rows.mul_(self.factor) if out is None else torch.mul(rows, self.factor, out=out)
 
     def __getitem__(self, index: Index) -> Form:
         return Dense(self.dense()[index])

@@ -24,6 +24,15 @@ def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
 
 
 @positionwise(features=lambda layer: 1)
+@single_input
+def transposed_linear(layer: nn.Module, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x: N *T I    g: N *T O.  A Linear whose weight is stored as I O, which GPT-2 is made of."""
+    needs_batch(x, at_least=2, layout="(N, ..., in_features)")
+    left, right = rearrange(x, "n ... i -> n (...) i").conj(), rearrange(g, "n ... o -> n (...) o")
+    return {"weight": Outer(left, right), "bias": Dense(right.sum(1))}
+
+
+@positionwise(features=lambda layer: 1)
 def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
     """x₁: N *T I    x₂: N *T J    g: N *T O.  y = x₁ᵀ W x₂ + b, so a position adds g ⊗ x₁ ⊗ x₂."""
     x1, x2, g = call.argument(0, "input1"), call.argument(1, "input2"), call.grad

@@ -12,7 +12,7 @@ from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.call import Rule
 from autograd_hacks.rules.conv import conv, conv_transpose
 from autograd_hacks.rules.embedding import embedding, embedding_bag
-from autograd_hacks.rules.linear import bilinear, linear, prelu
+from autograd_hacks.rules.linear import bilinear, linear, prelu, transposed_linear
 from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm
 from autograd_hacks.rules.recurrent import cell, recurrent
 from autograd_hacks.rules.softmax import adaptive_log_softmax, linear_cross_entropy
@@ -66,6 +66,10 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
 _COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
 
+FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": transposed_linear}
+"""{a layer type of another library by its full name, which is not imported: rule}"""
+
+
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
     in a way of its own, for which the base class's rule would be silently wrong."""
@@ -75,6 +79,8 @@ def rule_for(layer: nn.Module) -> Rule | None:
     for cls in type(layer).__mro__:
         if cls in RULES:
             return RULES[cls]
+        if (name := f"{cls.__module__}.{cls.__qualname__}") in FOREIGN:
+            return FOREIGN[name]
         if any(name in vars(cls) for name in _COMPUTES):
             return None
     return None
