@@ -32,11 +32,9 @@ class Replay(Form):
     def __init__(self, source: Source, name: str, samples: int, shape: torch.Size, factor: float | Tensor = 1.0) -> None:
         self.source, self.name, self.samples, self.shape, self.factor = source, name, samples, shape, factor
 
-    writes_in_place = False
-
     def dense(self, out: Tensor | None = None) -> Tensor:
-        rows = self.source.rows(self.name)  # in memory that nobody else has
-        return rows.mul_(self.factor) if out is None else torch.mul(rows, self.factor, out=out)
+        # Not in place: two parameters' rows may be one tensor, as of a token and a position that are added.
+        return torch.mul(self.source.rows(self.name), self.factor, out=out)
 
     def __getitem__(self, index: Index) -> Form:
         return Dense(self.dense()[index])
