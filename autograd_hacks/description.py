@@ -116,13 +116,8 @@ def _how(parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[st
     if units and not is_known:
         return "replay, of what module the first step finds out"
     parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    by_rule = rule is not None and (not units or _is_also_by_rule(layer, modules, plan))
+    by_rule = rule is not None and (not units or id(parameter) in plan.by_rule)
     return " and ".join([*([f"rule {getattr(rule, '__name__', 'of yours')}"] if by_rule else []), *parts])
-
-
-def _is_also_by_rule(layer: nn.Module, modules: dict[str, nn.Module], plan: Plan) -> bool:
-    """Whether calls of a layer outside all replays have been given to its rule."""
-    return any(path in plan.layouts for path, module in modules.items() if module is layer)
 
 
 def _with_unit(size: int | None) -> str:

@@ -22,7 +22,14 @@ from autograd_hacks.trees import tensors_of
 
 
 def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> Hooked:
-    """Hooks every layer of ``model`` that has parameters, so that a backward pass leaves what `compute_grad1` needs.
+    """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
+
+    batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
+    has no samples: a tuple like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by
+    keyword. None where no argument tells
+    probe: whether the first forward of each kind (dtypes, ranks, training flags) is run once more before, with half of the
+    samples replaced, to find out where samples are in every layer, whether they mix, and where parameters are read. False
+    takes axis 0 of every layer's input for the batch, and a parameter for read by its own layer alone
 
     Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
     hooks at the end, unless the model had hooks before::
@@ -32,7 +39,8 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> 
 
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where ``model`` is no ``torch.nn.Module``.
+    Raises TypeError where ``model`` is no ``torch.nn.Module``.  The model's forward then raises ValueError for a tree of
+    axes that doesn't fit its arguments, and ProbeFailed where it can't run the probe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")

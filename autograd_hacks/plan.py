@@ -44,18 +44,20 @@ class Unit:
 class Plan:
     """What holds for all forwards of a signature.
 
-    axis: of the samples in the model's arguments; None where they say it themselves    model: of the model's outputs
-    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path spread:
-    lookups whose output is the same for all samples    refused: why there are no rows, by the parameter's id blind: the
-    model's outputs by number in which samples mix stale: whether a call has come that the plan doesn't know    assumed:
-    whether the samples were all alike, so that their axis is the likeliest alone    checked: whether the rows' sums were
-    once compared with the gradients that arrived    watched: whether these are kept until they are
+    axis: of the samples in the model's arguments; None where they say it themselves    model: the layouts of its outputs
+    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
+    by_rule: the ids of the parameters that some rule's call gives rows of    spread: lookups whose output is the same for
+    all samples    refused: why there are no rows, by the parameter's id    blind: the model's outputs by number in which
+    samples mix    stale: whether a call has come that the plan doesn't know    assumed: whether the samples were all alike,
+    so that their axis is the likeliest alone    checked: whether the rows' sums were once compared with the gradients that
+    arrived    watched: whether these are kept until they are
     """
 
     axis: int | None = None
     model: Layouts = ()
     layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
     units: dict[str, Unit] = field(default_factory=dict)
+    by_rule: set[int] = field(default_factory=set)
     spread: frozenset[str] = frozenset()
     refused: dict[int, str] = field(default_factory=dict)
     blind: Sequence[int] = ()

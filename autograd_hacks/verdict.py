@@ -86,6 +86,7 @@ class Verdict:
             and id(p) not in plan.refused
             and not any(unit[-1].path in paths for unit in self.chosen.get(id(p), ()))
         }
+        plan.by_rule.update(id(p) for p, _ in visit.parameters.values())
         visit.layouts, visit.samples = call.layouts[self.number], samples
         layout = visit.layouts[0]
         if call.placed[self.number] and layout is not None and visit.parameters:
