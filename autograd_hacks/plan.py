@@ -80,6 +80,15 @@ class Plan:
         usual = {layout for calls in self.layouts.values() for layout in calls}
         return (usual.pop() if len(usual) == 1 else Layout(axis),)
 
+    def inherit(self, earlier: Plan) -> None:
+        """Takes over what an earlier plan knew of calls that this one's forward has not made, of layers that are skipped at
+        random say."""
+        self.layouts = {**earlier.layouts, **self.layouts}
+        for path, unit in earlier.units.items():
+            mine = self.units.setdefault(path, unit)
+            if not mine.calls:
+                self.units[path] = unit
+
     def layouts_of_model(self, model: nn.Module, outputs: Sequence[Tensor]) -> Layouts:
         """Where the samples are in the model's own outputs."""
         if len(self.model) == len(outputs):

@@ -95,7 +95,10 @@ class Planner:
             (signature, survey), self._surveyed = self._surveyed, None
             survey.close()
             if output is not None:
-                self.recorder.plan = self.plans[signature] = plan_of(survey)
+                self.recorder.plan = plan_of(survey)
+                if signature in self.plans and not self.plans[signature].assumed:
+                    self.recorder.plan.inherit(self.plans[signature])
+                self.plans[signature] = self.recorder.plan
                 self._hook(model, self.recorder.plan)
         if self.recorder.plan.blind and self.recorder.records():
             self.recorder.watch_outputs(output)

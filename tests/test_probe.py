@@ -361,3 +361,22 @@ def test_layers_that_are_skipped_at_first() -> None:
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
                 assert_rows(model, one_backward_per_sample(model, squares, x, x))
+
+
+def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in self.chosen:
+                x = torch.tanh(self.layers[number](x))
+            return x
+
+    model, x = Drop(), torch.randn(4, 3)
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        for model.chosen in ([0], [1], [1], [2], [2], [0, 1, 2], [2], [1]):
+            squares(model(x)).mean().backward()
+    assert len(calls) == 8 + 3
