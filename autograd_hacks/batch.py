@@ -19,14 +19,17 @@ vmap's ``in_dims``, or a dictionary for those by keyword."""
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Where the samples may be.  axis: of the model's arguments, None where these say it    kept: N, samples not replaced"""
+    """Where the samples may be.
+
+    axis: of the model's arguments, None where these say it    kept: for each probe N, the samples that are not replaced
+    """
 
     axis: int | None
-    kept: Tensor
+    kept: Sequence[Tensor]
 
     @property
     def samples(self) -> int:
-        return len(self.kept)
+        return len(self.kept[0])
 
 
 @dataclass(frozen=True)
@@ -62,29 +65,29 @@ class Batch:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
         if axis is None or any(is_packed(leaf) for leaf in self.leaves):
             return None
-        return next((size for leaf in self.leaves if (size := _size(leaf, axis)) is not None), None)
+        sizes = [size for leaf in self.leaves if (size := _size(leaf, axis)) is not None]
+        return next((size for size in sizes if size > 1), sizes[0] if sizes else None)  # a tensor of one entry is a setting
 
-    def carried(self, hypotheses: Sequence[Hypothesis]) -> list[list[tuple[int, Tensor]]]:
-        """For each leaf the axes on which the hypotheses see samples, and those kept: the leaves that have N there.
-
-        But for the first tensor no square matrix, which may be a mask over T = N positions.
-        """
+    def carried(self, hypotheses: Sequence[Hypothesis], probe: int) -> list[list[tuple[int, Tensor]]]:
+        """For each leaf the axes on which the hypotheses see samples, the leaves that have N there, and those kept."""
         if self.axes is not None:
-            return [[] if axis is None else [(axis, hypotheses[0].kept)] for axis in self.axes]
-        first = next((n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), 0)
+            return [[] if axis is None else [(axis, hypotheses[0].kept[probe])] for axis in self.axes]
         return [
-            [
-                (h.axis, h.kept)
-                for h in hypotheses
-                if h.axis is not None and _size(leaf, h.axis) == h.samples and (n == first or not _may_be_a_mask(leaf))
-            ]
-            for n, leaf in enumerate(self.leaves)
+            [(h.axis, h.kept[probe]) for h in hypotheses if h.axis is not None and _size(leaf, h.axis) == h.samples]
+            for leaf in self.leaves
         ]
 
-    def replaced(self, hypotheses: Sequence[Hypothesis]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def replaced(self, hypotheses: Sequence[Hypothesis], probe: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with others of the batch's values in the place of the samples that are not kept, and where there
-        are several hypotheses only of what none keeps; None where all samples are alike."""
-        carried = self.carried(hypotheses)
+        are several hypotheses only of what none keeps; None where all samples are alike.
+
+        Behind the first tensor that carries samples, square matrices stay, which may be masks over T = N positions, and
+        vectors of integers, which may be lengths.
+        """
+        carried = self.carried(hypotheses, probe)
+        first = next((n for n, at in enumerate(carried) if at), 0)
+        if self.axes is None:
+            carried = [at if n == first or not _stays(self.leaves[n]) else [] for n, at in enumerate(carried)]
         for shift in range(1, min(max(h.samples for h in hypotheses), 8)):
             leaves = [_replace(leaf, at, shift) if at else leaf for leaf, at in zip(self.leaves, carried)]
             if any(at and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
@@ -94,21 +97,37 @@ class Batch:
         return None
 
     def signature(self) -> tuple[object, ...]:
-        """What the arguments are but for their extents and values."""
+        """What the arguments are but for their extents and values; an extent of one may be no axis at all."""
         return self.spec, tuple(map(_kind, self.leaves))
 
 
-def random_half(samples: int, seed: int) -> Tensor:
-    """N, whether a sample is among a half of them; the same at every call."""
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-    return torch.zeros(samples, dtype=torch.bool).index_fill(0, order[: samples - samples // 2], True)
+def kept_samples(samples: int, seed: int) -> list[Tensor]:
+    """Which samples probes keep, the same at every call: a random half, and for two or three samples the others in a second
+    probe.
+
+    A half that no order along the batch leaves in the dark: some sample before and some behind one that is kept is replaced,
+    and so is some mirror image.  For so few samples that takes two.
+    """
+    if samples < 4:
+        one = torch.arange(samples) > 0
+        return [~one, one] if samples > 1 else [torch.ones(samples, dtype=torch.bool)]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(samples, generator=generator)
+        kept = torch.zeros(samples, dtype=torch.bool).index_fill(0, order[: samples - samples // 2], True)
+        steps = kept[1:].int() - kept[:-1].int()
+        if (steps > 0).any() and (steps < 0).any() and (kept != kept.flip(0)).any():
+            return [kept]
 
 
 def _replace(leaf: Tensor, carried: list[tuple[int, Tensor]], shift: int) -> Tensor:
     replaced = torch.ones((), dtype=torch.bool, device=leaf.device)
     for axis, kept in carried:
         replaced = replaced & ~kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
-    return torch.where(replaced, leaf.detach().roll(shift, carried[-1][0]), leaf.detach())
+    donors = leaf.detach().roll(shift, carried[-1][0])
+    if leaf.is_floating_point():
+        donors = donors * 1.5  # beyond the batch's own values, or what takes their largest would stay the same
+    return torch.where(replaced, donors, leaf.detach())
 
 
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
@@ -129,12 +148,16 @@ def _size(leaf: Any, axis: int) -> int | None:
     return leaf.shape[axis] if isinstance(leaf, Tensor) and -leaf.ndim <= axis < leaf.ndim else None
 
 
-def _may_be_a_mask(leaf: Tensor) -> bool:
+def _stays(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return True
+    if leaf.ndim == 1:
+        return not leaf.is_floating_point()
     has_values = leaf.is_floating_point() or leaf.dtype == torch.bool
     return has_values and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
 
 
 def _kind(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
-        return leaf.ndim, leaf.dtype
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+        return tuple(size == 1 for size in leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)

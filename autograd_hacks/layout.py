@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,27 +54,49 @@ class Layout:
         return f"{self.fold} on axis {self.axis}" if self.fold else f"axis {self.axis}"
 
 
-def find_layout(real: Tensor, other: Tensor, kept: Tensor, axes: Iterable[int]) -> Layout | None:
-    """The layout under which a tensor is the same for all samples that were kept when the others were replaced.
+Evidence = Sequence[tuple[Tensor, Tensor]]
+"""What a tensor was when some samples were replaced, and N, whether each was kept; for one probe or more."""
 
-    real, other: before and after    kept: N, whether a sample was kept    axes: where the batch may be, first choice first
-    Returns None where there is none: samples mix, or rows are not the batch's.
+
+def layouts_that_fit(real: Tensor, evidence: Evidence, axes: Iterable[int]) -> tuple[list[Layout], bool]:
+    """The layouts under which a tensor is the same for all samples that were kept, and whether it has changed at all.
+
+    axes: where the batch may be.  There is none that fits where samples mix, or rows are not the batch's; there are several
+    where too little has changed to tell.
     """
-    if real.shape != other.shape:
-        return None
-    samples, changed = len(kept), differs(real, other)
-    profiles = {axis: _any_but(changed, axis) for axis in axes if axis < real.ndim}
-    for axis, profile in profiles.items():
-        if len(profile) == samples and not profile[kept].any():
-            return Layout(axis)
-    for axis, profile in profiles.items():
-        if len(profile) % samples or len(profile) == samples:
-            continue
-        if not profile.view(samples, -1)[kept].any():
-            return Layout(axis, "N·T")
-        if not profile.view(-1, samples)[:, kept].any():
-            return Layout(axis, "T·N")
-    return None
+    axes = [axis for axis in axes if axis < real.ndim]
+    if any(other.shape != real.shape for other, _ in evidence):
+        return [], True
+    changes = [(differs(real, other), kept.to(real.device)) for other, kept in evidence]
+    fitting = []
+    for layout in _candidates(real.shape, len(evidence[0][1]), axes):
+        if not any(layout.samples_first(_along(change, layout.axis), len(kept))[kept].any() for change, kept in changes):
+            fitting.append(layout)
+    return fitting, any(bool(change.any()) for change, _ in changes)
+
+
+def likeliest(shape: Sequence[int], samples: int, axes: Iterable[int]) -> Layout | None:
+    """The layout by sizes alone: the first that fits."""
+    return next(iter(_candidates(shape, samples, axes)), None)
+
+
+def only_by_sizes(shape: Sequence[int], samples: int, axes: Iterable[int]) -> Layout | None:
+    """The layout by sizes alone, if there is but one axis of N and none that may be folded."""
+    found = _candidates(shape, samples, [axis for axis in axes if axis < len(shape)])
+    return found[0] if len(found) == 1 and not found[0].fold else None
+
+
+def _candidates(shape: Sequence[int], samples: int, axes: Iterable[int]) -> list[Layout]:
+    axes = [axis for axis in axes if axis < len(shape)]
+    plain = [Layout(axis) for axis in axes if shape[axis] == samples]
+    folded = [axis for axis in axes if shape[axis] != samples and samples and shape[axis] % samples == 0 and shape[axis]]
+    return plain + [Layout(axis, fold) for axis in folded for fold in (("N·T",) if samples == 1 else ("N·T", "T·N"))]
+
+
+def _along(changed: Tensor, axis: int) -> Tensor:
+    """Whether anything has changed, along one axis; the others have size 1."""
+    others = [n for n in range(changed.ndim) if n != axis]
+    return changed.any(others, keepdim=True) if others else changed
 
 
 def for_each_sample(x: Tensor, samples: int) -> Tensor:
@@ -87,12 +109,8 @@ def differs(x: Tensor, y: Tensor) -> Tensor:
     different = (x != y) & ~((x != x) & (y != y))
     if x.numel() and (x.is_floating_point() or x.is_complex()):
         # Rows that no change touched come out of the same kernels with the same bits, but for operations that add in an
-        # order of their own.
-        largest = x.abs().nan_to_num(posinf=0).amax()
-        different &= ~((x - y).abs() <= 1e3 * torch.finfo(x.dtype).eps * largest)
+        # order of their own.  By column, since a large one would hide what changes in the others.
+        rows = tuple(range(max(1, x.ndim - 1))) if x.ndim else ()
+        largest = x.abs().nan_to_num(posinf=0).amax(rows, keepdim=True)
+        different &= ~((x - y).abs() <= 100 * torch.finfo(x.dtype).eps * largest)
     return different
-
-
-def _any_but(changed: Tensor, axis: int) -> Tensor:
-    """Whether anything has changed, along one axis."""
-    return changed.movedim(axis, 0).flatten(1).any(1) if changed.ndim > 1 else changed

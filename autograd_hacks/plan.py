@@ -9,11 +9,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.layout import Layout
+from autograd_hacks.layout import Layout, only_by_sizes
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 
 MIXING = "samples mix"
 """How the reason begins, where a parameter is refused for that."""
+
+UNKNOWN = (
+    "its layer is called for the first time since the model was probed, and sizes alone don't tell the samples' axis. The "
+    "next forward is probed again: repeat the step."
+)
 
 Layouts = tuple[Layout | None, ...]
 """For each tensor that a call returned where its samples are, None where it has none."""
@@ -46,17 +51,19 @@ class Plan:
 
     axis: of the samples in the model's arguments; None where they say it themselves    model: the layouts of its outputs
     layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
-    by_rule: the ids of the parameters that some rule's call gives rows of    spread: lookups whose output is the same for
-    all samples    refused: why there are no rows, by the parameter's id    blind: the model's outputs by number in which
-    samples mix    stale: whether a call has come that the plan doesn't know    assumed: whether the samples were all alike,
-    so that their axis is the likeliest alone    checked: whether the rows' sums were once compared with the gradients that
-    arrived    watched: whether these are kept until they are
+    unplaced: the layers in which rules can't tell the samples apart    by_rule: the ids of the parameters that some rule's
+    call gives rows of    spread: lookups whose output is the same for all samples    refused: why there are no rows, by the
+    parameter's id    blind: the model's outputs by number in which samples mix    stale: whether a call has come that the
+    plan doesn't know    assumed: whether the samples were all alike, so that their axis is the likeliest alone
+    checked: whether the rows' sums were once compared with the gradients that arrived    watched: whether these are kept
+    until they are
     """
 
     axis: int | None = None
     model: Layouts = ()
     layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
     units: dict[str, Unit] = field(default_factory=dict)
+    unplaced: set[str] = field(default_factory=set)
     by_rule: set[int] = field(default_factory=set)
     spread: frozenset[str] = frozenset()
     refused: dict[int, str] = field(default_factory=dict)
@@ -72,13 +79,13 @@ class Plan:
             return ()
         if path in self.spread:
             return (Layout(),)
-        known = self.layouts.get(path, ())
-        if known:
+        known, fits = self.layouts.get(path, ()), False
+        if len(known) == 1 or call < len(known):
+            fits = known[min(call, len(known) - 1)].fits(outputs[0], samples)
+        self.stale |= not fits  # the next forward is probed again
+        if fits or len(known) == 1:
             return (known[min(call, len(known) - 1)],)
-        axis = axes_for(layer, outputs[0])[0]
-        self.stale = True
-        usual = {layout for calls in self.layouts.values() for layout in calls}
-        return (usual.pop() if len(usual) == 1 else Layout(axis),)
+        return (only_by_sizes(outputs[0].shape, samples, axes_for(layer, outputs[0])),)
 
     def inherit(self, earlier: Plan) -> None:
         """Takes over what an earlier plan knew of calls that this one's forward has not made, of layers that are skipped at

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from autograd_hacks.batch import Batch, BatchDim, Hypothesis, random_half
+from autograd_hacks.batch import Batch, BatchDim, Hypothesis, kept_samples
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.plan import Plan, static_units
 from autograd_hacks.record import Recorder
@@ -50,6 +51,8 @@ class Planner:
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         samples = batch.samples(axis)
+        if any(map(is_lazy, model.parameters())):
+            return  # the model isn't whole yet
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return
         signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
@@ -59,27 +62,30 @@ class Planner:
             return
         if not samples:
             return
-        hypotheses = [Hypothesis(axis, random_half(samples, seed=0))]
+        hypotheses = [Hypothesis(axis, kept_samples(samples, seed=0))]
         if axis == 0 and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
-            hypotheses.append(Hypothesis(1, random_half(others, seed=1)))
-        replacement = batch.replaced(hypotheses)
-        if plan is not None and plan.assumed and replacement is None:
+            kept = hypotheses[0].kept if others == samples else kept_samples(others, seed=1)
+            hypotheses.append(Hypothesis(1, [~half for half in kept]))
+        probes = max(len(hypothesis.kept) for hypothesis in hypotheses)
+        hypotheses = [Hypothesis(h.axis, [h.kept[min(n, len(h.kept) - 1)] for n in range(probes)]) for h in hypotheses]
+        replacements = [found for n in range(probes) if (found := batch.replaced(hypotheses, n)) is not None]
+        alike = len(replacements) < probes
+        if plan is not None and plan.assumed and alike:
             recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
             return
         survey = Survey(model, recorder, batch, hypotheses)
-        self._probe(survey, replacement or (args, kwargs), (args, kwargs))
-        spread = frozenset(path for path, way in survey.lookups.items() if way == "copies")
-        recorder.plan = Plan(spread=spread, assumed=replacement is None and samples > 1)
+        self._probe(survey, [(args, kwargs)] * probes if alike else replacements)
+        recorder.plan = Plan(spread=frozenset(survey.lookups), assumed=alike and samples > 1)
         recorder.samples, self._surveyed = samples, (signature, survey)
         survey.begin(args, kwargs)
 
-    def _probe(self, survey: Survey, replacement: Arguments, original: Arguments) -> None:
+    def _probe(self, survey: Survey, replacements: Sequence[Arguments]) -> None:
         try:
-            survey.probe(replacement, original, with_gradients=False)
+            survey.probe(replacements, with_gradients=False)
         except Exception:
             # Once more with gradients, which the model may need inside.
             try:
-                survey.probe(replacement, original, with_gradients=True)
+                survey.probe(replacements, with_gradients=True)
             except Exception as error:
                 raise ProbeFailed(
                     f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "

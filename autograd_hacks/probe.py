@@ -134,6 +134,8 @@ class Tracker(TorchDispatchMode):
         if name.startswith(_SCATTERS):
             return self.facts(args[0]).routed  # the sizes and the order are those of what is written to
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if name in ("index", "index_select") and not self.facts(args[0]).from_batch:
+            return any(self.facts(x).routed for x in tensors)  # a table, whose entries stand where the indices do
         if any(self.facts(x).routed for x in tensors):
             return True
         if name == "index":

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.layout import Layout, for_each_sample
 from autograd_hacks.passes import ANNOUNCED, Pass, Segment
-from autograd_hacks.plan import Plan, Unit
+from autograd_hacks.plan import UNKNOWN, Plan, Unit
 from autograd_hacks.rerun import RandomState, autocast_dtype, devices_of, random_state
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
@@ -198,7 +198,7 @@ class Recorder:
         outputs = tensors_of(output)
         if not (rule and parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
             return output
-        if any(x.is_nested for x in outputs):
+        if path in self.plan.unplaced or any(x.is_nested for x in outputs):
             return output  # no axis of samples; the gradients are noticed when they arrive
         if self.samples is not None and path in self.plan.spread:
             # Looked up once for all samples: a copy for each, that gradients may arrive apart.
@@ -207,6 +207,9 @@ class Recorder:
             )
             outputs = tensors_of(output)
         layouts = self.plan.layouts_of(path, count, layer, outputs, self.samples)
+        if layouts and layouts[0] is None and self.survey is None:
+            self.plan.refused |= dict.fromkeys((id(p) for p in parameters.values()), UNKNOWN)
+            return output
         visit = self._visit(path, layer, args, kwargs, parameters, outputs, is_first, layouts)
         recomputes = getattr(rule, "recomputes", False)
         visit.results, visit.random_state = [x.detach() for x in outputs] if recomputes else [], random_state

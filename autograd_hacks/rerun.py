@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,34 +57,59 @@ def devices_of(module: nn.Module) -> set[torch.device]:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, and_parameters: bool = False) -> Iterator[None]:
     """A context in which a module may run; afterwards its buffers and attributes are the same objects with the same values.
 
-    Buffers are copied, and so are lists, dictionaries and sets that it holds, not what these hold.
+    While it runs buffers, tensors and containers that it holds are copies; other objects of its are its own.
+    and_parameters: whether parameters are copies too, and their gradients away, for a forward that may change them
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    attributes = [dict(vars(part)) for part in modules]
-    kept = [{name: _copied(x) for name, x in own.items() if name not in _OF_MODULE} for own in attributes]
-    buffers = [dict(part._buffers) for part in modules]
-    for part, own in zip(modules, buffers):
-        part._buffers.update({name: None if x is None else x.detach().clone() for name, x in own.items()})
+    attributes, buffers = [dict(vars(part)) for part in modules], [dict(part._buffers) for part in modules]
+    parameters = [(p, p.data, p.grad) for p in module.parameters()] if and_parameters else []
+    shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
+    for part, own, tensors in zip(modules, attributes, buffers):
+        part._buffers.update({name: None if x is None else _copy(x) for name, x in tensors.items()})
+        vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
+    for p, data, _ in parameters:
+        p.data, p.grad = data.clone(), None
     try:
         yield
     finally:
-        for part, before, contents, own in zip(modules, attributes, kept, buffers):
+        for part, own, tensors in zip(modules, attributes, buffers):
             vars(part).clear()
-            vars(part).update(before)
+            vars(part).update(own)
             part._buffers.clear()
-            part._buffers.update(own)
-            for name, copy in contents.items():
-                if copy is not None:
-                    _fill(before[name], copy)
+            part._buffers.update(tensors)
+        for p, data, grad in parameters:
+            p.data, p.grad = data, grad
 
 
-def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else None
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
-def _fill(container: Any, contents: Any) -> None:
-    container.clear()
-    container.extend(contents) if isinstance(container, list) else container.update(contents)
+def _copied(value: Any, shared: dict[int, Any]) -> Any:
+    """A copy of a tensor or a container, all the way down; anything else as it is."""
+    if isinstance(value, nn.Module | nn.Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return _copy(value) if value.requires_grad else value.clone()
+    if isinstance(value, dict | list | set | deque):
+        try:
+            return copy.deepcopy(value, shared)
+        except (TypeError, RuntimeError):  # what copy says of locks and streams, and torch of tensors with a graph
+            return type(value)(value) if type(value) in (dict, list, set, deque) else value
+    return value
+
+
+@contextmanager
+def with_other_generators() -> Iterator[None]:
+    """A context after which Python's and NumPy's random numbers go on as if it had not been."""
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)

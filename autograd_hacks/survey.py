@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import NoneType
@@ -15,28 +15,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.batch import Batch, Hypothesis
-from autograd_hacks.layout import Layout, differs, find_layout, for_each_sample
+from autograd_hacks.layout import (
+    Evidence,
+    Layout,
+    differs,
+    for_each_sample,
+    layouts_that_fit,
+    likeliest,
+    only_by_sizes,
+)
 from autograd_hacks.plan import Layouts
 from autograd_hacks.probe import Frame, Stack, Tracker
 from autograd_hacks.record import Recorder, Switch
-from autograd_hacks.rerun import devices_of, random_state, untouched, with_random_state
+from autograd_hacks.rerun import devices_of, random_state, untouched, with_other_generators, with_random_state
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, rule_for
 from autograd_hacks.trees import is_packed, tensors_of, version_of
 from autograd_hacks.visits import Replay, Visit
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_MODEL = Frame("", 0)
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class Probed:
-    """A call in the probe.
+    """A call in a probe.
 
-    outputs: copies    inputs: a copy of the first, for a rule that goes by it    from_batch: whether they follow from
-    the samples    routed: whether their rows do    copies: whether the call changed its arguments    buffers: those that it
-    changed, by name
+    outputs: copies    inputs: a copy of the first, for a rule that may go by it    from_batch: whether the outputs follow
+    from the samples    routed: whether their rows do    copies: whether the call changed its arguments    buffers: those
+    that it changed, by name
     """
 
     outputs: list[Tensor]
@@ -49,11 +56,12 @@ class Probed:
 
 @dataclass
 class Seen:
-    """A call in the forward that was compared with the probe.
+    """A call in the forward that was compared with the probes.
 
-    owned: the ids of the parameters that its rule covers    layouts: of its outputs, under each hypothesis    placed:
-    under each hypothesis whether the rule can tell the samples apart    replayable: whether it can be run again    unit:
-    the visit of the call as one to be run again, where it may become one    visit: that of its rule
+    owned: the ids of the parameters that its rule covers    layouts: of its outputs, under each hypothesis    mixing: which
+    of them samples mix in    placed: under each hypothesis whether the rule can tell the samples apart    replayable:
+    whether it can be run again    unit: the visit of the call as one to be run again, where it may become one    visit: that
+    of its rule
     """
 
     stack: Stack
@@ -61,6 +69,7 @@ class Seen:
     probed: Probed | None
     owned: set[int]
     layouts: list[Layouts]
+    mixing: list[list[bool]]
     placed: list[bool]
     replayable: bool = False
     unit: Visit | None = None
@@ -77,66 +86,54 @@ class Survey:
         self.model, self.recorder, self.batch, self.hypotheses = model, recorder, batch, hypotheses
         self._parts = parts_of_composites(model)
         self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
+        self._modules = {path: module for module, path in self.paths.items()}
         self.calls: list[Seen] = []
-        self.lookups: dict[str, str] = {}  # those that are the same for all samples, and what is taken for the samples' own
-        self.probed: dict[Frame, Probed] = {}
+        self.lookups: set[str] = set()  # those that are the same for all samples, and are copied for each
+        self.probed: list[dict[Frame, Probed]] = []
         self.tracker = Tracker((), (), lambda path, parameter: False)
-        self._free: dict[
-            str, set[int | None]
-        ] = {}  # lookups: their sizes on axis 0, None for one that is not the same for all
+        self._free: dict[str, bool] = {}  # lookups: whether every call of them is the same for all samples
         self._open = ExitStack()
         self._wanted: set[Frame] = set()  # calls that may have to be run again
 
-    def probe(self, replacement: Arguments, original: Arguments, with_gradients: bool) -> None:
-        """Runs the probe, and where lookups turn out the same for all samples, more to see whether they may be taken for the
-        samples' own: copied for each; or where they have N rows already, these.
+    def probe(self, replacements: Sequence[Arguments], with_gradients: bool) -> None:
+        """Runs the probes, and where lookups turn out the same for all samples once more, to see whether they may be copied
+        for each.
 
-        original: the model's arguments    with_gradients: whether to run it so, for models that need gradients inside
+        with_gradients: whether to run them so, for models that need gradients inside
         """
         self._with_gradients = with_gradients
-        self._run(replacement, {})
-        free = {path: sizes for path, sizes in self._free.items() if None not in sizes}
-        samples, copies = self.hypotheses[0].samples, dict.fromkeys(free, "copies")
-        if samples > 1 and {samples} in free.values():
-            trial = {path: "its rows" if sizes == {samples} else "copies" for path, sizes in free.items()}
-            if self._try(replacement, trial, original):
-                return
+        self.probed = [self._run(arguments, number, set()) for number, arguments in enumerate(replacements)]
+        free = {path for path, is_free in self._free.items() if is_free}
         if free:
-            self._try(replacement, copies, None)
+            self._try(replacements[-1], free)
 
-    def _try(self, replacement: Arguments, trial: dict[str, str], original: Arguments | None) -> bool:
-        """Runs the probe with other lookups, and goes on with what it has seen, if the model's output is the same; or given
-        the original arguments, if it is for the samples that were kept, in the places that those have."""
-        before, layouts = (self.tracker, self.probed), None
-        outputs = self.probed[_MODEL].outputs
+    def _try(self, arguments: Arguments, lookups: set[str]) -> None:
+        """Runs the last probe with copied lookups, and goes on with that, if every other call returned the same."""
+        tracker = self.tracker
         try:
-            if original is not None:
-                self._run(original, {})
-                layouts = _compare(outputs, self.probed[_MODEL].outputs, self.hypotheses[0])
-            self._run(replacement, trial)
+            probed = self._run(arguments, len(self.probed) - 1, lookups)
         except Exception:  # whatever the model's own code raises for a shape that it doesn't expect
-            self.tracker, self.probed = before
-            return False
-        after, kept = self.probed[_MODEL].outputs, self.hypotheses[0].kept
-        same = len(outputs) == len(after) and all(
+            self.tracker = tracker
+            return
+        before = self.probed[-1]
+        same = before.keys() == probed.keys() and all(
             x.shape == y.shape and not differs(x, y).any()
-            if layouts is None or (at := layouts[slot]) is None
-            else x.shape == y.shape and not at.samples_first(differs(x, y), len(kept))[kept.to(x.device)].any()
-            for slot, (x, y) in enumerate(zip(outputs, after))
+            for frame in before
+            if frame.path not in lookups
+            for x, y in zip(before[frame].outputs, probed[frame].outputs)
         )
-        if not same:
-            self.tracker, self.probed = before
-            return False
-        self.lookups = trial
-        return True
+        if same:
+            self.probed[-1], self.lookups = probed, lookups
+        else:
+            self.tracker = tracker
 
-    def _run(self, arguments: Arguments, trial: dict[str, str]) -> None:
+    def _run(self, arguments: Arguments, number: int, lookups: set[str]) -> dict[Frame, Probed]:
         args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, arguments, is_leaf=is_packed)
-        carried = self.batch.carried(self.hypotheses)
+        carried = self.batch.carried(self.hypotheses, number)
         carrying = [leaf for leaf, at in zip(tree_leaves((args, kwargs), is_packed), carried) if at]
         by_rule = {path: {id(p) for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
-        self.tracker = Tracker(self.model.parameters(), carrying, lambda path, p: p in by_rule.get(path, ()))
-        self.probed, self._free = {}, {}
+        probed: dict[Frame, Probed] = {}
+        self._free = {}
         state = random_state(devices_of(self.model))
 
         def begins(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -146,43 +143,45 @@ class Survey:
         def ended(stack: Stack, begun: Any, module: nn.Module, output: Any) -> Any:
             self.tracker.stack = stack[:-1]
             with _disable_current_modes():
-                return self._note(stack[-1], begun, module, output, trial.get(stack[-1].path))
+                probed[stack[-1]] = self._note(begun, module, output)
+                return self._look_up(stack[-1].path, module, output, probed[stack[-1]], lookups)
 
         with ExitStack() as contexts:
-            for context in (Switch.paused_here(), untouched(self.model), with_random_state(state), _slow_paths()):
+            alone = untouched(self.model, and_parameters=True), with_other_generators(), with_random_state(state)
+            for context in (Switch.paused_here(), *alone, _slow_paths()):
                 contexts.enter_context(context)
+            # Here, where parameters are copies.
+            self.tracker = Tracker(self.model.parameters(), carrying, lambda path, p: p in by_rule.get(path, ()))
             contexts.enter_context(torch.set_grad_enabled(self._with_gradients))
             contexts.enter_context(self._walking(begins, ended))
             contexts.enter_context(self.tracker)
             self.model(*args, **kwargs)
+        return probed
 
-    def _note(self, frame: Frame, begun: Any, module: nn.Module, output: Any, trial: str | None) -> Any:
-        """Notes a call of the probe.  Returns what its caller is to get, None for the output itself."""
+    def _note(self, begun: Any, module: nn.Module, output: Any) -> Probed:
         (buffers, arguments), outputs = begun, tensors_of(output)
         facts = [self.tracker.facts(x) for x in outputs]
-        now = _versions(module)
-        self.probed[frame] = Probed(
+        now, rule = _versions(module), rule_for(module)
+        goes_by_input = hasattr(rule, "by_input") or hasattr(rule, "features")
+        return Probed(
             outputs=[x.detach().clone() for x in outputs],
-            inputs=[arguments[0][0].detach().clone()] if getattr(rule_for(module), "by_input", False) else [],
+            inputs=[arguments[0][0].detach().clone()] if goes_by_input and arguments else [],
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
             copies=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
         )
+
+    def _look_up(self, path: str, module: nn.Module, output: Any, probed: Probed, lookups: set[str]) -> Any:
+        """What the caller of a lookup is to get; None for the output itself."""
         if rule_for(module) is not embedding:
             return None
-        x = outputs[0]
-        self._free.setdefault(frame.path, set()).add(None if self.probed[frame].from_batch else x.shape[0])
-        if trial is None:
+        self._free[path] = self._free.get(path, True) and not probed.from_batch
+        if path not in lookups:
             return None
-        samples, kept = self.hypotheses[0].samples, self.hypotheses[0].kept.to(x.device)
-        if trial == "copies":
-            x = for_each_sample(x, samples)
-        else:  # other values for the samples that were not kept, of no pattern that what follows may be blind to
-            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-            x = torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, x + noise)
-        self.tracker.mark(x)
-        return x
+        copies = for_each_sample(output, self.hypotheses[0].samples)
+        self.tracker.mark(copies)
+        return copies
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hooks all modules for the model's forward, which has begun."""
@@ -190,7 +189,7 @@ class Survey:
         self._wanted |= {frame for stacks in self.tracker.reads.values() for stack in stacks for frame in stack}
 
         def begins(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay:
-            known = self.probed.get(stack[-1])
+            known = self.probed[-1].get(stack[-1])
             copies, buffers = (False, []) if known is None else (known.copies, known.buffers)
             return Replay.of(stack[-1].path, module, args, kwargs, copies, buffers)
 
@@ -206,25 +205,24 @@ class Survey:
         self.calls[-1].visit = visit
 
     def _ended(self, stack: Stack, begun: Replay, module: nn.Module, output: Any) -> Any:
-        probed, outputs = self.probed.get(stack[-1]), tensors_of(output)
+        probed, outputs = self.probed[-1].get(stack[-1]), tensors_of(output)
         has_rule = rule_for(module) is not None and module not in self._parts
         owned = {id(p) for p in covered(module).values()} if has_rule and outputs else set()
-        seen = Seen(stack, module, probed, owned, [], [])
-        for hypothesis in self.hypotheses:
-            layouts = _compare([] if probed is None else probed.outputs, outputs, hypothesis)
-            layouts = tuple(at if self._is_trusted(stack, probed, at) else None for at in layouts)
-            placed = stack[-1].path in self.lookups
-            if placed:
-                layouts = (Layout(),)
+        seen = Seen(stack, module, probed, owned, [], [], [])
+        for number in range(len(self.hypotheses)):
+            found = [self._place(stack, number, slot, x) for slot, x in enumerate(outputs)]
+            layouts, placed = tuple(layout for layout, _ in found), False
+            if owned and stack[-1].path in self.lookups:
+                layouts, placed = (Layout(),), True
             elif owned and probed is not None and probed.from_batch:
                 axes = axes_for(module, outputs[0])
-                told = tensors_of((begun.args, begun.kwargs)) if probed.inputs else outputs
-                by_rule = _compare(probed.inputs or probed.outputs, told[:1], hypothesis, axes)
                 if is_packed(output[0] if type(output) is tuple else output):
-                    placed, layouts = True, (Layout(axes[0]),)  # the rule knows whose the rows are
-                elif placed := self._is_trusted(stack, probed, by_rule[0]):
-                    layouts = by_rule
+                    layouts, placed = (Layout(axes[0]),), True  # the rule knows whose the rows are
+                else:
+                    own = self._place_by_rule(stack, number, outputs[0], tensors_of((begun.args, begun.kwargs)), axes)
+                    layouts, placed = (own,) if own else layouts, own is not None
             seen.layouts.append(layouts)
+            seen.mixing.append([mixes for _, mixes in found])
             seen.placed.append(placed)
         if owned and not all(seen.placed):
             self._wanted.update(stack)
@@ -235,10 +233,64 @@ class Survey:
         self.calls.append(seen)
         return output
 
-    def _is_trusted(self, stack: Stack, probed: Probed | None, layout: Layout | None) -> bool:
+    def _place(self, stack: Stack, number: int, slot: int, real: Tensor) -> tuple[Layout | None, bool]:
+        """Where the samples are in a call's output under a hypothesis, and whether it shows that they mix."""
+        hypothesis = self.hypotheses[number]
+        evidence = self._evidence(stack[-1], number, lambda probed: probed.outputs[slot : slot + 1])
+        if not evidence:
+            return None, False
+        fitting, has_changed = layouts_that_fit(real.detach(), evidence, range(real.ndim))
+        if not has_changed and (hypothesis.samples == 1 or self.recorder.plan.assumed):
+            fitting = fitting[:1]  # there is nothing to know it by
+        if not has_changed and len(stack) == 1 and hypothesis.axis is not None:
+            return likeliest(real.shape, hypothesis.samples, [hypothesis.axis]), False
+        trusted = [layout for layout in fitting if self._is_trusted(stack, real, layout)]
+        by_size = only_by_sizes(real.shape, hypothesis.samples, range(real.ndim))
+        same_shape = all(other.shape == real.shape for other, _ in evidence)
+        mixes = not fitting and same_shape and not self._is_routed(stack[-1]) and real.is_floating_point() and real.ndim > 0
+        if len(trusted) > 1:
+            return (by_size if by_size in trusted else None), mixes
+        return (trusted[0] if trusted else None), mixes
+
+    def _place_by_rule(
+        self, stack: Stack, number: int, output: Tensor, arguments: list[Tensor], axes: Sequence[int]
+    ) -> Layout | None:
+        """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""
+        samples, rule = self.hypotheses[number].samples, rule_for(self._modules[stack[-1].path])
+        by_input = self._evidence(stack[-1], number, lambda probed: probed.inputs)
+        fitting: list[Layout] | None = None
+        if not hasattr(rule, "by_input"):
+            evidence = self._evidence(stack[-1], number, lambda probed: probed.outputs[:1])
+            fitting, _ = layouts_that_fit(output.detach(), evidence, axes) if evidence else ([], True)
+        if by_input and (fitting is None or len(fitting) > 1):
+            # Too little has changed in the output, of zero weights say; its input may tell.
+            told, _ = layouts_that_fit(arguments[0].detach(), by_input, axes)
+            fitting = told if fitting is None else [layout for layout in fitting if layout in told]
+        trusted = [layout for layout in fitting or () if self._is_trusted(stack, output, layout)]
+        if len(trusted) > 1 and (samples == 1 or self.recorder.plan.assumed):
+            trusted = trusted[:1]  # there is nothing to know it by
+        if len(trusted) > 1:
+            by_size = only_by_sizes(output.shape, samples, axes)
+            return by_size if by_size in trusted else None
+        return trusted[0] if trusted else None
+
+    def _evidence(self, frame: Frame, number: int, part: Callable[[Probed], list[Tensor]]) -> Evidence:
+        """A tensor of a call in each probe with the samples kept there; nothing where some probe lacks it."""
+        kept, found = self.hypotheses[number].kept, []
+        for run, probed in enumerate(self.probed):
+            tensors = part(probed[frame]) if frame in probed else []
+            if not tensors:
+                return []
+            found.append((tensors[0], kept[min(run, len(kept) - 1)]))
+        return found
+
+    def _is_routed(self, frame: Frame) -> bool:
+        return any(frame not in probed or probed[frame].routed for probed in self.probed)
+
+    def _is_trusted(self, stack: Stack, real: Tensor, layout: Layout) -> bool:
         """Whether a layout that the values allow is no accident: rows that an operation has chosen by their values may be
-        anyone's in the next forward."""
-        if layout is None or probed is None or probed.routed:
+        anyone's in the next forward.  Not so the samples that have kept an axis of their own beside others."""
+        if self._is_routed(stack[-1]) and (layout.fold or real.ndim < 3):
             return False
         return not layout.fold or not any(frame in self.tracker.counting for frame in stack[:-1])
 
@@ -276,17 +328,6 @@ class SurveyHook:
 
     def __call__(self, *call: Any) -> Any:
         return self._hook(*call)
-
-
-def _compare(
-    probed: Sequence[Tensor], outputs: Sequence[Tensor], hypothesis: Hypothesis, axes: Iterable[int] | None = None
-) -> Layouts:
-    if len(probed) < len(outputs):
-        return (None,) * len(outputs)
-    return tuple(
-        find_layout(x.detach(), y, hypothesis.kept.to(x.device), range(x.ndim) if axes is None else axes)
-        for x, y in zip(outputs, probed)
-    )
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -37,7 +37,7 @@ class Verdict:
         }
         lost = [stacks for parameter, stacks in self.unplaced.items() if parameter not in self.chosen]
         first = [call for call in survey.calls if any(call.stack in stacks for stacks in lost)][:1]
-        whole = [call for call in self.calls.get("", ()) if not any(self._output_tells_apart(call))]
+        whole = [call for call in self.calls.get("", ()) if any(call.mixing[number]) and not any(call.layouts[number])]
         self.mixed = [*first, *whole]
 
     def plan(self) -> Plan:
@@ -47,9 +47,8 @@ class Verdict:
         plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), spread=begun.spread, assumed=begun.assumed)
         whole = self.calls[""][-1]
         plan.model = whole.layouts[self.number]
-        if whole.probed is not None and not whole.probed.routed and not survey.tracker.counting:
-            shapes = [x.ndim if x.is_floating_point() else 0 for x in whole.probed.outputs]
-            plan.blind = [slot for slot, (at, axes) in enumerate(zip(plan.model, shapes)) if at is None and axes]
+        plan.blind = [slot for slot, mixes in enumerate(whole.mixing[self.number]) if mixes]
+        plan.unplaced = {call.stack[-1].path for call in survey.calls if call.owned and not call.placed[self.number]}
         for parameter, stacks in self.chosen.items():
             for path in {stack[-1].path for stack in stacks}:
                 named = self.calls[path][0].module.named_parameters()
@@ -59,6 +58,10 @@ class Verdict:
             unread = {name: p for name, p in static.parameters.items() if id(p) not in survey.tracker.uses}
             if unread:
                 plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
+        for parameter in self.unplaced.keys() & self.chosen.keys():  # experts that no sample has chosen yet
+            for path in {stack[-1].path for stack in self.chosen[parameter]}:
+                named = self.calls[path][0].module.named_parameters()
+                plan.units[path].parameters |= {name: p for name, p in named if id(p) not in survey.tracker.uses}
         for call in survey.calls:
             unit_of = plan.units.get(call.stack[-1].path)
             if call.unit is not None:
@@ -72,6 +75,10 @@ class Verdict:
                     call.unit.args, call.unit.kwargs, call.unit.results, call.unit.versions = (), {}, [], []
             if call.visit is not None:
                 self._settle(call, plan, samples)
+            layout = call.layouts[self.number][0] if call.owned else None
+            if layout is not None and call.placed[self.number]:
+                known: list[Layout] = list(plan.layouts.get(call.stack[-1].path, ()))
+                plan.layouts[call.stack[-1].path] = [*known, layout]
         plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
         return plan
 
@@ -88,10 +95,6 @@ class Verdict:
         }
         plan.by_rule.update(id(p) for p, _ in visit.parameters.values())
         visit.layouts, visit.samples = call.layouts[self.number], samples
-        layout = visit.layouts[0]
-        if call.placed[self.number] and layout is not None and visit.parameters:
-            known: list[Layout] = list(plan.layouts.get(visit.path, ()))
-            plan.layouts[visit.path] = [*known, layout]
 
     def _around(self, parameter: int, uses: set[Stack]) -> set[Stack]:
         """The calls to run again: around each use the innermost that tells the samples apart, and of nested ones the
@@ -121,7 +124,7 @@ class Verdict:
 
     def _output_tells_apart(self, call: Seen) -> list[bool]:
         """For each output whether samples have places of their own in it."""
-        if call.probed is None or call.probed.routed or not call.probed.from_batch:
+        if call.probed is None or not call.probed.from_batch:
             return [False]
         return [layout is not None for layout in call.layouts[self.number]]
 

@@ -11,7 +11,7 @@ from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import ProbeFailed, SamplesMixed
+from autograd_hacks.errors import ProbeFailed, SamplesMixed, UnseenGradient
 
 
 def squares(out: Tensor, *_: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def test_one_forward_for_each_signature_and_none_for_a_length() -> None:
 
 def test_samples_that_are_all_alike_are_probed_when_they_no_longer_are() -> None:
     model = SequenceFirst().double()
-    alike, x = torch.ones(3, 3, dtype=torch.long), torch.randint(9, (3, 3))
+    alike, x = torch.ones(4, 4, dtype=torch.long), torch.randint(9, (4, 4))
     check(model, x)
     calls = count_forwards(model)
     with autograd_hacks.add_hooks(model):
@@ -341,26 +341,44 @@ def test_a_model_that_can_not_run_the_probe() -> None:
         assert model.layer.weight.grad1.shape == (4, 2, 3)
 
 
+class Skipping(nn.Module):
+    """Layers by turns, on T N F."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for number in self.chosen:
+            x = torch.tanh(self.layers[number](x))
+        return x.transpose(0, 1)
+
+
 def test_layers_that_are_skipped_at_first() -> None:
-    class Stochastic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.transpose(0, 1)
-            for number in self.chosen:
-                x = torch.tanh(self.layers[number](x))
-            return x.transpose(0, 1)
-
-    model, x = Stochastic().double(), torch.randn(4, 4, 3).double()
+    """Where one size of its output is N alone, that is the samples' axis; otherwise the step after is right."""
+    model = Skipping().double()
     with autograd_hacks.add_hooks(model):
-        for model.chosen in ([0], [1], [0, 2], [2, 1, 0]):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
+        for steps in (5, 4):
+            x = torch.randn(4, steps, 3).double()
+            for model.chosen in ([0], [1], [1], [2], [2], [2, 1, 0]):
+                model.zero_grad()
+                squares(model(x)).mean().backward()
+                autograd_hacks.compute_grad1(model)
+                with autograd_hacks.pause_hooks():
+                    assert_rows(model, one_backward_per_sample(model, squares, x, x))
+    model, x = Skipping().double(), torch.randn(4, 4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        model.chosen = [1]
+        squares(model(x)).mean().backward()
+        with pytest.raises(UnseenGradient, match=r"called for the first time since .* repeat the step"):
             autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x, x))
+        model.zero_grad()
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_backward_per_sample(model, squares, x, x))
 
 
 def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:
