@@ -38,15 +38,17 @@ def check_loss_type(loss_type: str | None) -> None:
 
 
 def check_hooked(model: nn.Module, recorder: Recorder) -> None:
-    """Raises where a parameter that trains belongs to a layer without a hook."""
+    """Raises where a parameter that trains belongs to a layer without a hook, or has none itself."""
     unhooked = [
         where(path, layer)
         for path, layer in model.named_modules()
         if _trains(layer) and layer not in recorder.layers and not isinstance(layer, torch.jit.ScriptModule)
     ]
-    if unhooked:
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_leaf and p.grad is not None)
+    unwatched = [f"parameter {name!r}" for name, p in trained if p not in recorder.watched]
+    if unhooked or unwatched:
         raise NothingRecorded(
-            f"these layers have come into the model since add_hooks: {'; '.join(unhooked)}. Call "
+            f"these were not in the model at add_hooks, or were frozen then: {'; '.join(unhooked or unwatched)}. Call "
             "autograd_hacks.add_hooks(model) again, and repeat the step."
         )
 

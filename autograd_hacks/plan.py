@@ -50,7 +50,7 @@ class Plan:
     """What holds for all forwards of a signature.
 
     axis: of the samples in the model's arguments; None where they say it themselves    model: the layouts of its outputs
-    layouts: by a layer's path, for each call in a forward, or for all where they are the same    units: by path
+    layouts: by a layer's path, for each call in a forward    units: by path
     unplaced: the layers in which rules can't tell the samples apart    by_rule: the ids of the parameters that some rule's
     call gives rows of    spread: lookups whose output is the same for all samples    refused: why there are no rows, by the
     parameter's id    blind: the model's outputs by number in which samples mix    stale: whether a call has come that the
@@ -79,21 +79,21 @@ class Plan:
             return ()
         if path in self.spread:
             return (Layout(),)
-        known, fits = self.layouts.get(path, ()), False
-        if len(known) == 1 or call < len(known):
-            fits = known[min(call, len(known) - 1)].fits(outputs[0], samples)
-        self.stale |= not fits  # the next forward is probed again
-        if fits or len(known) == 1:
-            return (known[min(call, len(known) - 1)],)
+        known = self.layouts.get(path, ())
+        if call < len(known):
+            self.stale |= not known[call].fits(outputs[0], samples)  # the next forward is probed again
+            return (known[call],)
+        self.stale = True
         return (only_by_sizes(outputs[0].shape, samples, axes_for(layer, outputs[0])),)
 
     def inherit(self, earlier: Plan) -> None:
         """Takes over what an earlier plan knew of calls that this one's forward has not made, of layers that are skipped at
         random say."""
-        self.layouts = {**earlier.layouts, **self.layouts}
+        for path, known in earlier.layouts.items():
+            mine = self.layouts.get(path, ())
+            self.layouts[path] = [*mine, *known[len(mine) :]]
         for path, unit in earlier.units.items():
-            mine = self.units.setdefault(path, unit)
-            if not mine.calls:
+            if path not in self.units or not self.units[path].calls:
                 self.units[path] = unit
 
     def layouts_of_model(self, model: nn.Module, outputs: Sequence[Tensor]) -> Layouts:

@@ -51,8 +51,8 @@ class Planner:
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         samples = batch.samples(axis)
-        if any(map(is_lazy, model.parameters())):
-            return  # the model isn't whole yet
+        if any(map(is_lazy, model.parameters())) or _is_ragged(model, batch):
+            return  # a model that isn't whole yet, or samples that no axis tells apart
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return
         signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
@@ -112,6 +112,12 @@ class Planner:
     def _hook(self, model: nn.Module, plan: Plan) -> None:
         for path in plan.units:
             self._hook_unit(path, model.get_submodule(path))
+
+
+def _is_ragged(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model is given bags as a vector of entries and a vector of the bags' beginnings."""
+    vectors = [x for x in batch.leaves if isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point()]
+    return len(vectors) > 1 and batch.axes is None and any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
 
 
 def _has_time_first(model: nn.Module) -> bool:

@@ -79,7 +79,6 @@ class Verdict:
             if layout is not None and call.placed[self.number]:
                 known: list[Layout] = list(plan.layouts.get(call.stack[-1].path, ()))
                 plan.layouts[call.stack[-1].path] = [*known, layout]
-        plan.layouts = {path: found[:1] if len(set(found)) == 1 else found for path, found in plan.layouts.items()}
         return plan
 
     def _settle(self, call: Seen, plan: Plan, samples: int) -> None:
