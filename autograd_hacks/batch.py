@@ -68,6 +68,11 @@ class Batch:
         sizes = [size for leaf in self.leaves if (size := _size(leaf, axis)) is not None]
         return next((size for size in sizes if size > 1), sizes[0] if sizes else None)  # a tensor of one entry is a setting
 
+    def opaque(self) -> list[str]:
+        """The types of arguments that may hold tensors unseen."""
+        plain = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+        return sorted({type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, plain) and not is_packed(leaf)})
+
     def carried(self, hypotheses: Sequence[Hypothesis], probe: int) -> list[list[tuple[int, Tensor]]]:
         """For each leaf the axes on which the hypotheses see samples, the leaves that have N there, and those kept."""
         if self.axes is not None:

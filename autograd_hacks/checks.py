@@ -150,36 +150,42 @@ def check_sum(
     passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
     if form is None or not samples or not passes or not all(parameter in recorded.arrived for recorded in passes):
         return
-    for term in form.terms if isinstance(form, Sum) else [form]:
-        if isinstance(term, Replay):
-            term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
+    replays = [term for term in (form.terms if isinstance(form, Sum) else [form]) if isinstance(term, Replay)]
+    for term in replays:
+        term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
     scales = [samples if reduction(recorded, loss_type) == "mean" else 1 for recorded in passes]
     expected = sum(recorded.arrived[parameter].to_dense() * scale for recorded, scale in zip(passes, scales))
     assert isinstance(expected, Tensor)
-    with torch.no_grad():
-        # torch has no summed weight gradient for complex convolutions.
-        total = form.dense().sum(0) if expected.is_complex() else form.weighted_sum(expected.new_ones(samples))
-        furthest = (total - expected).abs().max()
-    # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
+    # Under autocast the gradient that arrived was computed in its precision.
+    used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
 
     def largest() -> Tensor:
         return max(_largest(recorded) * scale for recorded, scale in zip(passes, scales))
 
-    # Under autocast the gradient that arrived was computed in its precision.
-    used = [visit.precision for p in passes for visit in p.received if visit.precision is not None]
-    if not is_rounding(furthest, expected.abs().max(), largest, (expected.dtype, *used)):
-        if comparing:
-            raise HigherOrderError(
-                f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph "
-                "that leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not "
-                "supported: run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
-            )
-        raise UnseenGradient(
-            f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
-            "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's "
-            "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within "
-            "autograd_hacks.pause_hooks()."
+    def adds_up() -> bool:
+        with torch.no_grad():
+            # torch has no summed weight gradient for complex convolutions.
+            total = form.dense().sum(0) if expected.is_complex() else form.weighted_sum(expected.new_ones(samples))
+            # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
+            return is_rounding((total - expected).abs().max(), expected.abs().max(), largest, (expected.dtype, *used))
+
+    if adds_up():
+        return
+    for term in replays:
+        term.source.doubt()
+    if replays and adds_up():
+        return
+    if comparing:
+        raise HigherOrderError(
+            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
+            "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "
+            "run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
         )
+    raise UnseenGradient(
+        f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
+        "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's rule "
+        "is wrong. A penalty belongs to no sample: run its backward pass by itself, within autograd_hacks.pause_hooks()."
+    )
 
 
 def is_rounding(difference: Tensor, value: Tensor, largest: Callable[[], Tensor], dtypes: Sequence[torch.dtype]) -> bool:

@@ -30,6 +30,7 @@ class Unit:
 
     parameters: by their names in the module    why: for people    calls: the layouts, for each call in a forward, or for all
     copies: whether the module changes its arguments    buffers: those that it changes, by name
+    is_doubtful: whether samples seem to mix inside, though not in what comes out
     """
 
     parameters: dict[str, Tensor]
@@ -37,6 +38,7 @@ class Unit:
     calls: Sequence[Layouts] = ()
     copies: bool = False
     buffers: Sequence[str] = ()
+    is_doubtful: bool = False
 
     def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()

@@ -53,6 +53,12 @@ class Planner:
         samples = batch.samples(axis)
         if any(map(is_lazy, model.parameters())) or _is_ragged(model, batch):
             return  # a model that isn't whole yet, or samples that no axis tells apart
+        if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
+            raise ProbeFailed(
+                f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
+                "tensors, in tuples and dictionaries if need be; or say that axis 0 of every layer's input is the batch "
+                "and that samples don't mix: add_hooks(model, probe=False)."
+            )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return
         signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())

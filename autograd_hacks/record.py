@@ -167,7 +167,10 @@ class Recorder:
         outer = {id(p) for u, _ in self.open for p in u.parameters.values()}
         parameters = {name: p for name, p in unit.parameters.items() if p.requires_grad and id(p) not in outer}
         layouts = unit.layouts_of(self._count(path), tensors_of(output), self.samples)
-        return self.visit_unit(replay, parameters, output, is_first, layouts)[0]
+        output, visit = self.visit_unit(replay, parameters, output, is_first, layouts)
+        if visit is not None:
+            visit.is_doubtful = unit.is_doubtful
+        return output
 
     def visit_unit(
         self, replay: Replay, parameters: dict[str, Tensor], output: Any, is_first: bool, layouts: Layouts

@@ -50,6 +50,7 @@ class Rerun:
                 "batch's loss, compute it outside the model, from the other outputs."
             )
         self._rows: Values = {}
+        self._doubted, self._drew = False, False
 
     def prepare(self) -> None:
         if self._rows:
@@ -58,7 +59,19 @@ class Rerun:
         if self.grads[0].is_meta:
             self._rows = {name: p.new_empty(self.samples, *p.shape) for name, (p, _) in self.visit.parameters.items()}
         else:
-            self._rows = self._by_sample() or self._by_masks()
+            rows = None if self._doubted else self._by_sample()
+            if rows is None and self.visit.is_doubtful and not self._drew:
+                raise SamplesMixed(
+                    f"samples mix in {self._place()}, or seem to: a layer inside showed it, and run by themselves the "
+                    f"samples come out different. So {', '.join(self.visit.parameters)} have no per-sample gradients that can "
+                    "be known."
+                )
+            self._rows = rows or self._by_masks()
+
+    def doubt(self) -> None:
+        if not self._doubted:
+            self._check_unchanged()
+            self._rows, self._doubted = self._by_masks(), True
 
     def rows(self, name: str) -> Tensor:
         if name not in self._rows:
@@ -106,7 +119,8 @@ class Rerun:
                 return None  # the arguments were cut where a module can't take that, a mask over the batch say
             outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
             rows = {name: torch.stack([own[name] for _, own in each]) for name in parameters}
-        if any(drew):
+        self._drew = any(drew)
+        if self._drew:
             return None
         for slot, out, at in zip(self.reached, outputs, self.layouts):
             real = at.samples_first(self.visit.results[slot], self.samples)

@@ -12,10 +12,10 @@ from autograd_hacks.visits import ends_of
 
 
 def plan_of(survey: Survey) -> Plan:
-    """The plan for all forwards of this signature, by the first hypothesis under which no samples mix; the visits of this
-    forward are changed to follow it."""
+    """The plan for all forwards of this signature, by the hypothesis under which no samples mix and the most rules can tell
+    them apart; the visits of this forward are changed to follow it."""
     verdicts = [Verdict(survey, number) for number in range(len(survey.hypotheses))]
-    return next((verdict for verdict in verdicts if not verdict.mixed), verdicts[0]).plan()
+    return min(verdicts, key=lambda verdict: (bool(verdict.mixed), len(verdict.unplaced))).plan()
 
 
 class Verdict:
@@ -54,6 +54,10 @@ class Verdict:
                 named = self.calls[path][0].module.named_parameters()
                 unit = plan.units.setdefault(path, self._unit(path, self._why(parameter, path)))
                 unit.parameters |= {name: p for name, p in named if id(p) == parameter}
+                unit.is_doubtful |= any(
+                    call.stack in self.unplaced.get(parameter, ()) and not (call.probed and call.probed.routed)
+                    for call in self.survey.calls
+                )
         for path, static in static_units(survey.model).items():  # what this forward has not read; a later one may
             unread = {name: p for name, p in static.parameters.items() if id(p) not in survey.tracker.uses}
             if unread:
@@ -66,6 +70,7 @@ class Verdict:
             unit_of = plan.units.get(call.stack[-1].path)
             if call.unit is not None:
                 parameters = {} if unit_of is None else {n: p for n, p in unit_of.parameters.items() if p.requires_grad}
+                call.unit.is_doubtful = unit_of is not None and unit_of.is_doubtful
                 call.unit.parameters, call.unit.layouts, call.unit.samples = (
                     ends_of(parameters),
                     call.layouts[self.number],
@@ -165,6 +170,11 @@ def _mixing(call: Seen) -> str:
     why = getattr(rule_for(call.module), "mixes", None)
     if why is not None and (told := why(call.module, call.module.training)):
         return f"{MIXING}: {place} {told}"
+    if call.probed is not None and call.probed.routed:
+        return (
+            f"{MIXING}, or may: the rows of {place} are chosen by their values, and no module around it returns the samples "
+            "in places of their own, so that rows can't be told to be anyone's."
+        )
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
         "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on "

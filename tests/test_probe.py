@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -736,3 +737,69 @@ def test_a_parameter_that_was_put_in_later() -> None:
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert model.scale.grad1.shape == (4, 3)
+
+
+def test_arguments_that_hide_their_tensors_are_refused() -> None:
+    model, x = Between(lambda h: h), torch.randn(4, 3)
+    model.forward = lambda batch: model.last(model.first(batch["x"]))
+    with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match=r"UserDict.*probe=False"):
+        model(UserDict({"x": x}))
+    with autograd_hacks.add_hooks(model, probe=False):
+        squares(model(UserDict({"x": x}))).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.last.weight.grad1.shape == (4, 3, 3)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_gate_of_zero_hides_no_axis(steps: int) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend, self.gate = nn.MultiheadAttention(4, 2), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * self.attend(x, x, x)[0]
+
+    model, x = Gated().double(), torch.randn(steps, 4, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for gate in (0.0, 0.5):
+            nn.init.constant_(model.gate, gate)
+            model.zero_grad()
+            squares(model(x).transpose(0, 1)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x).transpose(0, 1))))
+
+
+def test_a_gate_of_zero_hides_no_mixing() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gate = nn.Linear(3, 3), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * self.inner(x - x.mean(0))
+
+    model, x = Gated().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        nn.init.constant_(model.gate, 0.5)
+        squares(model(x)).mean().backward()
+        with pytest.raises(SamplesMixed, match=r"run by themselves the samples come out different"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_samples_in_the_middle_of_a_fold() -> None:
+    """H·N·T rows are no layout that the probe knows; the module around is run again, each sample by itself."""
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            samples, steps, heads, _ = x.shape
+            rows = self.layer(x.permute(2, 0, 1, 3).reshape(-1, 3))
+            return rows.view(heads, samples, steps, 3).permute(1, 2, 0, 3)
+
+    check(Middle().double(), torch.randn(4, 3, 2, 3).double(), torch.randn(3, 4, 5, 3).double())

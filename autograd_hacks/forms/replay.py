@@ -16,6 +16,9 @@ class Source(Protocol):
     def prepare(self) -> None:
         """Works the rows out, for what is asked next."""
 
+    def doubt(self) -> None:
+        """Works the rows out in the way that takes least for granted, where another was taken."""
+
     def rows(self, name: str) -> Tensor:
         """A parameter's rows, (N, *shape)."""
 
