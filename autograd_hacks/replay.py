@@ -63,8 +63,8 @@ class Rerun:
             if rows is None and self.visit.is_doubtful and not self._drew:
                 raise SamplesMixed(
                     f"samples mix in {self._place()}, or seem to: a layer inside showed it, and run by themselves the "
-                    f"samples come out different. So {', '.join(self.visit.parameters)} have no per-sample gradients that can "
-                    "be known."
+                    f"samples come out different. So {', '.join(self.visit.parameters)} have no per-sample gradients that "
+                    "can be known."
                 )
             self._rows = rows or self._by_masks()
 
