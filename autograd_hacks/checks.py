@@ -184,7 +184,8 @@ def check_sum(
     raise UnseenGradient(
         f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
         "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's "
-        "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within autograd_hacks.pause_hooks()."
+        "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within "
+        "autograd_hacks.pause_hooks()."
     )
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
+from autograd_hacks.forms import BUDGET
 from autograd_hacks.layout import Layout
 from autograd_hacks.record import Switch
 from autograd_hacks.rerun import autocast_to, random_state, untouched, with_random_state
@@ -109,7 +110,7 @@ class Rerun:
         samples = [part for part, at in zip(cut, layouts) if at is not None]
         try:
             with _no_word_of_speed():
-                outputs, rows = vmap(one, in_dims=(None, 0, 0))(parameters, samples, grads)
+                outputs, rows = vmap(one, in_dims=(None, 0, 0), chunk_size=self._chunk())(parameters, samples, grads)
         except _REFUSALS:
             # What vmap can't run, by torch's own page on its limits: control flow on values, sizes that depend on values,
             # in-place changes of unbatched tensors, operations without a batching rule.  A loop can.
@@ -128,6 +129,12 @@ class Rerun:
             if out.shape != whole.shape or not is_recomputed(whole, out, self.visit.precision):
                 return None
         return rows
+
+    def _chunk(self) -> int | None:
+        """How many samples to run at a time; None for all."""
+        row = sum(p.numel() * p.element_size() for p, _ in self.visit.parameters.values())
+        at_a_time = max(1, 4 * BUDGET // max(1, row))  # beside the result, which all of them are written into
+        return at_a_time if at_a_time < self.samples else None
 
     def _by_masks(self) -> Values:
         """Rows by one forward and a backward pass for each sample."""

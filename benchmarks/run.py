@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -156,10 +157,40 @@ def main() -> None:
         seconds = measure(workload, steps, options.rounds, name)
         results[name] = {"seconds": seconds, "first step beyond": probe_seconds(workload)}
     report(results, options.threads)
+    if not options.workload:
+        print_memory()
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         about = {"torch": torch.__version__, "machine": platform.machine(), **vars(options), "output": None}
         (options.output / "results.json").write_text(json.dumps({"about": about, "results": results}, indent=1))
+
+
+def print_memory(steps: int = 1000) -> None:
+    """Resident memory before and after many steps, and many forwards without a backward: it must not grow."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    x = torch.randn(64, 256)
+    autograd_hacks.add_hooks(model)
+
+    def forward() -> Tensor:
+        return model(x).square().sum(1).mean()
+
+    def step() -> None:
+        forward().backward()
+        autograd_hacks.compute_grad1(model)
+
+    for name, run in {"steps": step, "forwards without a backward": forward}.items():
+        for _ in range(20):
+            run()
+        before = resident()
+        for _ in tqdm(range(steps), desc=name, unit="step"):
+            run()
+        print(f"resident memory over {steps} {name}: {before:.0f} MB before, {resident():.0f} MB after")
+
+
+def resident() -> float:
+    """This process's resident memory in MB."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
 def report(results: dict[str, dict[str, object]], threads: int) -> None:
