@@ -17,7 +17,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     where,
 )
-from autograd_hacks.forms import Form, Replay, Sum
+from autograd_hacks.forms import Form, Replay
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.plan import MIXING
@@ -150,7 +150,7 @@ def check_sum(
     passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
     if form is None or not samples or not passes or not all(parameter in recorded.arrived for recorded in passes):
         return
-    replays = [term for term in (form.terms if isinstance(form, Sum) else [form]) if isinstance(term, Replay)]
+    replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
     for term in replays:
         term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
     scales = [samples if reduction(recorded, loss_type) == "mean" else 1 for recorded in passes]
@@ -164,8 +164,7 @@ def check_sum(
 
     def adds_up() -> bool:
         with torch.no_grad():
-            # torch has no summed weight gradient for complex convolutions.
-            total = form.dense().sum(0) if expected.is_complex() else form.weighted_sum(expected.new_ones(samples))
+            total = form.weighted_sum(expected.new_ones(samples))
             # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
             return is_rounding((total - expected).abs().max(), expected.abs().max(), largest, (expected.dtype, *used))
 

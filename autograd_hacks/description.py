@@ -85,7 +85,8 @@ def describe(model: nn.Module) -> Description:
             rows.append(Row(name, type(layer).__name__, how))
         else:
             size = form.samples * parameter.numel() * parameter.element_size()
-            rows.append(Row(name, type(layer).__name__, how, type(form).__name__, form.samples, size))
+            kinds = dict.fromkeys(type(leaf).__name__ for leaf in form.leaves())
+            rows.append(Row(name, type(layer).__name__, how, " + ".join(kinds), form.samples, size))
     return Description(rows, note)
 
 

@@ -22,7 +22,7 @@ from autograd_hacks.checks import (
     row_count,
 )
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Dense, Form, Replay, Sum
+from autograd_hacks.forms import Concatenation, Form, Replay, Sum, Zero
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import Segment
 from autograd_hacks.record import Recorder
@@ -112,7 +112,8 @@ def _forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
     if visit.replay is not None:
         layouts = visit.layouts or (Layout(),) * visit.outputs
         source = Rerun(visit, received, samples, layouts)
-        return {name: Replay(source, name, samples, visit.parameters[name][0].shape) for name in received.reached}
+        owned = {name: visit.parameters[name][0] for name in received.reached}
+        return {name: Replay(source, name, samples, p.shape, p.detach()) for name, p in owned.items()}
     if visit.samples is None:
         return _apply_rule(visit, received, None, samples)
     layout = visit.layouts[0]
@@ -160,6 +161,6 @@ def _stack(forms: Sequence[Form | None], sizes: Sequence[int], parameter: Tensor
     """The rows of all segments; zeros for a segment that did not reach the parameter."""
     if all(form is None for form in forms):
         return None
-    zeros = [Dense(parameter.new_zeros(()).expand(size, *parameter.shape)) for size in sizes]
+    zeros = [Zero(size, parameter.shape, parameter) for size in sizes]
     parts = [zero if form is None else form for form, zero in zip(forms, zeros)]
     return parts[0] if len(parts) == 1 else Concatenation(parts)

@@ -50,52 +50,63 @@ class Rerun:
                 f"number {slot}, of shape {tuple(grad.shape)}, in which samples have no places of their own. If that is the "
                 "batch's loss, compute it outside the model, from the other outputs."
             )
-        self._rows: Values = {}
+        self._rows: Values = {}  # of some samples, by the parameter's name
+        self._at: Tensor | None = None  # which samples; all of them
+        self._sums: tuple[Tensor, Values] | None = None  # weights, and what is left of the sums with them
         self._doubted, self._drew = False, False
 
-    def prepare(self) -> None:
-        if self._rows:
+    @property
+    def row_size(self) -> int:
+        return sum(p.numel() for p, _ in self.visit.parameters.values())
+
+    def prepare(self, index: Tensor | None = None) -> None:
+        if self._rows and _same(self._at, index):
             return
+        self._rows, self._at = {}, index
+        count = self.samples if index is None else len(index)
         self._check_unchanged()
         if self.grads[0].is_meta:
-            self._rows = {name: p.new_empty(self.samples, *p.shape) for name, (p, _) in self.visit.parameters.items()}
+            self._rows = {name: p.new_empty(count, *p.shape) for name, (p, _) in self.visit.parameters.items()}
         else:
-            rows = None if self._doubted else self._by_sample()
+            rows = None if self._doubted else self._by_sample(index)
             if rows is None and self.visit.is_doubtful and not self._drew:
                 raise SamplesMixed(
                     f"samples mix in {self._place()}, or seem to: a layer inside showed it, and run by themselves the "
                     f"samples come out different. So {', '.join(self.visit.parameters)} have no per-sample gradients that "
                     "can be known."
                 )
-            self._rows = rows or self._by_masks()
+            self._rows = rows or self._by_masks(index)
 
     def doubt(self) -> None:
         if not self._doubted:
             self._check_unchanged()
-            self._rows, self._doubted = self._by_masks(), True
+            self._rows, self._at, self._doubted = self._by_masks(None), None, True
 
-    def rows(self, name: str) -> Tensor:
+    def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
         if name not in self._rows:
             self._rows = {}
-        self.prepare()
-        return self._rows.pop(name)  # so that no second copy lives longer than it must
+        self.prepare(index)
+        return self._rows[name] if keep else self._rows.pop(name)  # so that no second copy lives longer than it must
 
     def weighted_sum(self, name: str, w: Tensor) -> Tensor:
-        if name in self._rows:
+        if name in self._rows and self._at is None:
             return torch.tensordot(w.to(self._rows[name].dtype), self._rows[name], 1)
-        self._check_unchanged()
-        parameters, outputs = self._whole_batch()
-        weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
-        return _grad(outputs, [parameters[name]], weighted)[0]
+        if self._sums is None or name not in self._sums[1] or not torch.equal(self._sums[0], w):
+            self._check_unchanged()
+            parameters, outputs = self._whole_batch()
+            weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
+            self._sums = w, dict(zip(parameters, _grad(outputs, list(parameters.values()), weighted)))
+        return self._sums[1].pop(name)
 
-    def _by_sample(self) -> Values | None:
-        """Rows by samples alone, or None where that isn't what has happened in the batch."""
+    def _by_sample(self, index: Tensor | None) -> Values | None:
+        """Rows of some samples by themselves, or None where that isn't what has happened in the batch."""
         leaves, spec = tree_flatten((self.call.args, self.call.kwargs), is_leaf=is_packed)
-        if any(is_packed(leaf) for leaf in leaves) or not self.samples:
+        count = self.samples if index is None else len(index)
+        if any(is_packed(leaf) for leaf in leaves) or not count:
             return None
         layouts = [self._layout_of(leaf) for leaf in leaves]
         cut = [leaf if at is None else at.samples_first(leaf, self.samples) for leaf, at in zip(leaves, layouts)]
-        grads = [at.samples_first(g, self.samples) for g, at in zip(self.grads, self.layouts)]
+        grads = [_of(at.samples_first(g, self.samples), index) for g, at in zip(self.grads, self.layouts)]
         drew: list[bool] = []
 
         def one(parameters: Values, sample: list[Any], grads: list[Tensor]) -> tuple[list[Tensor], Values]:
@@ -107,7 +118,7 @@ class Rerun:
             return outputs, rows
 
         parameters = {name: p.detach() for name, (p, _) in self.visit.parameters.items()}
-        samples = [part for part, at in zip(cut, layouts) if at is not None]
+        samples = [_of(part, index) for part, at in zip(cut, layouts) if at is not None]
         try:
             with _no_word_of_speed():
                 outputs, rows = vmap(one, in_dims=(None, 0, 0), chunk_size=self._chunk())(parameters, samples, grads)
@@ -115,7 +126,7 @@ class Rerun:
             # What vmap can't run, by torch's own page on its limits: control flow on values, sizes that depend on values,
             # in-place changes of unbatched tensors, operations without a batching rule.  A loop can.
             try:
-                each = [one(parameters, [s[n] for s in samples], [g[n] for g in grads]) for n in range(self.samples)]
+                each = [one(parameters, [s[n] for s in samples], [g[n] for g in grads]) for n in range(count)]
             except _REFUSALS:
                 return None  # the arguments were cut where a module can't take that, a mask over the batch say
             outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
@@ -124,7 +135,7 @@ class Rerun:
         if self._drew:
             return None
         for slot, out, at in zip(self.reached, outputs, self.layouts):
-            real = at.samples_first(self.visit.results[slot], self.samples)
+            real = _of(at.samples_first(self.visit.results[slot], self.samples), index)
             whole = torch.stack([at.batch_of_one(x) for x in real]) if len(real) else real
             if out.shape != whole.shape or not is_recomputed(whole, out, self.visit.precision):
                 return None
@@ -136,20 +147,12 @@ class Rerun:
         at_a_time = max(1, 4 * BUDGET // max(1, row))  # beside the result, which all of them are written into
         return at_a_time if at_a_time < self.samples else None
 
-    def _by_masks(self) -> Values:
-        """Rows by one forward and a backward pass for each sample."""
+    def _by_masks(self, index: Tensor | None) -> Values:
+        """Rows of some samples by one forward and a backward pass for each."""
         parameters, outputs = self._whole_batch()
-        for slot, out in zip(self.reached, outputs):
-            seen = self.visit.results[slot]
-            if out.shape != seen.shape or not is_recomputed(seen, out, self.visit.precision):
-                raise StaleRecord(
-                    f"{self._place()} was run again for the rows of {', '.join(parameters)}, and its output number {slot} "
-                    "came out different. Something that it depends on has changed since: weights (read per-sample gradients "
-                    "before the update), a state of its own that is no buffer, or random numbers that don't come from torch."
-                )
         rows: list[list[Tensor]] = []
         order = torch.arange(self.samples, device=self.grads[0].device)
-        for n in range(self.samples):
+        for n in range(self.samples) if index is None else index.tolist():
             only = [g * at.over(g, (order == n).to(g.dtype)) for g, at in zip(self.grads, self.layouts)]
             rows.append(_grad(outputs, list(parameters.values()), only))
         return {
@@ -158,9 +161,19 @@ class Rerun:
         }
 
     def _whole_batch(self) -> tuple[Values, list[Tensor]]:
+        """The call as it was.  Raises StaleRecord where it comes out different."""
         parameters = {name: p.detach().requires_grad_() for name, (p, _) in self.visit.parameters.items()}
         with torch.enable_grad():
-            return parameters, self._run(parameters, self.call.args, self.call.kwargs, [])
+            outputs = self._run(parameters, self.call.args, self.call.kwargs, [])
+        for slot, out in zip(self.reached, outputs):
+            seen = self.visit.results[slot]
+            if out.shape != seen.shape or not is_recomputed(seen, out, self.visit.precision):
+                raise StaleRecord(
+                    f"{self._place()} was run again for the rows of {', '.join(parameters)}, and its output number {slot} "
+                    "came out different. Something that it depends on has changed since: weights (read per-sample gradients "
+                    "before the update), a state of its own that is no buffer, or random numbers that don't come from torch."
+                )
+        return parameters, outputs
 
     def _run(self, parameters: Values, args: tuple[Any, ...], kwargs: dict[str, Any], drew: list[bool]) -> list[Tensor]:
         """The outputs that the loss reached.  drew: gets whether random numbers were drawn"""
@@ -204,6 +217,15 @@ class Rerun:
 
     def _place(self) -> str:
         return where(self.visit.path, self.visit.layer)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _of(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """Some entries of axis 0."""
+    return tensor if index is None else tensor[index]
 
 
 def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

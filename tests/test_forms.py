@@ -8,7 +8,7 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Dense, Form, Outer, base
+from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -25,15 +25,27 @@ def rows_of(form: Form) -> Tensor:
     return form.dense().reshape(form.samples, form.shape.numel())
 
 
+def written_out(random: RandomMap) -> Tensor:
+    """R, (P, dim)."""
+    like = torch.zeros(0, dtype=torch.float64)
+    columns = [(left[:, :, None] * right[:, None, :]).flatten(1).mT for _, left, right in random.columns(like)]
+    return torch.cat(columns, dim=1)
+
+
 @given(cases())
 def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
+    many, random = torch.randn(2, form.samples, dtype=torch.float64), RandomMap("p", form.shape, 40, 3)
     written, others = rows_of(form), rows_of(other)
     for got, definition, by_hand in [
         (form.dot(v), Form.dot(form, v), written @ v.flatten()),
         (form.weighted_sum(w), Form.weighted_sum(form, w), (w @ written).view(form.shape)),
-        (form.gram(other), Form.gram(form, other), written @ others.mT),
+        (form.gram(other), Form._gram(form, other, BUDGET), written @ others.mT),
+        (form.weighted_sum(many), Form.weighted_sum(form, many), (many @ written).view(2, *form.shape)),
+        (form.second_moment(w), Form.second_moment(form, w), (w @ written**2).view(form.shape)),
+        (form.second_moment(w, v), Form.second_moment(form, w, v), (w @ (written - v.flatten()) ** 2).view(form.shape)),
+        (form.project(random), Form.project(form, random), written @ written_out(random)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
     ]:
@@ -107,14 +119,33 @@ def test_scaling_scales_rows(case: tuple[Form, Form], factor: float) -> None:
     assert_close(rows_of(form.scaled(factor)), factor * rows_of(form))
 
 
-@given(cases())
-def test_a_budget_of_one_row_changes_nothing(case: tuple[Form, Form]) -> None:
+@given(cases(), st.sampled_from([1, 100, 1000]))
+def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) -> None:
     form, other = case
-    expected = form.norms(), form.gram(other), form.dense()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "BUDGET", 1)
-        for got, before in zip((form.norms(), form.gram(other), form.dense()), expected):
-            assert_close(got, before)
+    v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(2, form.samples, dtype=torch.float64)
+    random = RandomMap("p", form.shape, 5, 0)
+    assert_close(form.norms(budget), form.norms())
+    assert_close(form.gram(other, budget), form.gram(other))
+    assert_close(form.dot(v, budget), form.dot(v))
+    assert_close(form.weighted_sum(w, budget), form.weighted_sum(w))
+    assert_close(form.second_moment(w[0], v, budget), form.second_moment(w[0], v))
+    assert_close(form.project(random, budget), form.project(random))
+
+
+@given(cases())
+def test_half_precision_is_added_up_in_single(case: tuple[Form, Form]) -> None:
+    form, other = case
+    half, v, w = form.to(torch.bfloat16), torch.randn(form.shape), torch.randn(form.samples)
+    exact, others = (f.to(torch.bfloat16).to(torch.float64) for f in (form, other))
+    for got, expected in [
+        (half.norms(), exact.norms()),
+        (half.dot(v), exact.dot(v.double())),
+        (half.weighted_sum(w), exact.weighted_sum(w.double())),
+        (half.second_moment(w), exact.second_moment(w.double())),
+        (half.gram(other.to(torch.bfloat16)), exact.gram(others)),
+    ]:
+        assert got.dtype == torch.float32
+        assert_close(got, expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_sum_of_outer_products_stays_one() -> None:

@@ -3,10 +3,27 @@
 The base class `Form` defines every verb through `dense` and indexing; the other forms only make verbs faster or smaller.
 """
 
-from autograd_hacks.forms.base import BUDGET, Concatenation, Dense, Form, Grouping, Sum
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, Sum
 from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.dense import Dense, Zero
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replay import Replay
 
-__all__ = ["BUDGET", "Concatenation", "Convolution", "Dense", "Form", "Grouping", "Lookup", "Outer", "Replay", "Sum"]
+__all__ = [
+    "BUDGET",
+    "Concatenation",
+    "Convolution",
+    "Dense",
+    "Form",
+    "Grouping",
+    "Lookup",
+    "Outer",
+    "RandomMap",
+    "Replay",
+    "Scaled",
+    "Sum",
+    "Zero",
+]

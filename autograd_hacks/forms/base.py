@@ -1,16 +1,20 @@
-"""The base class of all forms, which defines every verb, and the forms that are made of other forms."""
+"""The base class of all forms, which defines every verb."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import groupby
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
+from autograd_hacks.forms.products import Pair
+from autograd_hacks.forms.projection import RandomMap
+
 BUDGET = 64 * 2**20
-"""Bytes that a verb may write out at a time, beside its result."""
+"""Bytes that a verb may take beside its result, unless it is told another number."""
 
 Index = slice | Tensor
 
@@ -19,13 +23,26 @@ class Form(ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
     samples: N    shape: the parameter's shape, which the rows have when written out
-    Every verb can be differentiated, but for ``dense(out=...)``.
+    Every verb can be differentiated, but for ``dense(out=...)``.  All but ``dense`` add half precision up in single, and
+    return that, and take no more than ``budget`` bytes beside their result, as far as one entry of the parameter's first
+    axis allows.
     """
 
     samples: int
     shape: torch.Size
     writes_in_place = True
     """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
+    is_composite = False
+    """Whether the form is made of others, which know more than it does."""
+    cuts_well = False
+    """Whether `block` is as cheap as a part of the whole."""
+    pair: Pair | None = None
+    """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """Some tensor of the rows' dtype and device."""
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -36,48 +53,164 @@ class Form(ABC):
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
     @abstractmethod
+    def to(self, dtype: torch.dtype) -> Form:
+        """The same rows, computed in another dtype; the form itself where it has that."""
+
+    @abstractmethod
+    def multiplied(self, factor: float | Tensor) -> Form:
+        """factor · J, for a number, put into the smallest thing that it can be put into."""
+
     def scaled(self, factor: float | Tensor) -> Form:
-        """factor · J, for a number, by way of the smallest thing that it can be put into."""
+        """factor · J, for a number, which each verb multiplies by where it costs least."""
+        from autograd_hacks.forms.composite import Scaled
+
+        return Scaled(self, factor)
+
+    @abstractmethod
+    def block(self, rows: slice) -> Form:
+        """J for some entries of the parameter's first axis."""
+
+    @property
+    def terms(self) -> Sequence[Form]:
+        """The forms whose sum this is: itself, unless it is made of several."""
+        return [self]
+
+    def leaves(self) -> Iterator[Form]:
+        """The forms that this is made of, in the end."""
+        yield self
 
     def matrix(self) -> Tensor:
         """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
-    def chunks(self, row: int | None = None) -> Iterator[Form]:
-        """The rows in order, as many at a time as fit into `BUDGET` bytes, but one at the least.
+    def wide(self) -> Self:
+        """The form in the dtype that its verbs add up in."""
+        form = self.to(accumulation_dtype(self.like.dtype))
+        assert isinstance(form, type(self))
+        return form
 
-        row: numbers that are written out for a row, P unless told
+    def new_sums(self, *shape: int) -> Tensor:
+        """Zeros to add up in."""
+        return torch.zeros(*shape, dtype=accumulation_dtype(self.like.dtype), device=self.like.device)
+
+    def row_size(self) -> int:
+        """How many numbers are written out for a sample when its row is."""
+        return self.shape.numel()
+
+    def held_size(self) -> int:
+        """How many numbers the form holds for a sample, which `to` copies."""
+        return 0
+
+    def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
+        """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
+
+        row: numbers that are written out for a sample, `row_size` unless told
         """
-        row_bytes = 8 * max(1, self.shape.numel() if row is None else row)
-        step = max(1, BUDGET // row_bytes)
-        for start in range(0, max(1, self.samples), step):
-            yield self[start : start + step]
+        each = self.row_size() if row is None else row
+        if self.like.dtype != accumulation_dtype(self.like.dtype):
+            each += self.held_size()
+        each = max(1, each) * self.new_sums(0).element_size()
+        for piece in stretches(self.samples, budget // each):
+            part = self if piece == slice(0, self.samples) else self[piece]
+            yield piece, part.wide()  # type: ignore[misc]  # rows of a form are a form of its kind, or verbs are called again
 
-    def dot(self, v: Tensor) -> Tensor:
+    def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
+        """The entries of the parameter's first axis with their forms, as many at a time as can be written out."""
+        entries = self.shape[0] if self.shape else 1
+        numbers = max(1, self.samples * self.row_size()) * self.like.element_size()
+        if entries < 2 or numbers <= budget:
+            yield slice(0, entries), self
+            return
+        for rows in stretches(entries, budget * entries // numbers):
+            yield rows, self.block(rows)
+
+    def _written(self, budget: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest)."""
+        for samples, part in self.chunks(budget):
+            for rows, block in part.blocks(budget):
+                yield samples, rows, block.matrix()
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
-        return torch.cat([part.matrix() @ v.flatten() for part in self.chunks()])
+        v = v.to(self.new_sums(0).dtype).reshape(self.shape if self.shape else (1,))
+        found = self.new_sums(self.samples)
+        for samples, rows, written in self._written(budget):
+            found[samples] += written @ v[rows].flatten()
+        return found
 
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        """Jᵀ w: the samples' gradients added up with weights.  w: N.  Returns shape."""
-        total, start = w.new_zeros(self.shape.numel()), 0
-        for part in self.chunks():
-            total = total + w[start : start + part.samples] @ part.matrix()
-            start += part.samples
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        """Jᵀ w: the samples' gradients added up with weights.
+
+        w: N, or (K, N) for K sums at once.  Returns shape, or (K, *shape).
+        """
+        weights = (w if w.ndim == 2 else w[None]).to(self.new_sums(0).dtype)
+        entries = self.shape[0] if self.shape else 1
+        total = self.new_sums(len(weights), entries, self.shape[1:].numel())
+        for samples, rows, written in self._written(budget):
+            total[:, rows] += (weights[:, samples] @ written).view(len(weights), -1, total.shape[2])
+        return total.view(*w.shape[:-1], *self.shape)
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
+        entries = self.shape[0] if self.shape else 1
+        total = self.new_sums(entries, self.shape[1:].numel()).abs()
+        about = None if about is None else about.to(self.new_sums(0).dtype).reshape(total.shape)
+        for samples, rows, written in self._written(budget // 2):
+            deviation = written if about is None else written - about[rows].flatten()
+            total[rows] += (w[samples].to(total.dtype) @ deviation.abs().square()).view(-1, total.shape[1])
         return total.view(self.shape)
 
-    def gram(self, other: Form) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
         Returns (N, M)."""
-        return torch.cat(
-            [torch.cat([mine.matrix() @ theirs.matrix().mT for theirs in other.chunks()], dim=1) for mine in self.chunks()]
-        )
+        if other.is_composite and not self.is_composite:
+            return other.gram(self, budget).mT.conj()
+        return self._gram(other, budget)
 
-    def norms(self) -> Tensor:
+    def _gram(self, other: Form, budget: int) -> Tensor:
+        """By writing out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
+        written twice; or else some samples."""
+        mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
+        size = (mine + theirs) * self.new_sums(0).element_size()
+        entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
+        cuts_well = self.cuts_well and other.cuts_well and size <= budget * entries
+        if size <= budget or (is_pair and entries == 1):
+            return self.wide().matrix() @ other.wide().matrix().mH
+        if entries > 1 and (is_pair or cuts_well):
+            pieces = stretches(entries, budget * entries // size)
+            return torch.stack([self.block(rows)._gram(other.block(rows), budget) for rows in pieces]).sum(0)
+        if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
+            halves = stretches(self.samples, (self.samples + 1) // 2)
+            return torch.cat([self[half]._gram(other, budget) for half in halves])
+        return other._gram(self, budget).mH
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
-        return torch.cat([row_norms(part.matrix()) for part in self.chunks()])
+        found = []
+        for _, part in self.chunks(budget):
+            blocks = [row_norms(block.matrix()) for _, block in part.blocks(budget)]
+            found.append(blocks[0] if len(blocks) == 1 else row_norms(torch.stack(blocks, dim=1)))
+        return torch.cat(found)
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        """J R, for a map R that is drawn and not stored; see `RandomMap`.  Returns (N, dim)."""
+        found = self.new_sums(self.samples, random.dim)
+        row = self.row_size() + RandomMap.COLUMNS * min(random.fans)
+        for samples, part in self.chunks(budget, row):
+            for rows, block in part.blocks(budget):
+                written = block.matrix().view(part.samples, rows.stop - rows.start, random.fans[1])
+                for columns, left, right in random.columns(found):
+                    # Products for a sample, dim · O · I and then dim · min(O, I): the longer axis goes first.
+                    if random.fans[0] < random.fans[1]:
+                        found[samples, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
+                    else:
+                        found[samples, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
+        return found
 
     def __add__(self, other: Form) -> Form:
         """Row by row, for a parameter that several calls share; the cross terms are kept by every verb."""
+        from autograd_hacks.forms.composite import Sum
+
         return Sum.of([self, other])
 
     def group(self, rows: Tensor, samples: int) -> Form:
@@ -85,6 +218,8 @@ class Form(ABC):
 
         rows: N integers in [0, samples)    samples: the number of rows of the result
         """
+        from autograd_hacks.forms.composite import Grouping
+
         return Grouping(self, rows, samples)
 
     def merge_key(self) -> Hashable:
@@ -95,177 +230,3 @@ class Form(ABC):
     def merge(cls, forms: Sequence[Form]) -> Form:
         """The sum of forms with one `merge_key`, as one form of the same kind."""
         raise NotImplementedError(f"{cls.__name__} has a merge_key but no merge")
-
-
-class Dense(Form):
-    """J itself: for small parameters such as biases and affine norms.
-
-    values: ``(N, *shape)``
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
-
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        return self.values.clone() if out is None else out.copy_(self.values)
-
-    def matrix(self) -> Tensor:
-        return self.values.reshape(self.samples, self.shape.numel())
-
-    def __getitem__(self, index: Index) -> Form:
-        return Dense(self.values[index])
-
-    def scaled(self, factor: float | Tensor) -> Form:
-        return Dense(self.values * factor)
-
-    def merge_key(self) -> Hashable:
-        return Dense
-
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        return Dense(torch.stack([form.values for form in forms if isinstance(form, Dense)]).sum(0))
-
-
-class Sum(Form):
-    """J₁ + J₂ + …, for a parameter that several calls share.
-
-    terms: forms for the same samples and of the same shape
-    """
-
-    def __init__(self, terms: Sequence[Form]) -> None:
-        self.terms, self.samples, self.shape = terms, terms[0].samples, terms[0].shape
-
-    @staticmethod
-    def of(forms: Sequence[Form]) -> Form:
-        """The sum of forms: what can be merged is, so that the fast verbs of its kind see the cross terms."""
-        terms: list[Form] = []
-        for form in forms:
-            terms += form.terms if isinstance(form, Sum) else [form]
-        alike: dict[Hashable, list[Form]] = {}
-        for position, term in enumerate(terms):
-            alike.setdefault(term.merge_key() or position, []).append(term)
-        merged = [group[0] if len(group) == 1 else type(group[0]).merge(group) for group in alike.values()]
-        return merged[0] if len(merged) == 1 else Sum(merged)
-
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        total = self.terms[0].dense(out)
-        for term in self.terms[1:]:
-            total = torch.add(total, term.dense(), out=out)
-        return total
-
-    def __getitem__(self, index: Index) -> Form:
-        return Sum([term[index] for term in self.terms])
-
-    def scaled(self, factor: float | Tensor) -> Form:
-        return Sum([term.scaled(factor) for term in self.terms])
-
-    def dot(self, v: Tensor) -> Tensor:
-        return torch.stack([term.dot(v) for term in self.terms]).sum(0)
-
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        return torch.stack([term.weighted_sum(w) for term in self.terms]).sum(0)
-
-    def gram(self, other: Form) -> Tensor:
-        return torch.stack([term.gram(other) for term in self.terms]).sum(0)
-
-
-class Grouping(Form):
-    """A form whose rows were relabelled: ragged input, routed tokens, users of several samples.
-
-    form: M rows    rows: M integers in [0, samples), the sample that each row belongs to    samples: N
-    """
-
-    def __init__(self, form: Form, rows: Tensor, samples: int) -> None:
-        if rows.shape != (form.samples,):
-            raise ValueError(f"rows has shape {tuple(rows.shape)}; expected one label for each of {form.samples} rows")
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < samples:
-            raise ValueError(f"rows lie in [{int(rows.min())}, {int(rows.max())}]; expected in [0, {samples})")
-        self.form, self.rows, self.samples, self.shape = form, rows, samples, form.shape
-
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        total = None if out is None else out.zero_()
-        start = 0
-        for part in self.form.chunks():
-            written = part.dense()
-            if total is None:
-                total = written.new_zeros(self.samples, *self.shape)
-            total = total.index_add_(0, self.rows[start : start + part.samples], written)
-            start += part.samples
-        assert total is not None  # chunks() yields one part at the least
-        return total
-
-    def __getitem__(self, index: Index) -> Form:
-        wanted = torch.arange(self.samples, device=self.rows.device)[index]
-        new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
-        return Grouping(self.form[positions], new_rows, len(wanted))
-
-    def scaled(self, factor: float | Tensor) -> Form:
-        return Grouping(self.form.scaled(factor), self.rows, self.samples)
-
-    def dot(self, v: Tensor) -> Tensor:
-        return self._add_up(self.form.dot(v))
-
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.form.weighted_sum(w[self.rows])
-
-    def gram(self, other: Form) -> Tensor:
-        return self._add_up(self.form.gram(other))
-
-    def _add_up(self, values: Tensor) -> Tensor:
-        """values: M ... -> N ..."""
-        return values.new_zeros(self.samples, *values.shape[1:]).index_add(0, self.rows, values)
-
-
-class Concatenation(Form):
-    """The rows of several forms, one form below the other: appended micro-batches.
-
-    parts: forms of the same shape
-    """
-
-    def __init__(self, parts: Sequence[Form]) -> None:
-        self.parts, self.shape = parts, parts[0].shape
-        self.samples = sum(part.samples for part in parts)
-
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return torch.cat([part.dense() for part in self.parts])
-        for part, piece in zip(self.parts, out.split([part.samples for part in self.parts])):
-            part.dense(piece)
-        return out
-
-    def __getitem__(self, index: Index) -> Form:
-        places = [(p, n) for p, part in enumerate(self.parts) for n in range(part.samples)]
-        wanted = torch.arange(self.samples)[index].tolist()
-        runs = [(p, [n for _, n in run]) for p, run in groupby([places[n] for n in wanted], key=lambda place: place[0])]
-        pieces = [self.parts[p][torch.tensor(run)] for p, run in runs]
-        return Concatenation(pieces) if pieces else self.parts[0][:0]
-
-    def scaled(self, factor: float | Tensor) -> Form:
-        return Concatenation([part.scaled(factor) for part in self.parts])
-
-    def dot(self, v: Tensor) -> Tensor:
-        return torch.cat([part.dot(v) for part in self.parts])
-
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        pieces = w.split([part.samples for part in self.parts])
-        return torch.stack([part.weighted_sum(piece) for part, piece in zip(self.parts, pieces)]).sum(0)
-
-    def gram(self, other: Form) -> Tensor:
-        return torch.cat([part.gram(other) for part in self.parts])
-
-    def norms(self) -> Tensor:
-        return torch.cat([part.norms() for part in self.parts])
-
-
-def row_norms(rows: Tensor) -> Tensor:
-    """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
-    scale = row_scales(rows)
-    return torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
-
-
-def row_scales(rows: Tensor) -> Tensor:
-    """Each row's largest magnitude, (N, P) -> N, or 1 for a row that division by it would spoil (0, ∞, NaN)."""
-    if not rows.shape[1]:
-        return torch.ones(rows.shape[0], dtype=rows.dtype, device=rows.device)
-    largest = rows.detach().abs().amax(1)
-    return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))

@@ -11,8 +11,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import grad as weight_gradients
 
-from autograd_hacks.forms.base import Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.dense import Dense
+from autograd_hacks.forms.numerics import stretches
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRADIENT = {
@@ -46,6 +49,17 @@ class Convolution(Form):
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
         self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
 
+    @property
+    def like(self) -> Tensor:
+        return self.x
+
+    @property
+    def cuts_well(self) -> bool:  # type: ignore[override]
+        return self.groups == 1
+
+    def held_size(self) -> int:
+        return self.x.shape[1:].numel() + self.g.shape[1:].numel()
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
@@ -62,7 +76,17 @@ class Convolution(Form):
     def __getitem__(self, index: Index) -> Convolution:
         return self._like(self.x[index], self.g[index])
 
-    def scaled(self, factor: float | Tensor) -> Form:
+    def to(self, dtype: torch.dtype) -> Form:
+        return self if self.x.dtype == dtype else self._like(self.x.to(dtype), self.g.to(dtype))
+
+    def block(self, rows: slice) -> Form:
+        if self.groups > 1:
+            return Dense(self.dense()[:, rows])
+        block = self._like(self.x, self.g[:, rows])
+        block.shape = torch.Size((block.g.shape[1], *self.shape[1:]))
+        return block
+
+    def multiplied(self, factor: float | Tensor) -> Form:
         if self.x.numel() < self.g.numel():
             return self._like(self.x * factor, self.g)
         return self._like(self.x, self.g * factor)
@@ -70,19 +94,40 @@ class Convolution(Form):
     def _like(self, x: Tensor, g: Tensor) -> Convolution:
         return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
 
-    def dot(self, v: Tensor) -> Tensor:
-        forward = _FORWARD[len(self.kernel)]
-        tangent = forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
-        return (tangent * self.g).flatten(1).sum(1)
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        forward, found = _FORWARD[len(self.kernel)], []
+        v = v.to(self.new_sums(0).dtype)
+        for _, part in self.chunks(budget, 2 * self.g.shape[1:].numel()):
+            tangent = forward(part.x, v, None, self.stride, self.padding, self.dilation, self.groups)
+            found.append((tangent * part.g).flatten(1).sum(1))
+        return torch.cat(found)
 
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        return self._weight_gradient(self.x, self.g * w.view(-1, *[1] * (self.g.ndim - 1)), 1)
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.
+        if w.ndim == 2 or self.like.is_complex():
+            return super().weighted_sum(w, budget)
+        total = self.new_sums(*self.shape)
+        for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
+            weights = w[samples].to(total.dtype).view(-1, *[1] * (self.g.ndim - 1))
+            total += self._weight_gradient(part.x, part.g * weights, 1)
+        return total
 
-    def norms(self) -> Tensor:
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        if not self._prefers_positions():
+            return super().norms(budget)
+        pieces = self._window_chunks(budget)
+        return torch.cat([Outer(*part.wide().factors(), self.shape).norms(budget) for part in pieces])
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        if not self._prefers_positions():
+            return super().project(random, budget)
+        pieces = self._window_chunks(budget)
+        return torch.cat([Outer(*part.wide().factors(), self.shape).project(random, budget) for part in pieces])
+
+    def _prefers_positions(self) -> bool:
+        """Whether a matrix product's cheap way, by positions, is open and cheaper than writing out; see `Outer.norms`."""
         fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        if self.groups > 1 or self.positions * (fan_out + fan_in) >= fan_out * fan_in:
-            return super().norms()
-        return torch.cat([Outer(*part.factors(), self.shape).norms() for part in self._window_chunks()])
+        return self.groups == 1 and self.positions * (fan_out + fan_in) < fan_out * fan_in
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""
@@ -110,11 +155,10 @@ class Convolution(Form):
         windows = self.groups * self.shape[1:].numel() * self.positions
         return windows <= self.x.shape[1:].numel() + self.g.shape[1:].numel() + 3 * self.shape.numel()
 
-    def _window_chunks(self) -> Iterator[Convolution]:
+    def _window_chunks(self, budget: int = _WINDOWS * 8) -> Iterator[Convolution]:
         row = max(1, self.groups * self.shape[1:].numel() * self.positions)
-        step = max(1, _WINDOWS // row)
-        for start in range(0, max(1, self.samples), step):
-            yield self[start : start + step]
+        for piece in stretches(self.samples, budget // (8 * row)):
+            yield self[piece]
 
     def _dense_by_windows(self, out: Tensor | None) -> Tensor:
         if out is None and torch.is_grad_enabled() and (self.x.requires_grad or self.g.requires_grad):

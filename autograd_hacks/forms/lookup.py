@@ -7,7 +7,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form, Index, row_norms
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.numerics import row_norms
+from autograd_hacks.forms.paired import gram_of_pairs
+from autograd_hacks.forms.products import OneHot
+from autograd_hacks.forms.projection import RandomMap
 
 
 class Lookup(Form):
@@ -16,9 +20,19 @@ class Lookup(Form):
     index: (N, T) integers in [0, entries)    g: (N, T, D)    The parameter's shape is (entries, D).
     """
 
+    cuts_well = True
+
     def __init__(self, index: Tensor, g: Tensor, entries: int) -> None:
         self.index, self.g, self.entries = index, g, entries
         self.samples, self.shape = len(index), torch.Size((entries, g.shape[2]))
+        self.pair = OneHot(index, entries), g
+
+    @property
+    def like(self) -> Tensor:
+        return self.g
+
+    def held_size(self) -> int:
+        return self.g.shape[1:].numel()
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
@@ -28,25 +42,67 @@ class Lookup(Form):
     def __getitem__(self, index: Index) -> Form:
         return Lookup(self.index[index], self.g[index], self.entries)
 
-    def scaled(self, factor: float | Tensor) -> Form:
+    def to(self, dtype: torch.dtype) -> Form:
+        return self if self.g.dtype == dtype else Lookup(self.index, self.g.to(dtype), self.entries)
+
+    def block(self, rows: slice) -> Form:
+        first, last, _ = rows.indices(self.entries)
+        inside = (self.index >= first) & (self.index < last)
+        return Lookup(
+            torch.where(inside, self.index - first, 0), self.g.masked_fill(~inside[..., None], 0), max(0, last - first)
+        )
+
+    def multiplied(self, factor: float | Tensor) -> Form:
         return Lookup(self.index, self.g * factor, self.entries)
 
-    def dot(self, v: Tensor) -> Tensor:
-        return (v[self.index] * self.g).sum((1, 2))
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        v = v.to(self.new_sums(0).dtype)
+        pieces = self.chunks(budget, 2 * self.held_size())
+        return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        values = (self.g * w[:, None, None]).flatten(0, 1)
-        return values.new_zeros(self.shape).index_add(0, self.index.flatten(), values)
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        if w.ndim == 2:
+            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
+        total = self.new_sums(*self.shape)
+        for samples, part in self.chunks(budget, self.held_size()):
+            total.index_add_(0, part.index.flatten(), (part.g * w[samples, None, None].to(total.dtype)).flatten(0, 1))
+        return total
 
-    def norms(self) -> Tensor:
-        # Positions that read the same entry are added up first; entries that were not read are zero.
-        slots, place = self._slots().unique(return_inverse=True)
-        touched = self.g.new_zeros(len(slots), self.shape[1]).index_add(0, place, self.g.flatten(0, 1))
-        norms = row_norms(touched)
-        largest = norms.new_zeros(self.samples).scatter_reduce(0, slots // self.entries, norms.detach(), "amax")
-        scale = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
-        shares = (norms / scale[slots // self.entries]) ** 2
-        return norms.new_zeros(self.samples).index_add(0, slots // self.entries, shares).sqrt() * scale
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if about is not None:
+            return super().second_moment(w, about, budget)
+        total = self.new_sums(*self.shape).abs()
+        for samples, part in self.chunks(budget, 3 * self.held_size()):
+            slots, touched = part._touched()
+            weights = w[samples][slots // self.entries].to(total.dtype)
+            total.index_add_(0, slots % self.entries, touched.abs().square() * weights[:, None])
+        return total
+
+    def _gram(self, other: Form, budget: int) -> Tensor:
+        by_positions = gram_of_pairs(self, other, budget)
+        return super()._gram(other, budget) if by_positions is None else by_positions
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        found = []
+        for _, part in self.chunks(budget, 3 * self.held_size()):
+            slots, touched = part._touched()
+            samples, norms = slots // self.entries, row_norms(touched)
+            largest = norms.new_zeros(part.samples).scatter_reduce(0, samples, norms.detach(), "amax")
+            scale = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
+            shares = (norms / scale[samples]) ** 2
+            found.append(norms.new_zeros(part.samples).index_add(0, samples, shares).sqrt() * scale)
+        return torch.cat(found)
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        found = self.new_sums(self.samples, random.dim)
+        for samples, part in self.chunks(budget, 3 * self.index.shape[1] * random.COLUMNS):
+            for columns, left, right in random.columns(found):
+                found[samples, columns] = (left.mT[part.index] * (part.g @ right.mT)).sum(1)
+        return found
+
+    def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
+        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
+        return Lookup(self.index[rows].flatten(1), (self.g[rows] * present[..., None, None]).flatten(1, 2), self.entries)
 
     def merge_key(self) -> Hashable:
         return Lookup, self.shape
@@ -61,3 +117,8 @@ class Lookup(Form):
         """Where each (sample, position) lands in N tables laid end to end."""
         samples = torch.arange(self.samples, device=self.index.device)
         return (samples[:, None] * self.entries + self.index).flatten()
+
+    def _touched(self) -> tuple[Tensor, Tensor]:
+        """The slots that were read, and what is there; positions that read the same entry are added up."""
+        slots, place = self._slots().unique(return_inverse=True)
+        return slots, self.g.new_zeros(len(slots), self.shape[1]).index_add(0, place, self.g.flatten(0, 1))

@@ -8,7 +8,10 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form, Index, row_norms, row_scales
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.numerics import row_norms
+from autograd_hacks.forms.paired import gram_of_pairs, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.projection import RandomMap
 
 
 class Outer(Form):
@@ -17,6 +20,8 @@ class Outer(Form):
     left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
     shape: the parameter's, any view of (O, I), which it is unless told
     """
+
+    cuts_well = True
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
         self.left = left[:, None] if left.ndim == 2 else left
@@ -29,6 +34,14 @@ class Outer(Form):
         self.samples, self.positions, self.fan_out = self.left.shape
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
+        self.pair = self.left, self.right
+
+    @property
+    def like(self) -> Tensor:
+        return self.left
+
+    def held_size(self) -> int:
+        return self.positions * (self.fan_out + self.fan_in)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
@@ -50,63 +63,81 @@ class Outer(Form):
     def __getitem__(self, index: Index) -> Form:
         return Outer(self.left[index], self.right[index], self.shape)
 
-    def scaled(self, factor: float | Tensor) -> Form:
+    def to(self, dtype: torch.dtype) -> Form:
+        return self if self.left.dtype == dtype else Outer(self.left.to(dtype), self.right.to(dtype), self.shape)
+
+    def block(self, rows: slice) -> Form:
+        if self.shape[:1] != (self.fan_out,):
+            raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
+        left = self.left[..., rows]
+        return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
+
+    def multiplied(self, factor: float | Tensor) -> Form:
         if self.fan_out < self.fan_in:
             return Outer(self.left * factor, self.right, self.shape)
         return Outer(self.left, self.right * factor, self.shape)
 
-    def dot(self, v: Tensor) -> Tensor:
-        v = v.reshape(self.fan_out, self.fan_in)
-        if self.fan_in < self.fan_out:
-            return einsum(self.left @ v, self.right, "n t i, n t i -> n")
-        return einsum(self.left, self.right @ v.mT, "n t o, n t o -> n")
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        v = v.to(self.new_sums(0).dtype).reshape(self.fan_out, self.fan_in)
+        found = []
+        for _, part in self.chunks(budget, 2 * self.positions * min(self.fan_in, self.fan_out)):
+            if self.fan_in < self.fan_out:
+                found.append(einsum(part.left @ v, part.right, "n t i, n t i -> n"))
+            else:
+                found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
+        return torch.cat(found)
 
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        left, right, w = self.left, self.right, w[:, None, None]
-        left, right = (left * w, right) if self.fan_out < self.fan_in else (left, right * w)
-        total = rearrange(left, "n t o -> o (n t)") @ rearrange(right, "n t i -> (n t) i")
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        if w.ndim == 2:
+            # Multiplications for a sample and an entry: K·T one after the other, T + K by writing out.
+            if len(w) * self.positions > len(w) + self.positions:
+                return super().weighted_sum(w, budget)
+            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
+        total = self.new_sums(self.fan_out, self.fan_in)
+        for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
+            left, right, weights = part.left, part.right, w[samples, None, None].to(total.dtype)
+            left, right = (left * weights, right) if self.fan_out < self.fan_in else (left, right * weights)
+            total.addmm_(rearrange(left, "n t o -> o (n t)"), rearrange(right, "n t i -> (n t) i"))
         return total.view(self.shape)
 
-    def gram(self, other: Form) -> Tensor:
-        if not (isinstance(other, Outer) and self.positions == other.positions == 1 and self._fans == other._fans):
-            return super().gram(other)
-        return (self.left[:, 0] @ other.left[:, 0].mT) * (self.right[:, 0] @ other.right[:, 0].mT)
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if self.positions != 1 or about is not None or self.like.is_complex():
+            return super().second_moment(w, about, budget)
+        total = self.new_sums(*self.shape)
+        for samples, part in self.chunks(budget, 2 * (self.fan_in + self.fan_out)):
+            total += Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget)
+        return total
 
-    def norms(self) -> Tensor:
+    def _gram(self, other: Form, budget: int) -> Tensor:
+        by_positions = gram_of_pairs(self, other, budget)
+        return super()._gram(other, budget) if by_positions is None else by_positions
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
-            return row_norms(self.left[:, 0]) * row_norms(self.right[:, 0])
-        # Multiplications for a sample: T·T·(O + I) for products over positions, T·O·I to write it out.
-        if self.positions * (self.fan_out + self.fan_in) >= self.fan_out * self.fan_in:
-            return super().norms()
-        return torch.cat([_norms_by_positions(part) for part in self.chunks(row=3 * self.positions**2)])
+            sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
+            return torch.cat(sizes)
+        return norms_of_pairs(self, budget) if prefers_positions(self.terms) else super().norms(budget)
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
+        if self.positions * (self.fan_out + self.fan_in) >= self.fan_out * self.fan_in or self.shape[:1] != (self.fan_out,):
+            return super().project(random, budget)
+        found = self.new_sums(self.samples, random.dim)
+        for samples, part in self.chunks(budget, 3 * self.positions * random.COLUMNS):
+            for columns, left, right in random.columns(found):
+                found[samples, columns] = ((part.left @ left.mT) * (part.right @ right.mT)).sum(1)
+        return found
+
+    def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
+        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
+        left = self.left[rows] * present[..., None, None]
+        return Outer(left.flatten(1, 2), self.right[rows].flatten(1, 2), self.shape)
 
     def merge_key(self) -> Hashable:
-        return Outer, self._fans, self.shape
+        return Outer, self.fan_out, self.fan_in, self.shape
 
     @classmethod
     def merge(cls, forms: Sequence[Form]) -> Form:
         outers = [form for form in forms if isinstance(form, Outer)]
         left, right = (torch.cat([getattr(form, side) for form in outers], dim=1) for side in ("left", "right"))
         return Outer(left, right, outers[0].shape)
-
-    @property
-    def _fans(self) -> tuple[int, int]:
-        return self.fan_out, self.fan_in
-
-
-def _norms_by_positions(form: Form) -> Tensor:
-    """‖Σₜ lₜ ⊗ rₜ‖² = Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩, nothing of size O·I; samples in which that sum cancels are written out.
-
-    The products carry an error of about eps·(Σₜ‖lₜ‖‖rₜ‖)².  Where the square isn't far above it the difference of large
-    numbers has no digits left (nearly equal positions of opposite sign: 100 % off in float32), and writing out has.
-    """
-    assert isinstance(form, Outer)
-    left_scale, right_scale = row_scales(form.left.flatten(1)), row_scales(form.right.flatten(1))
-    left, right = form.left / left_scale[:, None, None], form.right / right_scale[:, None, None]
-    products = (left @ left.mT) * (right @ right.mT)
-    square = products.sum((1, 2))
-    size = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1) ** 2
-    exact = square > 1e4 * torch.finfo(square.dtype).eps * size
-    norms = torch.where(exact, square, torch.ones_like(square)).sqrt() * left_scale * right_scale
-    written = (~exact).nonzero()[:, 0]
-    return norms.index_put((written,), Form.norms(form[written])) if len(written) else norms

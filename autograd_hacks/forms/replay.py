@@ -7,11 +7,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Dense, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.dense import Dense
+from autograd_hacks.forms.numerics import accumulation_dtype
 
 
 class Source(Protocol):
-    """Something that runs a call again."""
+    """Something that runs a call again.  Samples are those at an index, or all."""
+
+    @property
+    def row_size(self) -> int:
+        """How many numbers the rows of all its parameters have for a sample."""
 
     def prepare(self) -> None:
         """Works the rows out, for what is asked next."""
@@ -19,31 +25,73 @@ class Source(Protocol):
     def doubt(self) -> None:
         """Works the rows out in the way that takes least for granted, where another was taken."""
 
-    def rows(self, name: str) -> Tensor:
-        """A parameter's rows, (N, *shape)."""
+    def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
+        """A parameter's rows, (N, *shape).  keep: whether they will be asked for again"""
 
     def weighted_sum(self, name: str, w: Tensor) -> Tensor:
-        """The parameter's gradient where sample n's counts w[n]-fold.  w: N.  Returns shape."""
+        """The parameter's gradient where sample n's counts w[n]-fold.  w: N, of all samples.  Returns shape."""
 
 
 class Replay(Form):
     """J of a parameter inside a module, by backward passes through the module's own forward.
 
-    source: runs it    name: the parameter's in the module    factor: what the rows are multiplied by
+    source: runs it    name: the parameter's in the module    like: a tensor of its dtype and device
+    samples: how many the call has    index: some of them; None for all
+    dtype: in which rows are handed out, the parameter's unless told
     """
 
-    def __init__(self, source: Source, name: str, samples: int, shape: torch.Size, factor: float | Tensor = 1.0) -> None:
-        self.source, self.name, self.samples, self.shape, self.factor = source, name, samples, shape, factor
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        samples: int,
+        shape: torch.Size,
+        like: Tensor,
+        index: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.source, self.name, self.shape, self.index = source, name, shape, index
+        self.all_samples, self.samples = samples, samples if index is None else len(index)
+        self.dtype = like.dtype if dtype is None else dtype
+        self._like = like
+
+    @property
+    def like(self) -> Tensor:
+        return self._like if self._like.dtype == self.dtype else self._like.new_zeros(0, dtype=self.dtype)
+
+    def row_size(self) -> int:
+        return self.source.row_size
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         # Not in place: two parameters' rows may be one tensor, as of a token and a position that are added.
-        return torch.mul(self.source.rows(self.name), self.factor, out=out)
+        rows = self.source.rows(self.name, self.index, keep=False)
+        return rows.to(self.dtype, copy=True) if out is None else out.copy_(rows)
+
+    def matrix(self) -> Tensor:
+        rows = self.source.rows(self.name, self.index, keep=True)
+        return rows.to(self.dtype).reshape(self.samples, self.shape.numel())
 
     def __getitem__(self, index: Index) -> Form:
-        return Dense(self.dense()[index])
+        every = torch.arange(self.all_samples, device=self._like.device) if self.index is None else self.index
+        return Replay(self.source, self.name, self.all_samples, self.shape, self._like, every[index], self.dtype)
 
-    def scaled(self, factor: float | Tensor) -> Form:
-        return Replay(self.source, self.name, self.samples, self.shape, self.factor * factor)
+    def to(self, dtype: torch.dtype) -> Form:
+        if dtype == self.dtype:
+            return self
+        return Replay(self.source, self.name, self.all_samples, self.shape, self._like, self.index, dtype)
 
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        return self.source.weighted_sum(self.name, w) * self.factor
+    def block(self, rows: slice) -> Form:
+        return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
+
+    def multiplied(self, factor: float | Tensor) -> Form:
+        return Dense(self.dense() * factor)
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        # A backward pass for each sum, or one for each sample.
+        if w.ndim == 2 and 2 * len(w) > self.samples:
+            return super().weighted_sum(w, budget)
+        if w.ndim == 2:
+            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
+        if self.index is not None:
+            w = w.new_zeros(self.all_samples).index_add(0, self.index, w)
+        return self.source.weighted_sum(self.name, w).to(accumulation_dtype(self.dtype))

@@ -1,0 +1,114 @@
+"""J itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms.base import BUDGET, Form, Index
+
+
+class Dense(Form):
+    """J itself: for small parameters such as biases and affine norms.
+
+    values: ``(N, *shape)``
+    """
+
+    cuts_well = True
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
+
+    def held_size(self) -> int:
+        return self.shape.numel()
+
+    def row_size(self) -> int:
+        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        return self.values.clone() if out is None else out.copy_(self.values)
+
+    def matrix(self) -> Tensor:
+        return self.values.reshape(self.samples, self.shape.numel())
+
+    def __getitem__(self, index: Index) -> Form:
+        return Dense(self.values[index])
+
+    def to(self, dtype: torch.dtype) -> Form:
+        return self if self.values.dtype == dtype else Dense(self.values.to(dtype))
+
+    def block(self, rows: slice) -> Form:
+        return Dense(self.values[:, rows])
+
+    def multiplied(self, factor: float | Tensor) -> Form:
+        return Dense(self.values * factor)
+
+    def merge_key(self) -> Hashable:
+        return Dense
+
+    @classmethod
+    def merge(cls, forms: Sequence[Form]) -> Form:
+        return Dense(torch.stack([form.values for form in forms if isinstance(form, Dense)]).sum(0))
+
+
+class Zero(Form):
+    """The rows of a parameter that the loss did not reach: nothing, at no cost.
+
+    like: a tensor of the rows' dtype and device
+    """
+
+    cuts_well = True
+
+    def __init__(self, samples: int, shape: torch.Size, like: Tensor) -> None:
+        self.samples, self.shape, self._like = samples, shape, like.detach()
+
+    @property
+    def like(self) -> Tensor:
+        return self._like
+
+    def row_size(self) -> int:
+        return 0
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        return self._like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
+
+    def matrix(self) -> Tensor:
+        return self._like.new_zeros(()).expand(self.samples, self.shape.numel())
+
+    def __getitem__(self, index: Index) -> Form:
+        samples = torch.empty(self.samples)[index.cpu() if isinstance(index, Tensor) else index].shape[0]
+        return Zero(samples, self.shape, self._like)
+
+    def to(self, dtype: torch.dtype) -> Form:
+        return Zero(self.samples, self.shape, self._like.new_zeros(0, dtype=dtype))
+
+    def block(self, rows: slice) -> Form:
+        return Zero(self.samples, torch.Size((len(range(*rows.indices(self.shape[0]))), *self.shape[1:])), self._like)
+
+    def multiplied(self, factor: float | Tensor) -> Form:
+        return self
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples)
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(*w.shape[:-1], *self.shape)
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        zeros = self.new_sums(*self.shape).abs()
+        return zeros if about is None else zeros + w.to(zeros.dtype).sum() * about.abs().square()
+
+    def _gram(self, other: Form, budget: int) -> Tensor:
+        return self.new_sums(self.samples, other.samples)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples).abs()
+
+    def project(self, random: object, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples, random.dim)  # type: ignore[attr-defined]  # a RandomMap, as the base class says

@@ -1,0 +1,40 @@
+"""Norms that overflow only where they must, and sums in a precision that holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are added up in: half precision in single."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0]).abs()
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    info = torch.finfo(norms.dtype)
+    # Squares may have left the range: ∞, or so small that they have lost digits.
+    doubtful = ~(norms.detach() < info.max) | (norms.detach() < (info.tiny / info.eps) ** 0.5)
+    if rows.is_meta or not doubtful.any():
+        return norms
+    again = doubtful.nonzero()[:, 0]
+    scale = row_scales(rows[again])
+    return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
+
+
+def row_scales(rows: Tensor) -> Tensor:
+    """Each row's largest magnitude, (N, P) -> N, or 1 for a row that division by it would spoil (0, ∞, NaN)."""
+    if not rows.shape[1]:
+        return torch.ones(rows.shape[0], dtype=rows.dtype, device=rows.device).abs()
+    largest = torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1)
+    return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
+
+
+def stretches(length: int, step: int) -> list[slice]:
+    """[0, length) in slices of at most `step`; an empty one where the length is 0."""
+    step = max(1, step)
+    return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]

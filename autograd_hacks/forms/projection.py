@@ -1,0 +1,48 @@
+"""The random map of a projection, drawn piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms.numerics import stretches
+
+
+@dataclass(frozen=True)
+class RandomMap:
+    """R of shape (P, dim), for a parameter seen as a matrix O I: coordinate k of a gradient G is uₖᵀ G vₖ / √dim.
+
+    u and v are independent signs.  So E ⟨G R, H R⟩ = ⟨G, H⟩; and since E (uᵀa)⁴ ≤ 3 ‖a‖⁴, the squared length of a unit
+    rank-one gradient has a standard deviation of √8 / √dim at most.  R is a function of these fields alone, and drawn on
+    the CPU, so that it is the same for every batch, form and device.  It is never stored: P · dim numbers would be needed.
+
+    name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates
+    """
+
+    name: str
+    shape: torch.Size
+    dim: int
+    seed: int
+
+    COLUMNS: ClassVar[int] = 32
+    """How many coordinates are drawn at a time."""
+
+    @property
+    def fans(self) -> tuple[int, int]:
+        """O and I; I is 1 for a vector."""
+        return (self.shape[0], self.shape[1:].numel()) if self.shape else (1, 1)
+
+    def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
+        for number, columns in enumerate(stretches(self.dim, self.COLUMNS)):
+            key = repr((self.seed, self.name, tuple(self.shape), self.dim, number)).encode()
+            generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7]))
+            count, (fan_out, fan_in) = columns.stop - columns.start, self.fans
+            signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8)
+            left, right = signs.to(like).mul_(2).sub_(1).split([fan_out, fan_in], dim=1)
+            yield columns, left / self.dim**0.5, right
