@@ -6,8 +6,10 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
 from autograd_hacks import errors, forms, rules
+from autograd_hacks.clipping import clip_grad1_norm_
 from autograd_hacks.description import describe
 from autograd_hacks.grad1 import compute_grad1
+from autograd_hacks.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.hooks import (
     accumulate,
     add_hooks,
@@ -34,6 +36,9 @@ __all__ = [
     "clear_backprops",
     # Read the per-sample gradients.
     "compute_grad1",
+    "per_sample_grads",
+    "PerSampleGrads",
+    "clip_grad1_norm_",
     "describe",
     "verify",
     # Extend it.

@@ -59,14 +59,31 @@ class Batch:
             )
         return Batch(leaves, spec, axes)
 
-    def samples(self, axis: int | None) -> int | None:
-        """N, or None where it can't be told.  axis: of the first tensor that has it; None for what the user has said"""
+    def samples(self, axis: int | None, told_by: int | None = None) -> int | None:
+        """N, or None where it can't be told.
+
+        axis: of the samples in the first tensor that has it; None for what the user has said    told_by: the number of the
+        leaf that tells, where it isn't the first
+        """
         if self.axes is not None:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
         if axis is None or any(is_packed(leaf) for leaf in self.leaves):
             return None
-        sizes = [size for leaf in self.leaves if (size := _size(leaf, axis)) is not None]
-        return next((size for size in sizes if size > 1), sizes[0] if sizes else None)  # a tensor of one entry is a setting
+        if told_by is not None:
+            return _size(self.leaves[told_by], axis)
+        first = self._first(axis)
+        return None if first is None else _size(self.leaves[first], axis)
+
+    def _first(self, axis: int) -> int | None:
+        """The first leaf with an axis; before a tensor of one entry, which may be a setting, one of more."""
+        having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
+        return next((n for n in having if self.leaves[n].numel() > 1), having[0] if having else None)
+
+    def told_otherwise(self, axis: int | None, size: int) -> int | None:
+        """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
+        if axis is None or self.axes is not None or self.samples(axis) != 1 or size == 1:
+            return None
+        return next((n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) == size), None)
 
     def opaque(self) -> list[str]:
         """The types of arguments that may hold tensors unseen."""
@@ -77,10 +94,12 @@ class Batch:
         """For each leaf the axes on which the hypotheses see samples, the leaves that have N there, and those kept."""
         if self.axes is not None:
             return [[] if axis is None else [(axis, hypotheses[0].kept[probe])] for axis in self.axes]
-        return [
+        carried = [
             [(h.axis, h.kept[probe]) for h in hypotheses if h.axis is not None and _size(leaf, h.axis) == h.samples]
             for leaf in self.leaves
         ]
+        first = next((n for n, at in enumerate(carried) if at), 0)
+        return [at if n == first or not _counts_up(self.leaves[n]) else [] for n, at in enumerate(carried)]
 
     def replaced(self, hypotheses: Sequence[Hypothesis], probe: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with others of the batch's values in the place of the samples that are not kept, and where there
@@ -151,6 +170,15 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _size(leaf: Any, axis: int) -> int | None:
     return leaf.shape[axis] if isinstance(leaf, Tensor) and -leaf.ndim <= axis < leaf.ndim else None
+
+
+def _counts_up(leaf: Any) -> bool:
+    """Whether a leaf is a vector of positions, which may be as many as there are samples."""
+    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.is_meta:
+        return False
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+        return False
+    return len(leaf) > 1 and bool((leaf.diff() == 1).all())
 
 
 def _stays(leaf: Any) -> bool:

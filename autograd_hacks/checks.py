@@ -17,7 +17,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     where,
 )
-from autograd_hacks.forms import Form, Replay
+from autograd_hacks.forms import BUDGET, Form, Replay
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.plan import MIXING
@@ -141,18 +141,28 @@ def check_seen(visit: Visit, received: Received) -> None:
 
 
 def check_sum(
-    name: str, parameter: Tensor, form: Form | None, segment: Segment, loss_type: str | None, samples: int, comparing: bool
+    name: str,
+    parameter: Tensor,
+    form: Form | None,
+    segment: Segment,
+    loss_type: str | None,
+    samples: int,
+    recorder: Recorder,
+    lazily: bool,
 ) -> None:
     """Raises where the rows don't add up to the gradient that arrived, where that was kept.
 
-    comparing: whether a graph that was created may be the reason
+    lazily: whether the rows of replays may not all be written out; they are compared in the plan's first step alone then
     """
     passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
     if form is None or not samples or not passes or not all(parameter in recorded.arrived for recorded in passes):
         return
     replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
+    if replays and lazily and recorder.plan.checked:
+        return
     for term in replays:
-        term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
+        if not lazily:
+            term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
     scales = [samples if reduction(recorded, loss_type) == "mean" else 1 for recorded in passes]
     expected = sum(recorded.arrived[parameter].to_dense() * scale for recorded, scale in zip(passes, scales))
     assert isinstance(expected, Tensor)
@@ -164,8 +174,11 @@ def check_sum(
 
     def adds_up() -> bool:
         with torch.no_grad():
-            total = form.weighted_sum(expected.new_ones(samples))
+            total, ones = form.new_sums(*form.shape), expected.new_ones(samples)
+            add = Form.add_weighted_sum if replays else type(form).add_weighted_sum  # of rows, and by no other way
+            add(form, total, ones, BUDGET)
             # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
+            total = total.to(expected.dtype)
             return is_rounding((total - expected).abs().max(), expected.abs().max(), largest, (expected.dtype, *used))
 
     if adds_up():
@@ -173,8 +186,10 @@ def check_sum(
     for term in replays:
         term.source.doubt()
     if replays and adds_up():
+        for unit in recorder.plan.units.values():
+            unit.doubted |= any(parameter is p for p in unit.parameters.values())
         return
-    if comparing:
+    if recorder.comparing:
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
             "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "
@@ -237,6 +252,14 @@ def reduction(recorded: Pass, loss_type: str | None) -> str:
             "Leave loss_type out: the scale is known."
         )
     return recorded.losses.loss_type
+
+
+def common_reduction(recorder: Recorder, loss_type: str | None) -> str:
+    """How all passes' losses were reduced.  Raises ValueError where they differ."""
+    found = {reduction(recorded, loss_type) for segment in recorder.segments for recorded in segment.passes}
+    if len(found) > 1:
+        raise ValueError("some of the accumulated losses were means and some were sums; reduce all in one way")
+    return found.pop()
 
 
 def batch_size(visit: Visit, received: Received) -> int:

@@ -3,7 +3,7 @@ parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch.nn as nn
@@ -34,12 +34,12 @@ from autograd_hacks.visits import Received, Visit
 
 
 def per_parameter_forms(
-    model: nn.Module, recorder: Recorder, loss_type: str | None, scale: float | Tensor = 1.0
+    model: nn.Module, recorder: Recorder, loss_type: str | None, scale: float | Tensor = 1.0, lazily: bool = False
 ) -> dict[str, Form | None]:
     """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
 
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
-    scale: what the loss was multiplied by
+    scale: what the loss was multiplied by    lazily: whether rows may not be written out, all at once
     """
     check_loss_type(loss_type)
     check_hooked(model, recorder)
@@ -48,7 +48,7 @@ def per_parameter_forms(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trainable.items():
         for segment, (table, samples) in zip(segments, tables):
-            check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder.comparing)
+            check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder, lazily)
     kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     recorder.plan.checked |= kept
     recorder.plan.watched = not recorder.plan.checked
@@ -58,6 +58,16 @@ def per_parameter_forms(
         name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
         for name, parameter in trainable.items()
     }
+
+
+def set_grads(model: nn.Module, sums: Mapping[str, Tensor], reached: Collection[str]) -> None:
+    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.
+
+    sums: {name: shape}    reached: the names of those that it reached
+    """
+    for name, parameter in model.named_parameters():
+        if name in sums:
+            parameter.grad = sums[name].detach().to(parameter.dtype) if name in reached else None
 
 
 def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:

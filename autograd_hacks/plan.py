@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -30,7 +31,8 @@ class Unit:
 
     parameters: by their names in the module    why: for people    calls: the layouts, for each call in a forward, or for all
     copies: whether the module changes its arguments    buffers: those that it changes, by name
-    is_doubtful: whether samples seem to mix inside, though not in what comes out
+    is_doubtful: whether samples seem to mix inside, though not in what comes out    doubted: whether the rows of samples by
+    themselves have once not added up, where those of the whole batch's graph did
     """
 
     parameters: dict[str, Tensor]
@@ -39,6 +41,7 @@ class Unit:
     copies: bool = False
     buffers: Sequence[str] = ()
     is_doubtful: bool = False
+    doubted: bool = False
 
     def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
@@ -51,7 +54,8 @@ class Unit:
 class Plan:
     """What holds for all forwards of a signature.
 
-    axis: of the samples in the model's arguments; None where they say it themselves    model: the layouts of its outputs
+    axis: of the samples in the model's arguments; None where they say it themselves
+    told_by: which argument tells how many they are, where it isn't the first    model: the layouts of its outputs
     layouts: by a layer's path, for each call in a forward    units: by path
     unplaced: the layers in which rules can't tell the samples apart    by_rule: the ids of the parameters that some rule's
     call gives rows of    spread: lookups whose output is the same for all samples    refused: why there are no rows, by the
@@ -61,7 +65,11 @@ class Plan:
     until they are
     """
 
+    AGAIN: ClassVar[int] = -1
+    """The number of a call that a backward pass makes anew, so that it can't be known which one it was."""
+
     axis: int | None = None
+    told_by: int | None = None
     model: Layouts = ()
     layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
     units: dict[str, Unit] = field(default_factory=dict)
@@ -82,7 +90,9 @@ class Plan:
         if path in self.spread:
             return (Layout(),)
         known = self.layouts.get(path, ())
-        if call < len(known):
+        if call == Plan.AGAIN and known and all(layout == known[0] for layout in known):
+            return (known[0],)
+        if 0 <= call < len(known):
             self.stale |= not known[call].fits(outputs[0], samples)  # the next forward is probed again
             return (known[call],)
         self.stale = True

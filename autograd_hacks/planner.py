@@ -13,6 +13,7 @@ from autograd_hacks.batch import Batch, BatchDim, Hypothesis, kept_samples
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.plan import Plan, static_units
 from autograd_hacks.record import Recorder
+from autograd_hacks.rerun import devices_of, random_state
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.survey import Arguments, Survey
 from autograd_hacks.trees import map_tensors
@@ -39,17 +40,21 @@ class Planner:
         self._hook(model, self.static)
         self.plans: dict[object, Plan] = {}
         self._surveyed: tuple[object, Survey] | None = None
+        self._told_by: int | None = None  # of the forward that is surveyed
+        self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
         recorder.plan = recorder.static = self.static
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan of a forward that begins; where there is none, runs the probe."""
         recorder = self.recorder
         recorder.plan, recorder.samples, self._surveyed = self.static, None, None
-        recorder.arguments = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs)
+        state = random_state(devices_of(model))
+        recorder.arguments = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs), state
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
             return  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
+        axis = self._learnt if axis == 0 and self._learnt is not None else axis
         samples = batch.samples(axis)
         if any(map(is_lazy, model.parameters())) or _is_ragged(model, batch):
             return  # a model that isn't whole yet, or samples that no axis tells apart
@@ -64,12 +69,33 @@ class Planner:
         signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
         plan = self.plans.get(signature)
         if plan is not None and not plan.stale and not plan.assumed:
-            recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
+            recorder.plan, recorder.samples = plan, batch.samples(plan.axis, plan.told_by)
             return
         if not samples:
             return
+        told_by = self._survey(model, batch, axis, samples, plan, signature, args, kwargs, None)
+        if told_by is not None:
+            others = batch.samples(axis, told_by)
+            assert others is not None  # it is a size there
+            self._survey(model, batch, axis, others, plan, signature, args, kwargs, told_by)
+
+    def _survey(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        axis: int | None,
+        samples: int,
+        plan: Plan | None,
+        signature: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        told_by: int | None,
+    ) -> int | None:
+        """Runs the probe for a forward that begins.  Returns which argument tells the number of samples, if it must be run
+        anew for that."""
+        recorder = self.recorder
         hypotheses = [Hypothesis(axis, kept_samples(samples, seed=0))]
-        if axis == 0 and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
+        if axis == 0 and self._learnt is None and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
             kept = hypotheses[0].kept if others == samples else kept_samples(others, seed=1)
             hypotheses.append(Hypothesis(1, [~half for half in kept]))
         probes = max(len(hypothesis.kept) for hypothesis in hypotheses)
@@ -77,22 +103,31 @@ class Planner:
         replacements = [found for n in range(probes) if (found := batch.replaced(hypotheses, n)) is not None]
         alike = len(replacements) < probes
         if plan is not None and plan.assumed and alike:
-            recorder.plan, recorder.samples = plan, batch.samples(plan.axis)
-            return
+            recorder.plan, recorder.samples = plan, samples
+            return None
         survey = Survey(model, recorder, batch, hypotheses)
-        self._probe(survey, [(args, kwargs)] * probes if alike else replacements)
-        recorder.plan = Plan(spread=frozenset(survey.lookups), assumed=alike and samples > 1)
+        if not self._probe(survey, [(args, kwargs)] * probes if alike else replacements, (args, kwargs)):
+            return None
+        if told_by is None and (told_by := batch.told_otherwise(axis, survey.output_size())) is not None:
+            return told_by
+        recorder.plan = Plan(spread=frozenset(survey.lookups), assumed=alike and samples > 1, told_by=told_by)
         recorder.samples, self._surveyed = samples, (signature, survey)
         survey.begin(args, kwargs)
+        return None
 
-    def _probe(self, survey: Survey, replacements: Sequence[Arguments]) -> None:
+    def _probe(self, survey: Survey, replacements: Sequence[Arguments], arguments: Arguments) -> bool:
+        """Returns whether the probe has run; not where the model fails on its own arguments too, and will say so."""
         try:
             survey.probe(replacements, with_gradients=False)
+        except ProbeFailed:
+            raise
         except Exception:
             # Once more with gradients, which the model may need inside.
             try:
                 survey.probe(replacements, with_gradients=True)
             except Exception as error:
+                if survey.fails_on(arguments):
+                    return False
                 raise ProbeFailed(
                     f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
                     f"{error}). The library runs one before the first of each kind, to find out where the samples are and "
@@ -100,6 +135,7 @@ class Planner:
                     "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
                     "add_hooks(model, probe=False)."
                 ) from error
+        return True
 
     def end(self, model: nn.Module, output: Any) -> None:
         """Keeps the plan that a new signature's first forward has given.  output: of the model; None where it has failed"""
@@ -108,6 +144,8 @@ class Planner:
             survey.close()
             if output is not None:
                 self.recorder.plan = plan_of(survey)
+                if len(survey.hypotheses) > 1 and not self.recorder.plan.refused and not self.recorder.plan.assumed:
+                    self._learnt = self.recorder.plan.axis
                 if signature in self.plans and not self.plans[signature].assumed:
                     self.recorder.plan.inherit(self.plans[signature])
                 self.plans[signature] = self.recorder.plan

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -34,18 +34,22 @@ Stack = tuple[Frame, ...]
 class Facts:
     """What is known of some memory.
 
-    from_batch: it follows from the samples    routed: which rows it has follows from the samples' values    sources: the
-    parameters that it follows from while it doesn't follow from the batch, each with the innermost calls around all
-    operations on the way
+    from_batch: it follows from the samples    routed: which rows it has follows from the samples' values
+    order: where each row was before, if all that has happened to them is one permutation
+    sources: the parameters that it follows from while it doesn't follow from the batch, each with the innermost calls
+    around all operations on the way
     """
 
     from_batch: bool = False
     routed: bool = False
+    order: tuple[int, ...] | None = None
     sources: dict[int, Stack] = field(default_factory=dict)
 
     def add(self, other: Facts) -> None:
         self.from_batch |= other.from_batch
-        self.routed |= other.routed
+        if other.routed:
+            self.order = other.order if not self.routed or self.order == other.order else None
+            self.routed = True
         for parameter, stack in other.sources.items():
             self.sources[parameter] = common(stack, self.sources.get(parameter, stack))
 
@@ -116,7 +120,7 @@ class Tracker(TorchDispatchMode):
         if known.from_batch:
             self._read(known.sources)
             known.sources = {}
-            known.routed = self._routes(func, name, args) if inputs else False
+            known.routed, known.order = self._routes(func, name, args, known.order) if inputs else (False, None)
         if known.from_batch or known.sources:
             written = [value for value, argument in zip(args, func._schema.arguments) if _is_written(argument)]
             for x in tree_leaves((out, written, [kwargs.get(a.name) for a in func._schema.arguments if _is_written(a)])):
@@ -129,22 +133,40 @@ class Tracker(TorchDispatchMode):
             if not (stack == self.stack and stack and self._by_rule(stack[-1].path, parameter)):
                 self.reads.setdefault(parameter, set()).add(stack)
 
-    def _routes(self, func: Any, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether the rows of an operation's output depend on the samples' values."""
+    def _routes(
+        self, func: Any, name: str, args: tuple[Any, ...], order: tuple[int, ...] | None
+    ) -> tuple[bool, tuple[int, ...] | None]:
+        """Whether the rows of an operation's output depend on the samples' values, and their order, if that is all.
+
+        order: of its inputs' rows
+        """
         if name.startswith(_SCATTERS):
-            return self.facts(args[0]).routed  # the sizes and the order are those of what is written to
+            facts = self.facts(args[0])  # the sizes and the order are those of what is written to
+            return facts.routed, facts.order
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        was_routed = any(self.facts(x).routed for x in tensors)
         if name in ("index", "index_select") and not self.facts(args[0]).from_batch:
-            return any(self.facts(x).routed for x in tensors)  # a table, whose entries stand where the indices do
-        if any(self.facts(x).routed for x in tensors):
-            return True
+            return was_routed, order  # a table, whose entries stand where the indices do
+        index = None
+        if name == "index" and len(args[1]) == 1:
+            index = args[1][0]
+        elif name == "index_select":
+            index = args[2]
+        if index is not None and self.facts(index).from_batch and (places := _permutation(index)):
+            if not was_routed:
+                return True, places
+            # As pad_packed_sequence puts the samples back in their own order, after pack_padded_sequence has sorted them.
+            undoes = order is not None and len(order) == len(places) and all(order[p] == n for n, p in enumerate(places))
+            return not undoes, None
+        if was_routed:
+            return True, order
         if name == "index":
             picks = [x for x in args[1] if x is not None]
             by_mask = any(self.facts(x).from_batch and x.dtype in (torch.bool, torch.uint8) for x in picks)
-            return by_mask or (args[1][0] is not None and self.facts(args[1][0]).from_batch)
+            return by_mask or (args[1][0] is not None and self.facts(args[1][0]).from_batch), None
         if name == "index_select":
-            return args[1] == 0 and self.facts(args[2]).from_batch
-        return torch.Tag.dynamic_output_shape in func.tags
+            return args[1] == 0 and self.facts(args[2]).from_batch, None
+        return torch.Tag.dynamic_output_shape in func.tags, None
 
     def _add(self, tensor: Tensor, facts: Facts) -> None:
         key = _key(tensor)
@@ -157,6 +179,15 @@ def _key(tensor: Tensor) -> StorageWeakRef | None:
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return None
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def _permutation(index: Tensor) -> tuple[int, ...] | None:
+    """The entries of a vector that has each number from 0 on once."""
+    if index.ndim != 1 or index.dtype in (torch.bool, torch.uint8):
+        return None
+    with _disable_current_modes():
+        is_one = bool((index.sort().values == torch.arange(len(index), device=index.device)).all())
+        return tuple(index.tolist()) if is_one else None
 
 
 def _is_written(argument: Any) -> bool:

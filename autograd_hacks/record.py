@@ -86,7 +86,8 @@ class Recorder:
         self.samples: int | None = None  # N of the running forward, where its plan knows it
         self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
         self.survey: Survey | None = None  # of a signature's first forward
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of the model's last forward with gradients
+        # Of the model's last forward with gradients, with the random state before it.
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any], RandomState] | None = None
         self._calls: dict[str, int] = {}
         self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
@@ -169,7 +170,7 @@ class Recorder:
         layouts = unit.layouts_of(self._count(path), tensors_of(output), self.samples)
         output, visit = self.visit_unit(replay, parameters, output, is_first, layouts)
         if visit is not None:
-            visit.is_doubtful = unit.is_doubtful
+            visit.is_doubtful, visit.is_doubted = unit.is_doubtful, unit.doubted
         return output
 
     def visit_unit(
@@ -256,7 +257,9 @@ class Recorder:
         )
 
     def _count(self, path: str) -> int:
-        """How many calls there were before this one in the same forward."""
+        """How many calls there were before this one in the same forward; `Plan.AGAIN` where checkpointing makes it anew."""
+        if current_task() != NO_TASK:
+            return Plan.AGAIN
         self._calls[path] = self._calls.get(path, -1) + 1
         return self._calls[path]
 

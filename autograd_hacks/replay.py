@@ -53,7 +53,7 @@ class Rerun:
         self._rows: Values = {}  # of some samples, by the parameter's name
         self._at: Tensor | None = None  # which samples; all of them
         self._sums: tuple[Tensor, Values] | None = None  # weights, and what is left of the sums with them
-        self._doubted, self._drew = False, False
+        self._doubted, self._drew = visit.is_doubted, False
 
     @property
     def row_size(self) -> int:
@@ -79,8 +79,10 @@ class Rerun:
 
     def doubt(self) -> None:
         if not self._doubted:
-            self._check_unchanged()
-            self._rows, self._at, self._doubted = self._by_masks(None), None, True
+            self._rows, self._doubted = {}, True
+
+    def forget(self) -> None:
+        self._rows, self._sums = {}, None
 
     def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
         if name not in self._rows:

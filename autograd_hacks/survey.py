@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.batch import Batch, Hypothesis
+from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.layout import (
     Evidence,
     Layout,
@@ -35,6 +37,9 @@ from autograd_hacks.visits import Replay, Visit
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
+
+_SHARED = (torch.Generator, nn.Module, torch.device, FunctionType, type)
+"""Whose state a forward doesn't change, or is put back by other means."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,19 @@ class Survey:
         if free:
             self._try(replacements[-1], free)
 
+    def output_size(self) -> int:
+        """How many entries axis 0 of the model's output has."""
+        outputs = self.probed[-1][Frame("", 0)].outputs
+        return next((len(x) for x in outputs if x.ndim), 1)
+
+    def fails_on(self, arguments: Arguments) -> bool:
+        """Whether the model can't run its own arguments."""
+        try:
+            self._run(arguments, 0, set())
+        except Exception:  # whatever the model's own code raises
+            return True
+        return False
+
     def _try(self, arguments: Arguments, lookups: set[str]) -> None:
         """Runs the last probe with copied lookups, and goes on with that, if every other call returned the same."""
         tracker = self.tracker
@@ -128,7 +146,7 @@ class Survey:
             self.tracker = tracker
 
     def _run(self, arguments: Arguments, number: int, lookups: set[str]) -> dict[Frame, Probed]:
-        args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, arguments, is_leaf=is_packed)
+        args, kwargs = _copies(arguments)
         carried = self.batch.carried(self.hypotheses, number)
         carrying = [leaf for leaf, at in zip(tree_leaves((args, kwargs), is_packed), carried) if at]
         by_rule = {path: {id(p) for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
@@ -328,6 +346,27 @@ class SurveyHook:
 
     def __call__(self, *call: Any) -> Any:
         return self._hook(*call)
+
+
+def _copies(arguments: Arguments) -> Arguments:
+    """Arguments that a forward may change without the user's own being changed."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
+            return leaf
+        try:
+            return deepcopy(leaf)
+        except Exception as error:  # whatever the user's own class raises
+            raise ProbeFailed(
+                f"the model was given an object of type {type(leaf).__name__}, which the probe, one more forward, can't "
+                f"copy ({type(error).__name__}: {error}) and might change. Give the model tensors; or do without the "
+                "probe: add_hooks(model, probe=False), which takes axis 0 of every layer's input for the batch."
+            ) from error
+
+    copies: Arguments = tree_map(copy, arguments, is_leaf=is_packed)
+    return copies
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -44,7 +44,13 @@ class Verdict:
         survey = self.survey
         samples = survey.hypotheses[self.number].samples
         begun = survey.recorder.plan
-        plan = Plan(survey.hypotheses[self.number].axis, refused=self._refused(), spread=begun.spread, assumed=begun.assumed)
+        plan = Plan(
+            axis=survey.hypotheses[self.number].axis,
+            told_by=begun.told_by,
+            refused=self._refused(),
+            spread=begun.spread,
+            assumed=begun.assumed,
+        )
         whole = self.calls[""][-1]
         plan.model = whole.layouts[self.number]
         plan.blind = [slot for slot, mixes in enumerate(whole.mixing[self.number]) if mixes]
@@ -137,7 +143,7 @@ class Verdict:
         for parameter in (*self.unplaced, *self.reads):
             if parameter in self.chosen:
                 continue
-            if parameter in self.unplaced and self.mixed:
+            if self.mixed:
                 refused[parameter] = _mixing(self.mixed[0])
             else:
                 readers = sorted({stack[-1].path for stack in self.reads.get(parameter, ()) if stack})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.checks import is_rounding
-from autograd_hacks.errors import NothingRecorded, SamplesMixed, VerificationFailed
+from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.record import Recorder, Switch
-from autograd_hacks.rerun import devices_of, random_state, untouched, with_random_state
+from autograd_hacks.rerun import RandomState, untouched, with_random_state
 from autograd_hacks.tables import text_table
 from autograd_hacks.trees import is_packed, map_tensors, tensors_of
 
@@ -29,6 +29,7 @@ class _Comparison:
     what: str
     found: Tensor
     expected: Tensor
+    used: Collection[torch.dtype]  # precisions that autocast brought in
 
     @property
     def difference(self) -> Tensor:
@@ -58,7 +59,7 @@ def verify(model: nn.Module, samples: int = 0) -> None:
         raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
     comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, *recorder.arguments, samples)
     largest = max((c.value for c in comparisons), default=torch.zeros(()))
-    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, [c.found.dtype])]
+    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, (c.found.dtype, *c.used))]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
         hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
@@ -77,24 +78,28 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
         return []
     comparisons = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
-    parameters = dict(model.named_parameters())
+    parameters, used = dict(model.named_parameters()), _precisions(recorder)
     for name, form in per_parameter_forms(model, recorder, None if announced else "sum").items():
         grad = parameters[name].grad
         if form is not None and grad is not None:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
             total = form.weighted_sum(torch.full((form.samples,), share, dtype=grad.dtype, device=grad.device))
-            comparisons.append(_Comparison(name, "sum of the step's rows with .grad", total, grad.to_dense()))
+            comparisons.append(_Comparison(name, "sum of the step's rows with .grad", total, grad.to_dense(), used))
     return comparisons
 
 
 def _with_autograd(
-    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], singles: int
+    model: nn.Module,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: RandomState,
+    singles: int,
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    state = random_state(devices_of(model))
     found: dict[tuple[str, str], Tensor] = {}
     with recorder.set_aside(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
@@ -105,17 +110,18 @@ def _with_autograd(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
             )
-        grads = {slot: torch.randn_like(outputs[slot]) for slot in places}
+        draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
+        grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
         sums = _pull(outputs, grads, parameters)
-        forms = per_parameter_forms(model, recorder, "sum")
+        forms, used = per_parameter_forms(model, recorder, "sum"), _precisions(recorder)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
-        weights = {"weighted sum of rows": torch.randn(samples)}
+        weights = {"weighted sum of rows": _random((samples,), draws)}
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples)[: min(singles, samples)])}
         comparisons = []
         for name, form in forms.items():
             if form is not None:
                 total = form.weighted_sum(sums[name].new_ones(samples)).detach()
-                comparisons.append(_Comparison(name, "sum of rows", total, sums[name]))
+                comparisons.append(_Comparison(name, "sum of rows", total, sums[name], used))
                 for number, (what, w) in enumerate(weights.items()):
                     own = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(sums[name]))
                     found[name, what] = own.detach()
@@ -124,8 +130,19 @@ def _with_autograd(
         for what, w in weights.items():
             weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
             for name, expected in _pull(outputs, weighted, parameters).items():
-                comparisons.append(_Comparison(name, what, found.get((name, what), torch.zeros_like(expected)), expected))
+                own = found.get((name, what), torch.zeros_like(expected))
+                comparisons.append(_Comparison(name, what, own, expected, used))
     return comparisons
+
+
+def _random(shape: Sequence[int], draws: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=draws)
+
+
+def _precisions(recorder: Recorder) -> set[torch.dtype]:
+    """What autocast has computed in, in the calls that are recorded."""
+    visits = (visit for segment in recorder.segments for recorded in segment.passes for visit in recorded.received)
+    return {visit.precision for visit in visits if visit.precision is not None}
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:
@@ -136,13 +153,21 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state:
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One backward pass from some of the outputs."""
-    found = torch.autograd.grad(
-        [outputs[slot] for slot in grads],
-        list(parameters.values()),
-        list(grads.values()),
-        retain_graph=True,
-        allow_unused=True,
-    )
+    try:
+        found = torch.autograd.grad(
+            [outputs[slot] for slot in grads],
+            list(parameters.values()),
+            list(grads.values()),
+            retain_graph=True,
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise UnsupportedLayer(
+            "verify takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Verify the model "
+            "without checkpointing, or with use_reentrant=False."
+        ) from error
     return {
         name: torch.zeros_like(p) if grad is None else grad.detach().to_dense()
         for (name, p), grad in zip(parameters.items(), found)

@@ -52,6 +52,7 @@ class Visit:
     samples: int | None  # N, where the model's own arguments tell it
     layouts: tuple[Layout | None, ...]  # where they are in each output; with N
     is_doubtful: bool = False  # whether samples seem to mix in it, so that each must be seen to be its own
+    is_doubted: bool = False  # whether samples may not be run by themselves
     replay: Replay | None = None  # for a module whose rows come of running it again, and not by a rule
     graph: weakref.ref[Graph] | None = None  # dead when no backward pass can come through this call any more
 

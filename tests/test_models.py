@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample
+from quantities import assert_quantities
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -90,7 +91,11 @@ def test_network(build: type[nn.Module], loss_type: str) -> None:
     with autograd_hacks.add_hooks(model):
         F.nll_loss(model(x), y, reduction=loss_type).backward()
         autograd_hacks.compute_grad1(model, loss_type)
-        assert_rows(model, one_backward_per_sample(model, losses, x, y))
+        with autograd_hacks.pause_hooks():
+            rows = one_backward_per_sample(model, losses, x, y)
+        assert_rows(model, rows)
+        assert_quantities(model, rows, loss_type)
+        assert_quantities(model, rows, loss_type, budget=2000)
         for p in model.parameters():
             if p.grad is not None:
                 assert_close(p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0), p.grad)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from quantities import assert_quantities
 from torch import Tensor
 
 import autograd_hacks
@@ -71,6 +72,7 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
         torch.autograd.backward(outputs, grads)
         autograd_hacks.compute_grad1(model, "sum")
         rows = {name: p.grad1 for name, p in model.named_parameters()}
+        assert_quantities(model, rows, "sum")  # which are compared with autograd's below
     samples = next(len(own) for own in rows.values() if own is not None)
     if all(x.ndim == 0 for x in outputs):  # a loss
         for name, p in model.named_parameters():

@@ -36,6 +36,8 @@ class Form(ABC):
     """Whether the form is made of others, which know more than it does."""
     cuts_well = False
     """Whether `block` is as cheap as a part of the whole."""
+    held: tuple[Tensor, ...] = ()
+    """The tensors that it is made of, samples first, unless it is made of forms."""
     pair: Pair | None = None
     """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
 
@@ -91,7 +93,7 @@ class Form(ABC):
 
     def new_sums(self, *shape: int) -> Tensor:
         """Zeros to add up in."""
-        return torch.zeros(*shape, dtype=accumulation_dtype(self.like.dtype), device=self.like.device)
+        return torch.zeros(shape, dtype=accumulation_dtype(self.like.dtype), device=self.like.device)
 
     def row_size(self) -> int:
         """How many numbers are written out for a sample when its row is."""
@@ -99,7 +101,7 @@ class Form(ABC):
 
     def held_size(self) -> int:
         """How many numbers the form holds for a sample, which `to` copies."""
-        return 0
+        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
 
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
@@ -126,8 +128,8 @@ class Form(ABC):
 
     def _written(self, budget: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest)."""
-        for samples, part in self.chunks(budget):
-            for rows, block in part.blocks(budget):
+        for samples, part in self.chunks(budget // 2):  # while the next is written, who asked still has the one before
+            for rows, block in part.blocks(budget // 2):
                 yield samples, rows, block.matrix()
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
@@ -143,12 +145,17 @@ class Form(ABC):
 
         w: N, or (K, N) for K sums at once.  Returns shape, or (K, *shape).
         """
-        weights = (w if w.ndim == 2 else w[None]).to(self.new_sums(0).dtype)
+        total = self.new_sums(*w.shape[:-1], *self.shape)
+        self.add_weighted_sum(total, w, budget)
+        return total
+
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        """Adds Jᵀ w to ``total`` in place, which is what `weighted_sum` returns."""
+        weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
         entries = self.shape[0] if self.shape else 1
-        total = self.new_sums(len(weights), entries, self.shape[1:].numel())
+        sums = total.view(len(weights), entries, self.shape[1:].numel())
         for samples, rows, written in self._written(budget):
-            total[:, rows] += (weights[:, samples] @ written).view(len(weights), -1, total.shape[2])
-        return total.view(*w.shape[:-1], *self.shape)
+            sums[:, rows].add_((weights[:, samples] @ written).view(len(weights), -1, sums.shape[2]))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
@@ -157,7 +164,8 @@ class Form(ABC):
         about = None if about is None else about.to(self.new_sums(0).dtype).reshape(total.shape)
         for samples, rows, written in self._written(budget // 2):
             deviation = written if about is None else written - about[rows].flatten()
-            total[rows] += (w[samples].to(total.dtype) @ deviation.abs().square()).view(-1, total.shape[1])
+            size = deviation.abs() if deviation.is_complex() else deviation
+            total[rows] += (w[samples].to(total.dtype) @ size.square()).view(-1, total.shape[1])
         return total.view(self.shape)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
@@ -171,14 +179,19 @@ class Form(ABC):
         """By writing out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
         written twice; or else some samples."""
         mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
-        size = (mine + theirs) * self.new_sums(0).element_size()
+        width = self.new_sums(0).element_size()
+        size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
+        room = budget - max(0, size - whole)  # beside what is copied for each block anew
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
-        cuts_well = self.cuts_well and other.cuts_well and size <= budget * entries
+        cuts_well = self.cuts_well and other.cuts_well and whole <= room * entries
         if size <= budget or (is_pair and entries == 1):
             return self.wide().matrix() @ other.wide().matrix().mH
         if entries > 1 and (is_pair or cuts_well):
-            pieces = stretches(entries, budget * entries // size)
-            return torch.stack([self.block(rows)._gram(other.block(rows), budget) for rows in pieces]).sum(0)
+            pieces = stretches(entries, max(0, room) * entries // max(1, whole))
+            total = self.new_sums(self.samples, other.samples)
+            for rows in pieces:
+                total += self.block(rows)._gram(other.block(rows), budget)
+            return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
             halves = stretches(self.samples, (self.samples + 1) // 2)
             return torch.cat([self[half]._gram(other, budget) for half in halves])

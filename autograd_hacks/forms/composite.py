@@ -61,8 +61,8 @@ class Scaled(Form):
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self.form.dot(v, budget) * self.factor
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.weighted_sum(w * self.factor, budget)
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        self.form.add_weighted_sum(total, w * self.factor, budget)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
@@ -120,9 +120,6 @@ class Sum(Form):
     def row_size(self) -> int:
         return max(self.shape.numel(), *(term.row_size() for term in self.terms))
 
-    def held_size(self) -> int:
-        return sum(term.held_size() for term in self.terms)
-
     def dense(self, out: Tensor | None = None) -> Tensor:
         total = self.terms[0].dense(out)
         for term in self.terms[1:]:
@@ -144,8 +141,9 @@ class Sum(Form):
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self._added(lambda term: term.dot(v, budget))
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        return self._added(lambda term: term.weighted_sum(w, budget))
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        for term in self.terms:
+            term.add_weighted_sum(total, w, budget)
 
     def _gram(self, other: Form, budget: int) -> Tensor:
         if isinstance(other, Scaled):
@@ -229,8 +227,8 @@ class Grouping(Form):
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self._add_up(self.form.dot(v, budget))
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.weighted_sum(w[..., self.rows], budget)
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        self.form.add_weighted_sum(total, w[..., self.rows], budget)
 
     def _gram(self, other: Form, budget: int) -> Tensor:
         return self._add_up(self.form.gram(other, budget))
@@ -312,11 +310,9 @@ class Concatenation(Form):
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return torch.cat([part.dot(v, budget) for part in self.parts])
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        total = self.new_sums(*w.shape[:-1], *self.shape)
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
         for part, piece in zip(self.parts, w.split(self._sizes(), dim=-1)):
-            total += part.weighted_sum(piece, budget)
-        return total
+            part.add_weighted_sum(total, piece, budget)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         total = self.new_sums(*self.shape).abs()

@@ -47,6 +47,7 @@ class Convolution(Form):
     ) -> None:
         self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
+        self.held = x, g
         self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
 
     @property
@@ -57,8 +58,8 @@ class Convolution(Form):
     def cuts_well(self) -> bool:  # type: ignore[override]
         return self.groups == 1
 
-    def held_size(self) -> int:
-        return self.x.shape[1:].numel() + self.g.shape[1:].numel()
+    def row_size(self) -> int:
+        return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         if not self.samples:
@@ -102,15 +103,13 @@ class Convolution(Form):
             found.append((tangent * part.g).flatten(1).sum(1))
         return torch.cat(found)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
         # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.
         if w.ndim == 2 or self.like.is_complex():
-            return super().weighted_sum(w, budget)
-        total = self.new_sums(*self.shape)
+            return super().add_weighted_sum(total, w, budget)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
             weights = w[samples].to(total.dtype).view(-1, *[1] * (self.g.ndim - 1))
             total += self._weight_gradient(part.x, part.g * weights, 1)
-        return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if not self._prefers_positions():

@@ -20,13 +20,11 @@ class Dense(Form):
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
+        self.held = (values,)
 
     @property
     def like(self) -> Tensor:
         return self.values
-
-    def held_size(self) -> int:
-        return self.shape.numel()
 
     def row_size(self) -> int:
         return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
@@ -97,8 +95,8 @@ class Zero(Form):
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.new_sums(*w.shape[:-1], *self.shape)
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        pass
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         zeros = self.new_sums(*self.shape).abs()

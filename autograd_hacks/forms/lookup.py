@@ -25,14 +25,11 @@ class Lookup(Form):
     def __init__(self, index: Tensor, g: Tensor, entries: int) -> None:
         self.index, self.g, self.entries = index, g, entries
         self.samples, self.shape = len(index), torch.Size((entries, g.shape[2]))
-        self.pair = OneHot(index, entries), g
+        self.pair, self.held = (OneHot(index, entries), g), (index, g)
 
     @property
     def like(self) -> Tensor:
         return self.g
-
-    def held_size(self) -> int:
-        return self.g.shape[1:].numel()
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
@@ -60,13 +57,11 @@ class Lookup(Form):
         pieces = self.chunks(budget, 2 * self.held_size())
         return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 2:
-            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
-        total = self.new_sums(*self.shape)
-        for samples, part in self.chunks(budget, self.held_size()):
-            total.index_add_(0, part.index.flatten(), (part.g * w[samples, None, None].to(total.dtype)).flatten(0, 1))
-        return total
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+            for samples, part in self.chunks(budget, self.held_size()):
+                values = part.g * weights[samples, None, None].to(total.dtype)
+                each.index_add_(0, part.index.flatten(), values.flatten(0, 1))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if about is not None:

@@ -34,14 +34,11 @@ class Outer(Form):
         self.samples, self.positions, self.fan_out = self.left.shape
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
-        self.pair = self.left, self.right
+        self.held = self.pair = self.left, self.right
 
     @property
     def like(self) -> Tensor:
         return self.left
-
-    def held_size(self) -> int:
-        return self.positions * (self.fan_out + self.fan_in)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
@@ -87,25 +84,23 @@ class Outer(Form):
                 found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
         return torch.cat(found)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 2:
-            # Multiplications for a sample and an entry: K·T one after the other, T + K by writing out.
-            if len(w) * self.positions > len(w) + self.positions:
-                return super().weighted_sum(w, budget)
-            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
-        total = self.new_sums(self.fan_out, self.fan_in)
-        for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
-            left, right, weights = part.left, part.right, w[samples, None, None].to(total.dtype)
-            left, right = (left * weights, right) if self.fan_out < self.fan_in else (left, right * weights)
-            total.addmm_(rearrange(left, "n t o -> o (n t)"), rearrange(right, "n t i -> (n t) i"))
-        return total.view(self.shape)
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
+        if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
+            return super().add_weighted_sum(total, w, budget)
+        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+            sums = each.view(self.fan_out, self.fan_in)
+            for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
+                left, right, by = part.left, part.right, weights[samples, None, None].to(total.dtype)
+                left, right = (left * by, right) if self.fan_out < self.fan_in else (left, right * by)
+                sums.addmm_(rearrange(left, "n t o -> o (n t)"), rearrange(right, "n t i -> (n t) i"))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if self.positions != 1 or about is not None or self.like.is_complex():
             return super().second_moment(w, about, budget)
         total = self.new_sums(*self.shape)
-        for samples, part in self.chunks(budget, 2 * (self.fan_in + self.fan_out)):
-            total += Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget)
+        for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
+            Outer(part.left.square(), part.right.square(), self.shape).add_weighted_sum(total, w[samples], budget // 2)
         return total
 
     def _gram(self, other: Form, budget: int) -> Tensor:

@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import Form, Index
 from autograd_hacks.forms.dense import Dense
-from autograd_hacks.forms.numerics import accumulation_dtype
 
 
 class Source(Protocol):
@@ -21,6 +20,9 @@ class Source(Protocol):
 
     def prepare(self) -> None:
         """Works the rows out, for what is asked next."""
+
+    def forget(self) -> None:
+        """Frees the rows that were worked out."""
 
     def doubt(self) -> None:
         """Works the rows out in the way that takes least for granted, where another was taken."""
@@ -86,12 +88,11 @@ class Replay(Form):
     def multiplied(self, factor: float | Tensor) -> Form:
         return Dense(self.dense() * factor)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        # A backward pass for each sum, or one for each sample.
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        # A backward pass for each sum, or about one for each sample.
         if w.ndim == 2 and 2 * len(w) > self.samples:
-            return super().weighted_sum(w, budget)
-        if w.ndim == 2:
-            return torch.stack([self.weighted_sum(each, budget) for each in w]) if len(w) else w.new_zeros(0, *self.shape)
-        if self.index is not None:
-            w = w.new_zeros(self.all_samples).index_add(0, self.index, w)
-        return self.source.weighted_sum(self.name, w).to(accumulation_dtype(self.dtype))
+            return super().add_weighted_sum(total, w, budget)
+        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+            if self.index is not None:
+                weights = weights.new_zeros(self.all_samples).index_add(0, self.index, weights)
+            each += self.source.weighted_sum(self.name, weights)

@@ -1,0 +1,330 @@
+"""What per-sample gradients say, without writing them out: algebra on J for the whole model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.checks import common_reduction
+from autograd_hacks.errors import StaleRecord
+from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
+from autograd_hacks.forms.numerics import row_norms, stretches
+from autograd_hacks.gradients import per_parameter_forms
+from autograd_hacks.hooks import recorder_of
+from autograd_hacks.rerun import autocast_to
+from autograd_hacks.trees import version_of
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers put into the names of the parameters inside."""
+
+
+def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> PerSampleGrads:
+    """The per-sample gradients of the last backward pass, lazily: nothing of size N × P until it is asked for.
+
+    loss_type, scale: as in `compute_grad1`
+
+    Raises what `compute_grad1` raises.
+    """
+    recorder = recorder_of(model)
+    forms = per_parameter_forms(model, recorder, loss_type, scale, lazily=True)
+    samples = next((form.samples for form in forms.values() if form is not None), 0)
+    parameters = dict(model.named_parameters())
+    reached = frozenset(name for name, form in forms.items() if form is not None)
+    filled = {
+        name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form
+        for name, form in forms.items()
+    }
+    return PerSampleGrads(filled, samples, reached, common_reduction(recorder, loss_type), weakref.ref(model))
+
+
+class PerSampleGrads(Mapping[str, Form]):
+    """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
+
+    It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
+    `compute_grad1` says it; a parameter that the loss didn't reach has rows of zeros.  Sums are taken, and handed out, in
+    single precision where parameters have half, but for `dense` and `weighted_sum`, which return the parameter's dtype.
+
+    samples: N    reached: the names of the parameters that the loss reached    loss_type: 'mean' or 'sum', how the loss was
+    reduced over the batch
+
+    Each verb takes ``budget``, the bytes that it may use beside its result (and, for modules that are run again, beside
+    what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
+    was overwritten since: an activation, or for modules that are run again a weight.  So read before ``optimizer.step()``.
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        samples: int,
+        reached: frozenset[str],
+        loss_type: str,
+        model: weakref.ref[nn.Module],
+    ) -> None:
+        self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
+        self._model = model
+        self._versions = [
+            (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
+        ]
+
+    def __getitem__(self, name: str) -> Form:
+        return self._forms[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def __repr__(self) -> str:
+        size = sum(form.shape.numel() for form in self.values())
+        return f"PerSampleGrads of {self.samples} samples for {len(self)} parameters, {size} numbers each"
+
+    def dense(self) -> dict[str, Tensor]:
+        """J written out, {name: (N, *shape)}."""
+        with self._reading():
+            return {name: form.dense() for name, form in self.items()}
+
+    def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
+        """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
+
+        per_parameter: whether to return {name: N} instead
+        Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
+        """
+        with self._reading():
+            norms = self._by_rows(lambda name, form: form.norms(budget), budget)
+            if per_parameter:
+                return norms
+            return row_norms(torch.stack(_alike(list(norms.values())), dim=1)) if norms else torch.zeros(self.samples)
+
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+        """J v: ⟨gₙ, v⟩ for each sample, N.
+
+        v: {name: shape} for all parameters, as gradients are
+        Raises ValueError for directions that are missing, that no parameter has, or of another shape.
+        """
+        self._check_direction(v)
+        with self._reading():
+            found = self._by_rows(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
+            return self._added(found, (self.samples,))
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
+        """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
+
+        w: N; or (K, N) for K sums at once, {name: (K, *shape)}
+        Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
+        """
+        self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
+        with self._reading():
+            return {
+                name: form.weighted_sum(w.to(form.like.device), budget).to(form.like.dtype) for name, form in self.items()
+            }
+
+    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
+        """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  The empirical tangent kernel, for the Jacobian of outputs.
+
+        other: the gradients of another batch by the same model; these themselves unless told
+        Raises ValueError for the gradients of another model.
+        """
+        other = self if other is None else other
+        if not isinstance(other, PerSampleGrads):
+            raise TypeError(f"gram was given {type(other).__name__}; expected the PerSampleGrads of another batch")
+        if self._model != other._model or self.keys() != other.keys():
+            raise ValueError(
+                "gram was given the gradients of another model, or of other parameters: inner products are taken between "
+                "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
+                "trained."
+            )
+        with self._reading(), other._reading():
+            found = {name: form.gram(other[name], budget) for name, form in self.items()}
+            return self._added(found, (self.samples, other.samples))
+
+    def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
+        """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
+
+        w: N, ones unless told
+        Raises as `weighted_sum` does.
+        """
+        if w is not None:
+            self._check_weights(w, "(N,)", ndim=(1,))
+        with self._reading():
+            return self._second_moments(w, {}, budget)
+
+    def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
+        """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
+
+        Raises ValueError for fewer than two samples.
+        """
+        if self.samples < 2:
+            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {self.samples}")
+        with self._reading():
+            ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
+            means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
+            found = self._second_moments(None, means, budget)
+            return {name: total / (self.samples - 1) for name, total in found.items()}
+
+    def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
+        """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
+
+        R depends on ``seed``, ``dim``, and each parameter's name and shape, and on nothing else: any two batches can be
+        compared.  The square of a unit gradient's projected length spreads by √(8 / dim) at most for a matrix of rank one.
+        Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v.
+
+        Raises ValueError for a ``dim`` below 1.
+        """
+        if dim < 1:
+            raise ValueError(f"project was given dim={dim}; expected a number of coordinates, 1 or more")
+        with self._reading():
+            maps = {name: RandomMap(_unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
+            found = self._by_rows(lambda name, form: form.project(maps[name], budget), budget)
+            return self._added(found, (self.samples, dim))
+
+    def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
+        """The sums over samples with the same id: one row for each user, each document.
+
+        ids: N integers    groups: how many rows, for ids in [0, groups); unless told there is one for each id that occurs,
+        in the order of the ids
+        Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
+        """
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"group was given {_kind(ids)}; expected a tensor of N integers")
+        if ids.shape != (self.samples,):
+            raise ValueError(f"group was given ids of shape {tuple(ids.shape)}; expected ({self.samples},), one per sample")
+        if groups is None:
+            known, ids = ids.unique(return_inverse=True)
+            groups = len(known)
+        elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
+            raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
+        return self._like({n: form.group(ids.to(form.like.device), groups) for n, form in self.items()}, groups)
+
+    def select(self, index: slice | Tensor) -> PerSampleGrads:
+        """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
+
+        Raises IndexError for a mask of another length, or numbers out of range.
+        """
+        chosen = torch.arange(self.samples)[index.cpu() if isinstance(index, Tensor) else index]
+        return self._like({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
+
+    def _like(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
+        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model)
+        made._versions = [*self._versions, *made._versions]
+        return made
+
+    def _devices(self) -> set[torch.device]:
+        return {form.like.device for form in self.values()}
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A context in which the gradients are what they were when they were taken."""
+        for name, tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise StaleRecord(
+                    f"what the per-sample gradients of {name!r} are made of, a tensor of shape {tuple(tensor.shape)}, was "
+                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
+                    "them before that, or give the layer a copy: x.clone()."
+                )
+        with ExitStack() as contexts:
+            for device in self._devices():
+                contexts.enter_context(autocast_to(None, device))
+            try:
+                yield
+            finally:
+                for leaf in (leaf for form in self.values() for leaf in form.leaves()):
+                    if isinstance(leaf, Replay):
+                        leaf.source.forget()
+
+    def _by_rows(self, verb: Callable[[str, Form], Tensor], budget: int) -> dict[str, Tensor]:
+        """A verb that returns something for each sample, of every form."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in self}
+        for names, samples in self._rounds(budget):
+            for name in names:
+                parts[name].append(verb(name, self[name] if samples is None else self[name][samples]))
+        return {name: torch.cat(found) for name, found in parts.items()}
+
+    def _second_moments(self, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
+        totals: dict[str, Tensor] = {}
+        for names, samples in self._rounds(budget):
+            for name in names:
+                form = self[name] if samples is None else self[name][samples]
+                weights = form.new_sums(form.samples) + 1 if w is None else w.to(form.like.device)
+                weights = weights if w is None or samples is None else weights[samples]
+                found = form.second_moment(weights.abs() if w is None else weights, about.get(name), budget)
+                totals[name] = totals[name] + found if name in totals else found
+        return {name: totals[name] for name in self}
+
+    def _rounds(self, budget: int) -> Iterator[tuple[list[str], slice | None]]:
+        """Names of parameters with the samples to ask them for; None for all.
+
+        Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run
+        once for these and not once for each parameter.
+        """
+        together: dict[frozenset[int], list[str]] = {}
+        sizes: dict[frozenset[int], int] = {}
+        for name, form in self.items():
+            replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
+            sources = frozenset(id(leaf.source) for leaf in replays)
+            together.setdefault(sources, []).append(name)
+            sizes[sources] = sum({id(leaf.source): leaf.source.row_size for leaf in replays}.values())
+        for sources, names in together.items():
+            if not sources:
+                yield names, None
+                continue
+            each = sizes[sources] * max(self[name].like.element_size() for name in names)
+            for samples in stretches(self.samples, budget // max(1, each)):
+                yield names, None if samples == slice(0, self.samples) else samples
+
+    def _added(self, found: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        total = torch.zeros(shape)
+        for number, part in enumerate(_alike(list(found.values()))):
+            total = total + part if number else part
+        return total
+
+    def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
+        if not isinstance(w, Tensor) or not (w.is_floating_point() or w.is_complex()):
+            raise TypeError(f"the weights are {_kind(w)}; expected a floating-point tensor of shape {expected}")
+        if w.ndim not in ndim or w.shape[-1] != self.samples:
+            raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
+
+    def _check_direction(self, v: Mapping[str, Tensor]) -> None:
+        if not isinstance(v, Mapping):
+            raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
+        missing, extra = [name for name in self if name not in v], [name for name in v if name not in self]
+        if missing or extra:
+            raise ValueError(
+                f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
+                f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
+                "of model.named_parameters()."
+            )
+        for name, form in self.items():
+            if not isinstance(v[name], Tensor) or v[name].shape != form.shape:
+                raise ValueError(
+                    f"dot was given {_kind(v[name])} for {name!r}; expected a tensor of shape {tuple(form.shape)}"
+                )
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    """In one dtype, on one device: those of a model may differ."""
+    if not tensors:
+        return tensors
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return [tensor.to(tensors[0].device, dtype) for tensor in tensors]
+
+
+def _kind(value: object) -> str:
+    """A value for people."""
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _unwrapped(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    for wrapper in WRAPPERS:
+        while name.startswith(wrapper):
+            name = name[len(wrapper) :]
+        name = name.replace("." + wrapper, ".")
+    return name

@@ -1,0 +1,92 @@
+"""What `PerSampleGrads` must say, from rows that were written out by one backward pass per sample."""
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.forms import RandomMap
+
+Rows = dict[str, Tensor | None]
+
+
+def matrix(rows: Rows, model: nn.Module) -> Tensor:
+    """J, (N, P), zeros where no loss arrived."""
+    samples = next(len(x) for x in rows.values() if x is not None)
+    dtype = next(model.parameters()).dtype
+    parameters = dict(model.named_parameters())
+    return torch.cat(
+        [
+            (parameters[name].new_zeros(samples, parameters[name].numel()) if x is None else x.flatten(1).to(dtype))
+            for name, x in rows.items()
+        ],
+        dim=1,
+    )
+
+
+def assert_quantities(
+    model: nn.Module, rows: Rows, loss_type: str = "mean", budget: int = 2**26, **tolerance: float
+) -> None:
+    """Every verb of the whole model against algebra on the rows, before anything else changes."""
+    grads = autograd_hacks.per_sample_grads(model, loss_type)
+    written, device = matrix(rows, model), next(model.parameters()).device
+    samples = len(written)
+    assert list(grads) == list(rows)
+    assert grads.samples == samples
+    v, w = {name: torch.randn_like(p) for name, p in model.named_parameters() if name in rows}, torch.randn(2, samples)
+    flat, w = torch.cat([v[name].flatten() for name in rows]), w.to(written)
+
+    def split(vector: Tensor) -> dict[str, Tensor]:
+        parts = vector.split([v[name].numel() for name in rows], dim=-1)
+        return {name: part.view(*part.shape[:-1], *v[name].shape) for name, part in zip(rows, parts)}
+
+    def same(got: Tensor | dict[str, Tensor], expected: Tensor | dict[str, Tensor], what: str) -> None:
+        if isinstance(got, dict):
+            assert isinstance(expected, dict)
+            assert list(got) == list(expected)
+            for name in got:
+                same(got[name], expected[name], f"{what} of {name}")
+            return
+        assert isinstance(expected, Tensor)
+        size = float(expected.abs().max()) if expected.numel() else 1.0
+        close = {"rtol": 1e-5, "atol": 1e-7 * max(1.0, size)} | tolerance
+        assert_close(got, expected.to(got), msg=lambda m: f"{what}: {m}", **close)
+
+    same(grads.norms(budget=budget), written.norm(dim=1), "norms")
+    same(grads.norms(True, budget), {n: p.flatten(1).norm(dim=1) for n, p in split(written).items()}, "norms by parameter")
+    same(grads.weighted_sum(w[0], budget), split(w[0] @ written), "weighted_sum")
+    same(grads.weighted_sum(w, budget), split(w @ written), "weighted sums")
+    same(grads.dot(v, budget), written @ flat, "dot")
+    same(grads.gram(budget=budget), written @ written.mT, "gram")
+    same(grads.gram(grads.select(slice(1)), budget), written @ written[:1].mT, "gram with some")
+    same(grads.second_moment(budget=budget), split(written.square().sum(0)), "second_moment")
+    same(grads.second_moment(w[1], budget), split(w[1] @ written.square()), "weighted second_moment")
+    if samples > 1:
+        same(grads.variance(budget), split(written.var(0)), "variance")
+    maps = [RandomMap(name, v[name].shape, 3, 7) for name in rows]
+    columns = [torch.cat([(u[:, :, None] * r[:, None]).flatten(1).mT for _, u, r in m.columns(written)], 1) for m in maps]
+    same(grads.project(3, seed=7, budget=budget), written @ torch.cat(columns), "project")
+    ids = torch.arange(samples, device=device) % 2
+    grouped = torch.zeros(2, written.shape[1]).to(written).index_add(0, ids, written)
+    same(grads.group(ids, 2).norms(), grouped.norm(dim=1), "group")
+    picked = torch.arange(samples, device=device).flip(0)[:2]
+    same(grads.select(picked).dense(), split(written[picked]), "select")
+    clip = float(written.norm(dim=1).median()) if samples else 0.0
+    clip = clip or 1.0
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    same(
+        autograd_hacks.clip_grad1_norm_(model, clip, loss_type, budget=budget),
+        written.norm(dim=1),
+        "norms of clip_grad1_norm_",
+    )
+    weights = (clip / written.norm(dim=1)).clamp(max=1) / (samples if loss_type == "mean" else 1)
+    for name, expected in split(weights @ written).items():
+        p = model.get_parameter(name)
+        if rows[name] is None:
+            assert p.grad is None
+        else:
+            assert p.grad is not None
+            same(p.grad, expected, f"clipped gradient of {name}")
+    for name, p in model.named_parameters():
+        p.grad = kept[name]

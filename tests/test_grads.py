@@ -1,0 +1,406 @@
+"""`PerSampleGrads` and `clip_grad1_norm_`: what they refuse, how much memory they take, and how numbers behave."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import one_backward_per_sample
+from quantities import assert_quantities
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded, StaleRecord
+from autograd_hacks.forms import Dense, Outer, RandomMap
+
+
+def squares(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().flatten(1).sum(1)
+
+
+class Language(nn.Module):
+    """An Embedding that is tied to the last Linear."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x).cumsum(1).tanh())
+
+
+class Token(nn.Module):
+    """A bare parameter, which only a replay covers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token, self.inside = nn.Parameter(torch.randn(width, width)), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside((x @ self.token).tanh())
+
+
+def stepped(model: nn.Module, x: Tensor) -> autograd_hacks.PerSampleGrads:
+    autograd_hacks.add_hooks(model)
+    squares(model(x), x).mean().backward()
+    return autograd_hacks.per_sample_grads(model)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 5])
+def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
+    for model, x in [
+        (Language(7, 3).double(), torch.randint(7, (samples, 4))),
+        (Token(4).double(), torch.randn(samples, 3, 4).double()),
+        (nn.Sequential(Token(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
+    ]:
+        with autograd_hacks.add_hooks(model):
+            if not samples:
+                model(x.new_ones(3, *x.shape[1:]))  # a signature that the probe has seen
+            squares(model(x), x).sum().backward()
+            with autograd_hacks.pause_hooks():
+                rows = one_backward_per_sample(model, squares, x, x)
+            for budget in (2**26, 1000):
+                assert_quantities(model, rows, "sum", budget)
+
+
+def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
+    model = nn.ModuleDict({"used": mlp(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
+    x = torch.randn(5, 4).double()
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.accumulate(model):
+            for part in (x[:2], x[2:]):
+                squares(model(part), part).mean().backward()
+        with autograd_hacks.pause_hooks():
+            rows = one_backward_per_sample(model, squares, x, x)
+        assert rows["spare.weight"] is None
+        assert_quantities(model, rows)
+
+
+def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None:
+    model, x = mlp().double(), torch.randn(6, 4).double()
+    grads = stepped(model, x)
+    norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
+    for name, p in model.named_parameters():
+        assert_close(sums[name], p.grad)
+    squares(model(x * 2), x).mean().backward()
+    assert_close(grads.norms(), norms)
+    autograd_hacks.clear_backprops(model)
+    assert_close(grads.norms(), norms)
+    assert "6 samples" in repr(grads)
+
+
+def test_weights_and_directions_can_be_differentiated() -> None:
+    grads = stepped(mlp().double(), torch.randn(6, 4).double())
+    w = torch.rand(6).double().requires_grad_()
+    v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
+    sum((grads.weighted_sum(w)[name] * v[name]).sum() for name in v).backward()
+    assert_close(w.grad, grads.dot(v))
+
+
+# Errors
+
+
+def test_weights_that_are_none() -> None:
+    grads = stepped(mlp(), torch.randn(6, 4))
+    for verb in (grads.weighted_sum, grads.second_moment):
+        with pytest.raises(ValueError, match=r"\(5,\).*N = 6"):
+            verb(torch.ones(5))
+        for wrong in (torch.ones(6, dtype=torch.long), torch.ones(6, dtype=torch.bool), [1.0] * 6):
+            with pytest.raises(TypeError, match="expected a floating-point tensor"):
+                verb(wrong)
+    with pytest.raises(ValueError, match=r"\(2, 6\); expected \(N,\)"):
+        grads.second_moment(torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"\(\)"):
+        grads.weighted_sum(torch.tensor(1.0))
+
+
+def test_directions_that_do_not_fit() -> None:
+    grads = stepped(mlp(), torch.randn(6, 4))
+    v = {name: torch.zeros(form.shape) for name, form in grads.items()}
+    with pytest.raises(ValueError, match=r"without 0\.bias"):
+        grads.dot({name: x for name, x in v.items() if name != "0.bias"})
+    with pytest.raises(ValueError, match="with more too much"):
+        grads.dot(v | {"more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"'2\.weight'; expected.*\(3, 5\)"):
+        grads.dot(v | {"2.weight": torch.zeros(5, 3)})
+    with pytest.raises(TypeError, match="dictionary"):
+        grads.dot(torch.zeros(3))
+
+
+def test_gradients_of_two_models() -> None:
+    one, other = (stepped(mlp(), torch.randn(6, 4)) for _ in range(2))
+    with pytest.raises(ValueError, match="another model"):
+        one.gram(other)
+    with pytest.raises(TypeError, match="expected the PerSampleGrads"):
+        one.gram(one.dense())
+
+
+@pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
+def test_a_norm_that_is_none(max_norm: float) -> None:
+    model = mlp()
+    stepped(model, torch.randn(6, 4))
+    with pytest.raises(ValueError, match="max_norm"):
+        autograd_hacks.clip_grad1_norm_(model, max_norm)
+
+
+def test_ids_and_samples_that_are_none() -> None:
+    grads = stepped(mlp(), torch.randn(6, 4))
+    with pytest.raises(TypeError, match="N integers"):
+        grads.group(torch.ones(6))
+    with pytest.raises(ValueError, match=r"\(5,\); expected \(6,\)"):
+        grads.group(torch.ones(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+        grads.group(torch.arange(6), 2)
+    with pytest.raises(IndexError):
+        grads.select(torch.tensor([6]))
+    with pytest.raises(IndexError):
+        grads.select(torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="dim=0"):
+        grads.project(0)
+    with pytest.raises(ValueError, match="two of them"):
+        grads.select(slice(1)).variance()
+
+
+def test_selecting() -> None:
+    grads = stepped(mlp().double(), torch.randn(6, 4).double())
+    norms = grads.norms()
+    mask = torch.tensor([True, False, True, True, False, False])
+    for index in (slice(1, 5), slice(None, None, 2), mask, torch.tensor([-1, 0, 0])):
+        assert_close(grads.select(index).norms(), norms[index])
+    assert_close(grads.group(torch.tensor([7, 3, 7, 3, 9, 9])).samples, 3)
+
+
+def test_reading_too_late() -> None:
+    model, x = nn.Sequential(Token(4), nn.Linear(4, 2)), torch.randn(6, 4)
+    grads = stepped(model, x)
+    assert grads.norms().shape == (6,)
+    with torch.no_grad():
+        model[0].token.add_(1)
+    with pytest.raises(StaleRecord, match="changed since"):
+        grads.norms()
+    model = mlp()
+    grads = stepped(model, x)
+    x.zero_()
+    with pytest.raises(StaleRecord, match=r"'0\.weight'.*overwritten"):
+        grads.norms()
+    autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded, match="cleared"):
+        autograd_hacks.per_sample_grads(model)
+    with pytest.raises(NothingRecorded, match="cleared"):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+# Numbers
+
+
+def test_no_gradient_at_all_is_not_clipped() -> None:
+    model, x = mlp().double(), torch.randn(3, 4).double()
+    with autograd_hacks.add_hooks(model):
+        (model(x) * torch.tensor([[0.0], [1.0], [100.0]])).sum().backward()
+        norms = autograd_hacks.clip_grad1_norm_(model, 1.0, "sum")
+    assert norms[0] == 0
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_what_is_no_number_stays_with_its_sample() -> None:
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)), torch.randn(5, 2, 4, 4)
+    x[3, 0, 0, 0] = torch.nan
+    grads = stepped(model, x)
+    assert grads.norms().isnan().tolist() == [False, False, False, True, False]
+    assert grads.gram().isnan().any(1).tolist() == [True] * 5
+    assert not grads.select(torch.tensor([0, 1, 2, 4])).gram().isnan().any()
+    with pytest.raises(RuntimeError, match=r"samples \[3\]"):
+        autograd_hacks.clip_grad1_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64, bias=False).to(dtype), torch.randn(4, 3000, 64).to(dtype)
+    with autograd_hacks.add_hooks(model):
+        model(x).backward(torch.ones(4, 3000, 64, dtype=dtype))
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        norms = grads.norms()
+        exact = Outer(torch.ones(4, 3000, 64).double(), x.double()).norms()
+        assert norms.dtype == torch.float32
+        assert_close(norms, exact.float(), rtol=1e-4, atol=0)
+        assert grads.weighted_sum(torch.ones(4))["weight"].dtype == dtype
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == dtype
+
+
+def test_norms_leave_the_range_of_numbers_only_where_they_must() -> None:
+    for factor in (1e-30, 1e30):
+        model, x = mlp(), torch.randn(4, 4)
+        with autograd_hacks.add_hooks(model):
+            (model(x) * factor).sum().backward()
+            norms = autograd_hacks.per_sample_grads(model, "sum").norms()
+        assert ((norms / factor > 0.1) & (norms / factor < 100)).all()
+
+
+def test_autocast_around_reading_changes_nothing() -> None:
+    grads = stepped(mlp(), torch.randn(6, 4))
+    norms = grads.norms()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(grads.norms(), norms)
+        assert grads.gram().dtype == torch.float32
+
+
+# Projection
+
+
+@given(st.integers(0, 99), st.integers(1, 4), st.integers(1, 40), st.integers(0, 2))
+def test_one_projection_for_every_form(seed: int, samples: int, dim: int, number: int) -> None:
+    torch.manual_seed(seed)
+    outer = Outer(torch.randn(samples, 2, 5).double(), torch.randn(samples, 2, 6).double())
+    random = RandomMap("p", outer.shape, dim, number)
+    expected = Dense(outer.dense()).project(random)
+    for form in (outer, outer.group(torch.arange(samples), samples), outer[:] + outer.scaled(0.0), outer.scaled(1.0)):
+        assert_close(form.project(random), expected)
+
+
+def test_one_projection_for_every_way_to_the_same_model() -> None:
+    """By rule, by replay, tied, wrapped, in batches of any size."""
+
+    class Bare(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.weight, self.bias = layer.weight, layer.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    layer, x = nn.Linear(6, 5).double(), torch.randn(4, 6).double()
+    wrapped = nn.Module()
+    wrapped.module, wrapped.forward = layer, lambda x: layer(x)  # type: ignore[method-assign]  # as DataParallel names it
+    expected = stepped(layer, x).project(16, seed=3)
+    autograd_hacks.remove_hooks(layer)
+    assert_close(stepped(Bare(layer), x).project(16, seed=3), expected)
+    assert_close(stepped(wrapped, x).project(16, seed=3), expected)
+    assert_close(stepped(wrapped, x[1:3]).project(16, seed=3), expected[1:3] / 1)
+    assert not torch.allclose(stepped(wrapped, x).project(16, seed=4), expected)
+
+
+@pytest.mark.parametrize("dim", [64, 1024])
+def test_projections_keep_inner_products(dim: int) -> None:
+    torch.manual_seed(0)
+    lengths, products = [], []
+    for seed in range(60):
+        left, right = F.normalize(torch.randn(2, 7).double(), dim=1), F.normalize(torch.randn(2, 9).double(), dim=1)
+        outer = Outer(left, right)
+        rows = outer.project(RandomMap("p", outer.shape, dim, seed))
+        lengths.append(rows[0] @ rows[0])
+        products.append(rows[0] @ rows[1] - outer.gram(outer)[0, 1])
+    spread = (8 / dim) ** 0.5
+    assert abs(torch.stack(lengths).mean() - 1) < 4 * spread / 60**0.5
+    assert torch.stack(lengths).std() < 1.3 * spread  # of 60 draws; the bound is for the true one
+    assert abs(torch.stack(products).mean()) < 4 * spread / 60**0.5
+
+
+# Memory
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive and were made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in before | self._seen and storage.nbytes():
+                    self._hold(storage.data_ptr(), storage.nbytes(), storage)
+        return out
+
+    def _hold(self, key: int, size: int, storage: Any) -> None:
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def let_go() -> None:
+            self.now -= size
+            self._seen.discard(key)
+
+        weakref.finalize(storage, let_go)
+
+
+@contextmanager
+def at_most(bytes_held: int, what: str = "it") -> Iterator[None]:
+    gc.collect()
+    with Held() as held:
+        yield
+    assert held.most <= bytes_held, f"{what} held {held.most} bytes, of {bytes_held}"
+
+
+def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
+    model, x, budget = Language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
+    row = 50_000 * 64 * 4  # 12.8 MB, and 51 for all
+    grads = stepped(model, x)
+    w = torch.rand(4)
+    with at_most(budget):
+        norms = grads.norms()
+    with at_most(budget):
+        gram = grads.gram()
+    with at_most(row + 2**20):
+        total = grads.weighted_sum(w)["embed.weight"]
+    with at_most(2**20):
+        along = grads.dot({"embed.weight": total})
+    assert_close(gram.diagonal().sqrt(), norms)
+    assert_close(gram @ w, along)
+    with at_most(2 * row + 3 * budget):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 100)), torch.randn(128, 20, 200)
+
+
+def images() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Conv2d(8, 32, 3), nn.Tanh(), nn.Conv2d(32, 16, 3)), torch.randn(800, 8, 12, 12)
+
+
+@pytest.mark.parametrize("build", [wide, images])
+@pytest.mark.parametrize("budget", [2**23, 2**24])
+def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module, Tensor]], budget: int) -> None:
+    model, x = build()
+    grads = stepped(model, x)
+    numbers, samples = sum(4 * form.shape.numel() for form in grads.values()), len(x)
+    small = 2**19 + 2**22  # vectors of N, norms of each parameter; and the windows that a convolution cuts at a time
+    assert samples * numbers > budget + small  # which J written out would take
+    v, w = {name: torch.randn(form.shape) for name, form in grads.items()}, torch.rand(3, samples)
+    for what, result, verb in [
+        ("norms", 0, lambda: grads.norms(budget=budget)),
+        ("dot", 0, lambda: grads.dot(v, budget)),
+        ("gram", 0, lambda: grads.gram(budget=budget)),
+        ("weighted_sum", numbers, lambda: grads.weighted_sum(w[0], budget)),
+        ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, budget)),
+        ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
+        ("variance", 2 * numbers, lambda: grads.variance(budget)),
+        ("project", 0, lambda: grads.project(8, budget=budget)),
+    ]:
+        with at_most(budget + result + small, what):
+            verb()
