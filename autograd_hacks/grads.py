@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -110,7 +110,7 @@ class PerSampleGrads(Mapping[str, Form]):
         self._check_direction(v)
         with self._reading():
             found = self._by_rows(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
-            return self._added(found, (self.samples,))
+            return _added(found.values(), (self.samples,))
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -140,8 +140,8 @@ class PerSampleGrads(Mapping[str, Form]):
                 "trained."
             )
         with self._reading(), other._reading():
-            found = {name: form.gram(other[name], budget) for name, form in self.items()}
-            return self._added(found, (self.samples, other.samples))
+            found = (form.gram(other[name], budget) for name, form in self.items())
+            return _added(found, (self.samples, other.samples))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -181,7 +181,7 @@ class PerSampleGrads(Mapping[str, Form]):
         with self._reading():
             maps = {name: RandomMap(_unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
             found = self._by_rows(lambda name, form: form.project(maps[name], budget), budget)
-            return self._added(found, (self.samples, dim))
+            return _added(found.values(), (self.samples, dim))
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -277,12 +277,6 @@ class PerSampleGrads(Mapping[str, Form]):
             for samples in stretches(self.samples, budget // max(1, each)):
                 yield names, None if samples == slice(0, self.samples) else samples
 
-    def _added(self, found: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        total = torch.zeros(shape)
-        for number, part in enumerate(_alike(list(found.values()))):
-            total = total + part if number else part
-        return total
-
     def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
         if not isinstance(w, Tensor) or not (w.is_floating_point() or w.is_complex()):
             raise TypeError(f"the weights are {_kind(w)}; expected a floating-point tensor of shape {expected}")
@@ -304,6 +298,14 @@ class PerSampleGrads(Mapping[str, Form]):
                 raise ValueError(
                     f"dot was given {_kind(v[name])} for {name!r}; expected a tensor of shape {tuple(form.shape)}"
                 )
+
+
+def _added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The sum over parameters, which may differ in dtype and device."""
+    total: Tensor | None = None
+    for part in found:
+        total = part if total is None else total + part.to(total.device)
+    return torch.zeros(shape) if total is None else total
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:

@@ -395,7 +395,7 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
     for what, result, verb in [
         ("norms", 0, lambda: grads.norms(budget=budget)),
         ("dot", 0, lambda: grads.dot(v, budget)),
-        ("gram", 0, lambda: grads.gram(budget=budget)),
+        ("gram", 4 * samples**2, lambda: grads.gram(budget=budget)),
         ("weighted_sum", numbers, lambda: grads.weighted_sum(w[0], budget)),
         ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, budget)),
         ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
