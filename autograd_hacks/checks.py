@@ -21,8 +21,9 @@ from autograd_hacks.forms import BUDGET, Form, Replay
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.plan import MIXING
-from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.record import Recorder
 from autograd_hacks.rules import rule_for
+from autograd_hacks.switch import Switch
 from autograd_hacks.trees import version_of
 from autograd_hacks.visits import Received, Visit
 

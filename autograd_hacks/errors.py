@@ -43,6 +43,10 @@ class HigherOrderError(PerSampleGradientError):
     """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
 
 
+class ParamGradSkipped(PerSampleGradientError):
+    """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
+
+
 def where(path: str, layer: nn.Module) -> str:
     """A layer's name for people: its path in the model and its type."""
     return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"

@@ -9,13 +9,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.forms import Form
+from autograd_hacks.checks import common_reduction
+from autograd_hacks.forms import Form, Outer
+from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.gradients import per_parameter_forms, without_autocast
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.record import Recorder
 
 
-def compute_grad1(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> None:
+def compute_grad1(
+    model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0, set_grad: bool = False
+) -> None:
     """Sets ``param.grad1``, of shape ``(N, *param.shape)``, on every parameter that trains, from the last backward pass.
 
     Row n is the gradient of sample n's loss ℓₙ, where the batch loss was the mean or the sum of ℓ₁ … ℓ_N with the batch's
@@ -25,6 +29,7 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None, scale: float |
 
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
     scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
+    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
     (see `autograd_hacks.errors`), and ValueError for another loss_type.
@@ -38,6 +43,8 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None, scale: float |
         for parameter in model.parameters():  # an earlier step's rows must not be taken for this one's
             vars(parameter).pop("grad1", None)
         raise
+    is_mean = set_grad and common_reduction(recorder, loss_type) == "mean"
+    share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
     for name, parameter in model.named_parameters():
         memory = _free_memory(parameter, forms.get(name), recorder)
         vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
@@ -45,6 +52,8 @@ def compute_grad1(model: nn.Module, loss_type: str | None = None, scale: float |
             rows = _write(forms[name], parameter, memory)
             vars(parameter)["grad1"] = rows
             recorder.written[parameter] = None if rows is None else weakref.ref(rows)
+            if set_grad:
+                parameter.grad = None if rows is None else _total(forms[name], rows, share)
 
 
 @torch.no_grad()
@@ -55,6 +64,15 @@ def _write(form: Form | None, parameter: Tensor, memory: Tensor | None) -> Tenso
         memory = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
     with without_autocast(parameter):
         return form.dense(memory).to(parameter.dtype)
+
+
+@torch.no_grad()
+def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
+    """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
+    if form is not None and all(isinstance(leaf, Outer) and leaf.positions == 1 for leaf in form.leaves()):
+        with without_autocast(rows):
+            return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
+    return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)
 
 
 def _free_memory(parameter: Tensor, form: Form | None, recorder: Recorder) -> Tensor | None:

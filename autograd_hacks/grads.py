@@ -109,8 +109,7 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         self._check_direction(v)
         with self._reading():
-            found = self._by_rows(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
-            return _added(found.values(), (self.samples,))
+            return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -180,8 +179,7 @@ class PerSampleGrads(Mapping[str, Form]):
             raise ValueError(f"project was given dim={dim}; expected a number of coordinates, 1 or more")
         with self._reading():
             maps = {name: RandomMap(_unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            found = self._by_rows(lambda name, form: form.project(maps[name], budget), budget)
-            return _added(found.values(), (self.samples, dim))
+            return self._summed(lambda name, form: form.project(maps[name], budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -244,6 +242,17 @@ class PerSampleGrads(Mapping[str, Form]):
             for name in names:
                 parts[name].append(verb(name, self[name] if samples is None else self[name][samples]))
         return {name: torch.cat(found) for name, found in parts.items()}
+
+    def _summed(self, verb: Callable[[str, Form], Tensor], budget: int, *shape: int) -> Tensor:
+        """A verb that returns something for each sample, added up over all forms."""
+        like = next((form.new_sums(0) for form in self.values()), torch.zeros(0))
+        total = like.new_zeros(self.samples, *shape)
+        for names, samples in self._rounds(budget):
+            for name in names:
+                part = verb(name, self[name] if samples is None else self[name][samples]).to(total.device)
+                total = total.to(torch.promote_types(total.dtype, part.dtype))
+                total[slice(None) if samples is None else samples] += part
+        return total
 
     def _second_moments(self, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
         totals: dict[str, Tensor] = {}

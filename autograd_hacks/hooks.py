@@ -15,13 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.batch import BatchDim
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.planner import Planner
-from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.record import Recorder
 from autograd_hacks.rules.table import parts_of_composites, rule_for
+from autograd_hacks.skipping import check_one_process, check_unwrapped
 from autograd_hacks.survey import SurveyHook
+from autograd_hacks.switch import Switch
 from autograd_hacks.trees import tensors_of
 
 
-def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> Hooked:
+def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True) -> Hooked:
     """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
 
     batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
@@ -30,6 +32,10 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> 
     probe: whether the first forward of each kind (dtypes, ranks, training flags) is run once more before, with half of the
     samples replaced, to find out where samples are in every layer, whether they mix, and where parameters are read. False
     takes axis 0 of every layer's input for the batch, and a parameter for read by its own layer alone
+    param_grad: whether a backward pass fills ``.grad``. False has autograd compute no ordinary weight gradients, which are
+    a quarter of a step and more: ``.grad`` is then set by `clip_grad1_norm_`, by ``compute_grad1(set_grad=True)``, or from
+    ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the first step of each
+    kind, and for modules that are run again: the rows are compared with them
 
     Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
     hooks at the end, unless the model had hooks before::
@@ -39,13 +45,16 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> 
 
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where ``model`` is no ``torch.nn.Module``.  The model's forward then raises ValueError for a tree of
-    axes that doesn't fit its arguments, and ProbeFailed where it can't run the probe.
+    Raises TypeError where ``model`` is no ``torch.nn.Module``, and ParamGradSkipped for ``param_grad=False`` with
+    DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with respect to parameters then.  The model's forward
+    then raises ValueError for a tree of axes that doesn't fit its arguments, and ProbeFailed where it can't run the probe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
+    if not param_grad:
+        check_one_process(model)
     root = _root_hook(model)
     is_new = root is None
     if root is None:
@@ -54,18 +63,26 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True) -> 
         root.handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
         root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
     recorder = root.recorder
+    recorder.skipper.param_grad = param_grad
     parts = parts_of_composites(model)
     for path, layer in model.named_modules():
-        if layer in recorder.layers or isinstance(layer, torch.jit.ScriptModule):
+        if isinstance(layer, torch.jit.ScriptModule):
+            continue
+        by_rule = layer not in parts and rule_for(layer)
+        if (
+            by_rule
+            and layer not in root.begun
+            and (not param_grad or isinstance(getattr(layer, "dropout", None), int | float))
+        ):
+            root.begun.add(layer)
+            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder, path)))
+        if layer in recorder.layers:
             continue
         recorder.layers.add(layer)
-        if layer in parts or not rule_for(layer):
-            continue
-        if isinstance(getattr(layer, "dropout", None), int | float):
-            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder)))
-        # First in line: the rules need what the layer itself returned, before other hooks change it.
-        hook = _LayerRan(recorder, path)
-        root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        if by_rule:
+            # First in line: the rules need what the layer itself returned, before other hooks change it.
+            hook = _LayerRan(recorder, path)
+            root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True))
     root.planner = Planner(model, recorder, batch_dim, probe, root.hook_unit)
     for parameter in model.parameters():
         recorder.watch(parameter)
@@ -186,6 +203,7 @@ class _ForwardBegins(_Hook):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         self.handles: list[RemovableHandle] = []
+        self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers with a hook where they begin
         self._units: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,6 +213,11 @@ class _ForwardBegins(_Hook):
         self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
         if self.recorder.records():
             self.planner.begin(model, args, kwargs)
+            # Not before the sums of a plan's rows were once compared with the gradients that arrived.
+            skipper = self.recorder.skipper
+            skipper.skips = not (skipper.param_grad or self.recorder.plan.watched)
+            if skipper.skips:
+                check_unwrapped()
             self.recorder.begin_unit("", model, args, kwargs)
         self.recorder.in_forward = True
 
@@ -220,11 +243,15 @@ class _ForwardEnds(_Hook):
 
 
 class _LayerBegins(_Hook):
-    """On layers with dropout inside."""
+    """On layers with dropout inside, and on all by rule where no ordinary gradients are to be computed."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        super().__init__(recorder)
+        self.path = path
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling():
-            self.recorder.begin_layer(layer)
+            self.recorder.begin_layer(self.path, layer)
 
 
 class _LayerRan(_Hook):
@@ -235,6 +262,9 @@ class _LayerRan(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return output
+        if output is None:  # the layer has failed
+            self.recorder.skipper.end_layer(layer)
+            return None
         return self.recorder.visit(self.path, layer, args, kwargs, output, self._is_first(layer))
 
     def _is_first(self, layer: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autograd_hacks.checks import check_loss_type, common_batch_size
 from autograd_hacks.passes import ANNOUNCED, Losses
-from autograd_hacks.record import current_task
+from autograd_hacks.switch import current_task
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:

@@ -34,7 +34,8 @@ class Pass:
     higher_order: bool = False
     ambiguous: bool = False  # recomputed, and it can't be known which of several forwards
     finished: bool = False
-    reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits lead to
+    reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits bring gradients to
+    skipped: set[int] = field(default_factory=set)  # and of those that they would bring them to
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     blind: tuple[int, tuple[int, ...]] | None = None  # an output of the model in which samples mix, by which it came
     largest: Tensor | None = None  # of all gradients, by magnitude

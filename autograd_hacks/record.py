@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,48 +19,21 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autograd_hacks.ends import ends_of, gets_gradient, is_captured
 from autograd_hacks.layout import Layout, for_each_sample
 from autograd_hacks.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.plan import UNKNOWN, Plan, Unit
 from autograd_hacks.rerun import RandomState, autocast_dtype, devices_of, random_state
 from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.skipping import Skipper, anchored
+from autograd_hacks.switch import NO_TASK, Switch, current_task
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
-from autograd_hacks.visits import Received, Replay, Visit, attach, ends_of, gets_gradient, is_captured, versions_of
+from autograd_hacks.visits import Received, Replay, Visit, attach, versions_of
 
 if TYPE_CHECKING:
     from autograd_hacks.survey import Survey
 
-NO_TASK = -1
-"""What torch calls the current backward pass where none runs."""
-
 Layouts = tuple[Layout | None, ...]
-
-
-def current_task() -> int:
-    """The backward pass that is running, by autograd's own count, or `NO_TASK`."""
-    return torch._C._current_graph_task_id()
-
-
-class Switch:
-    """Whether hooks record, everywhere in the process."""
-
-    enabled = True
-    pauses = 0  # contexts that are open, in whatever thread
-    here = threading.local()  # .pauses: those of the library's own, in this thread
-
-    @classmethod
-    def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not getattr(cls.here, "pauses", 0)
-
-    @classmethod
-    @contextmanager
-    def paused_here(cls) -> Iterator[None]:
-        """A context in which this thread's forwards are none of the user's."""
-        cls.here.pauses = getattr(cls.here, "pauses", 0) + 1
-        try:
-            yield
-        finally:
-            cls.here.pauses -= 1
 
 
 class Recorder:
@@ -82,6 +54,7 @@ class Recorder:
         self.in_forward = False
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+        self.skipper = Skipper()
         self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
         self.samples: int | None = None  # N of the running forward, where its plan knows it
         self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
@@ -128,14 +101,19 @@ class Recorder:
         if is_lazy(parameter) or not parameter.is_leaf:
             return
         if parameter.requires_grad and parameter not in self.watched:
-            self.watched[parameter] = parameter.register_hook(partial(self._arrive, weakref.ref(parameter)))
+            reference = weakref.ref(parameter)
+            self.watched[parameter] = (
+                parameter.register_hook(partial(self._arrive, reference)),
+                parameter.register_post_accumulate_grad_hook(self.skipper.put_back),
+            )
 
     def detach(self) -> None:
         """Ends all recording, also by graphs that outlive the hooks."""
         self.attached = False
         self.clear()
-        handles: list[RemovableHandle] = list(self.watched.values())
-        for handle in handles:
+        self.skipper.switch_on()
+        pairs: list[tuple[RemovableHandle, ...]] = list(self.watched.values())
+        for handle in (handle for pair in pairs for handle in pair):
             handle.remove()
 
     def begin_forward(self, with_gradients: bool) -> None:
@@ -143,15 +121,27 @@ class Recorder:
         if not Switch.on() or current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
             return
         self.comparing &= not self._answered
+        self.skipper.switch_on()  # what a forward that was interrupted has left
         self.open, self._calls = [], {}
         self.forwards += 1
         self._unanswered += with_gradients
         self._answered = False
 
-    def begin_layer(self, layer: nn.Module) -> None:
-        """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed."""
-        if self.records() and layer.training and layer.dropout:
+    def begin_layer(self, path: str, layer: nn.Module) -> None:
+        """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed; and where no
+        ordinary gradients are to be computed, switches its parameters off."""
+        if not self.records():
+            return
+        if layer.training and getattr(layer, "dropout", None):
             self.random_states[layer] = random_state(devices_of(layer))
+        if self.skipper.skips and path not in self.plan.unplaced and (self.in_forward or current_task() != NO_TASK):
+            replayed = self._replayed(path)
+            self.skipper.switch_off(layer, [p for p in covered(layer).values() if id(p) not in replayed])
+
+    def _replayed(self, path: str) -> set[int]:
+        """The parameters by id whose rows a module around gives, or the one at a path, run again."""
+        unit = self.plan.units.get(path)
+        return {id(p) for u in (unit, *(u for u, _ in self.open)) if u is not None for p in u.parameters.values()}
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a module again, where the forward's plan says so."""
@@ -191,19 +181,38 @@ class Recorder:
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """Notes a call of a layer that has a rule.  Returns the output."""
+        off = self.skipper.end_layer(layer)
+        noted = self._note(path, layer, args, kwargs, output, is_first, off)
+        if noted is None and off:  # which would leave its gradients unnoticed
+            return map_tensors(
+                lambda x: anchored(x, partial(self._note_lost, off), off) if x.is_floating_point() else x, output
+            )
+        return output if noted is None else noted
+
+    def _note(
+        self,
+        path: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        is_first: bool,
+        off: Sequence[Tensor],
+    ) -> Any:
+        """The output, or None where the call is not to be noted.  off: the parameters that were switched off"""
         random_state = self.random_states.pop(layer, None)
         if not self._recording():
-            return output
+            return None
         self._place(layer)
         count, rule = self._count(path), rule_for(layer)
-        owned, unit = covered(layer), self.plan.units.get(path)
-        replayed = {id(p) for u in (unit, *(u for u, _ in self.open)) if u is not None for p in u.parameters.values()}
+        owned, replayed = covered(layer), self._replayed(path)
         parameters = {name: p for name, p in owned.items() if p.requires_grad and id(p) not in replayed}
         outputs = tensors_of(output)
-        if not (rule and parameters and torch.is_grad_enabled() and any(x.grad_fn is not None for x in outputs)):
-            return output
+        leads = bool(off) or any(x.grad_fn is not None for x in outputs)
+        if not (rule and parameters and torch.is_grad_enabled() and leads):
+            return None
         if path in self.plan.unplaced or any(x.is_nested for x in outputs):
-            return output  # no axis of samples; the gradients are noticed when they arrive
+            return None  # no axis of samples; the gradients are noticed when they arrive
         if self.samples is not None and path in self.plan.spread:
             # Looked up once for all samples: a copy for each, that gradients may arrive apart.
             output, args, kwargs = (
@@ -213,14 +222,15 @@ class Recorder:
         layouts = self.plan.layouts_of(path, count, layer, outputs, self.samples)
         if layouts and layouts[0] is None and self.survey is None:
             self.plan.refused |= dict.fromkeys((id(p) for p in parameters.values()), UNKNOWN)
-            return output
+            return None
         visit = self._visit(path, layer, args, kwargs, parameters, outputs, is_first, layouts)
         recomputes = getattr(rule, "recomputes", False)
         visit.results, visit.random_state = [x.detach() for x in outputs] if recomputes else [], random_state
         visit.state = {name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None}
+        visit.is_skipped = bool(off)
         if self.survey is not None:
             self.survey.visited(visit)
-        return attach(self, visit, output, is_compared=recomputes)
+        return attach(self, visit, output, recomputes, off)
 
     def _visit(
         self,
@@ -251,6 +261,7 @@ class Recorder:
             versions=versions_of([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,
             precision=autocast_dtype(outputs[0].device),
+            is_skipped=False,
             is_first=is_first,
             samples=self.samples,
             layouts=layouts,
@@ -312,6 +323,7 @@ class Recorder:
         reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
         if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
             return
+        self.skipper.check_pass([node for name, (_, node) in visit.parameters.items() if name in reached])
         if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
             self._running = None  # left by a pass that failed
         current = visit.recomputed_in or self._enter(current_task())
@@ -323,7 +335,8 @@ class Recorder:
         received.grads[slot] = grad.detach()
         received.versions += versions_of([grad.detach()])
         received.reached |= reached
-        current.reached |= {id(visit.parameters[name][0]) for name in reached}
+        into = current.skipped if visit.is_skipped else current.reached
+        into |= {id(visit.parameters[name][0]) for name in reached}
         self._answered = True
 
     def _file(self, current: Pass, visit: Visit) -> None:
@@ -355,15 +368,25 @@ class Recorder:
                 self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == self.forwards}
         home.forwards.add(visit.forward)
 
-    def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+    def _note_lost(self, parameters: Sequence[Tensor], grads: tuple[Tensor | None, ...]) -> None:
+        """Hears of gradient at the output of a call that was not noted, and whose parameters were switched off."""
+        if Switch.on() and self.attached and grads[0] is not None:
+            self._enter(current_task())
+            self.strays |= {id(p): (self.forwards, p) for p in parameters}
+
+    def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor | None) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
         parameter = reference()
-        if parameter is None or not (Switch.on() and self.attached):
+        if grad is None or parameter is None or not (Switch.on() and self.attached):
             return
+        if self._running is not None and id(parameter) in self._running.reached:
+            self.skipper.keep(parameter)
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self.forwards, parameter
         elif grad.is_meta:
             return
+        elif id(parameter) in self._running.skipped:
+            return  # a part of it was not computed
         elif self.comparing or self.plan.is_watched(parameter):
             before = self._running.arrived.get(parameter)
             self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.forms import BUDGET
 from autograd_hacks.layout import Layout
-from autograd_hacks.record import Switch
 from autograd_hacks.rerun import autocast_to, random_state, untouched, with_random_state
 from autograd_hacks.rules.recompute import is_recomputed
+from autograd_hacks.switch import Switch
 from autograd_hacks.trees import is_packed, map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Visit
 

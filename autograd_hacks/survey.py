@@ -28,10 +28,11 @@ from autograd_hacks.layout import (
 )
 from autograd_hacks.plan import Layouts
 from autograd_hacks.probe import Frame, Stack, Tracker
-from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.record import Recorder
 from autograd_hacks.rerun import devices_of, random_state, untouched, with_other_generators, with_random_state
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, rule_for
+from autograd_hacks.switch import Switch
 from autograd_hacks.trees import is_packed, tensors_of, version_of
 from autograd_hacks.visits import Replay, Visit
 

@@ -15,8 +15,9 @@ from autograd_hacks.checks import is_rounding
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
-from autograd_hacks.record import Recorder, Switch
+from autograd_hacks.record import Recorder
 from autograd_hacks.rerun import RandomState, untouched, with_random_state
+from autograd_hacks.switch import Switch
 from autograd_hacks.tables import text_table
 from autograd_hacks.trees import is_packed, map_tensors, tensors_of
 
@@ -74,7 +75,7 @@ def _largest(x: Tensor) -> Tensor:
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
     """The recorded rows' sums with ``.grad``."""
     passes = [recorded for segment in recorder.segments for recorded in segment.passes]
-    if not passes or any(recorded.captures for recorded in passes):
+    if not passes or not recorder.skipper.param_grad or any(recorded.captures for recorded in passes):
         return []
     comparisons = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
@@ -101,7 +102,7 @@ def _with_autograd(
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: dict[tuple[str, str], Tensor] = {}
-    with recorder.set_aside(), torch.enable_grad(), untouched(model):
+    with recorder.set_aside(), recorder.skipper.aside(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
         layouts = recorder.plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}

@@ -6,17 +6,19 @@ No mathematics.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from autograd_hacks.layout import Layout
 from autograd_hacks.rerun import RandomState, devices_of, random_state
+from autograd_hacks.skipping import anchored
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Visit:
     random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
     results: list[Tensor]  # what came out, for a layer that is recomputed
     precision: torch.dtype | None  # autocast's, where the call ran under it
+    is_skipped: bool  # whether autograd computes no ordinary gradients of its parameters
     is_first: bool  # whether no other forward hook came before ours
     samples: int | None  # N, where the model's own arguments tell it
     layouts: tuple[Layout | None, ...]  # where they are in each output; with N
@@ -101,20 +104,29 @@ class Received:
     versions: Versions = field(default_factory=list)
 
 
-def attach(recorder: Recorder, visit: Visit, output: Any, is_compared: bool) -> Any:
+def attach(recorder: Recorder, visit: Visit, output: Any, is_compared: bool, parameters: Sequence[Tensor] = ()) -> Any:
     """Asks the graph for the gradients at a call's outputs.  Returns the output.
 
     is_compared: whether the visit keeps the output, to compare a later one with it
+    parameters: those that were switched off in the call
     """
     outputs = tensors_of(output)
     if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
-        output = map_tensors(lambda x: x if x.grad_fn is None else x.clone(), output)
+        output = map_tensors(lambda x: x.clone() if x.grad_fn is not None or parameters else x, output)
         outputs = tensors_of(output)
     graph = Graph()
     visit.graph = weakref.ref(graph)
+    if parameters:
+        slots = count()
+
+        def anchor(x: Tensor) -> Tensor:
+            at = AtNode(recorder, visit, graph, next(slots), 0, x.shape)
+            return anchored(x, at, parameters) if x.is_floating_point() or x.is_complex() else x
+
+        return map_tensors(anchor, output)
     for slot, x in enumerate(outputs):
         if x.grad_fn is not None:
             source = x if x._base is None else x._base
@@ -158,27 +170,5 @@ def _keeps_its_node(output: Tensor) -> bool:
     return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
 
 
-def ends_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Node]]:
-    """Parameters with their ends of the graph."""
-    return {name: (p, get_gradient_edge(p).node) for name, p in parameters.items()}
-
-
 def versions_of(tensors: list[Tensor]) -> Versions:
     return [(x, version_of(x)) for x in tensors]
-
-
-def gets_gradient(node: Node) -> bool:
-    """Whether the running backward pass will bring a gradient to a parameter, given the parameter's node."""
-    return is_captured(node) or torch._C._will_engine_execute_node(node)
-
-
-def is_captured(node: Node) -> bool:
-    """Whether torch.autograd.grad takes the gradient in front of a leaf's node, instead of executing it."""
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        # torch's answer for a leaf that autograd.grad captures, given only after it has seen that the gradient is wanted.
-        if "A leaf node was passed to _will_engine_execute_node" in str(error):
-            return True
-        raise
-    return False

@@ -73,6 +73,20 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
         autograd_hacks.compute_grad1(model, "sum")
         rows = {name: p.grad1 for name, p in model.named_parameters()}
         assert_quantities(model, rows, "sum")  # which are compared with autograd's below
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        kept = [p.grad for p in model.parameters()]
+        for step in range(2):  # the second without ordinary gradients
+            again = run()
+            torch.autograd.backward(again, grads)
+            autograd_hacks.compute_grad1(model, "sum", set_grad=step == 1)
+            for one, other in zip(again, outputs):
+                torch.testing.assert_close(one, other, equal_nan=True)  # other kernels may run without gradients
+            for p, g, (name, own) in zip(model.parameters(), kept, rows.items()):
+                if step == 0:
+                    assert p.grad is g
+                elif own is not None:
+                    torch.testing.assert_close(p.grad, own.sum(0))
+                torch.testing.assert_close(p.grad1, own, msg=lambda m, name=name: f"{name}: {m}")
     samples = next(len(own) for own in rows.values() if own is not None)
     if all(x.ndim == 0 for x in outputs):  # a loss
         for name, p in model.named_parameters():

@@ -1,0 +1,162 @@
+"""Layers whose ordinary weight gradients autograd doesn't compute.  No mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.ends import is_captured
+from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
+
+Hear = Callable[[tuple[Tensor | None, ...]], None]
+"""What a hook on a node is called with."""
+
+
+class Skipper:
+    """Of one hooked model: whether autograd computes ordinary gradients of its parameters, and where it does not.
+
+    param_grad: as in `add_hooks`    skips: whether the layers of the running forward that a rule covers go without
+    """
+
+    def __init__(self) -> None:
+        self.param_grad, self.skips = True, False
+        self._off: list[
+            tuple[nn.Module, list[Tensor], bool]
+        ] = []  # layers that run, their parameters, the fast way's switch
+        self._kept: dict[int, Tensor | None] = {}  # what .grad is to be again, by the parameter's id
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which ordinary gradients are computed."""
+        kept = self.param_grad, self.skips
+        self.param_grad, self.skips = True, False
+        try:
+            yield
+        finally:
+            self.param_grad, self.skips = kept
+
+    def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Has parameters not ask for gradients while their layer runs, so that autograd keeps nothing for them.
+
+        Not so those that are no leaves, which ``functional_call`` may put in: their gradients go on to others.
+        """
+        off = [p for p in parameters if p.is_leaf and p.requires_grad]
+        self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))
+        if isinstance(layer, nn.MultiheadAttention):  # it would take a fused way that has no gradients
+            torch.backends.mha.set_fastpath_enabled(False)
+        for parameter in off:
+            parameter.requires_grad_(False)
+
+    def end_layer(self, layer: nn.Module) -> list[Tensor]:
+        """Switches a layer's parameters on again, and those of layers inside that have failed.  Returns its parameters."""
+        if not any(running is layer for running, _, _ in self._off):
+            return []
+        while True:
+            running, parameters = self._undo()
+            if running is layer:
+                return parameters
+
+    def switch_on(self) -> None:
+        """Switches all on again."""
+        while self._off:
+            self._undo()
+
+    def _undo(self) -> tuple[nn.Module, list[Tensor]]:
+        layer, parameters, fast = self._off.pop()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        if isinstance(layer, nn.MultiheadAttention):
+            torch.backends.mha.set_fastpath_enabled(fast)
+        return layer, parameters
+
+    def keep(self, parameter: Tensor) -> None:
+        """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
+        if not self.param_grad:
+            self._kept[id(parameter)] = parameter.grad
+            parameter.grad = None
+
+    def put_back(self, parameter: Tensor) -> None:
+        """Hears that it has arrived, and leaves ``.grad`` as it was."""
+        if id(parameter) in self._kept:
+            parameter.grad = self._kept.pop(id(parameter))
+
+    def check_pass(self, nodes: Sequence[Node]) -> None:
+        """Raises for a backward pass that would lack gradients.  nodes: the ends of the parameters that it goes on to"""
+        if self.param_grad:
+            return
+        if torch.is_grad_enabled():
+            raise HigherOrderError(
+                "a backward pass ran with create_graph=True through layers whose parameters are in no graph "
+                "(add_hooks(param_grad=False)), so that its terms would be missing. Use param_grad=True."
+            )
+        if any(map(is_captured, nodes)):
+            raise ParamGradSkipped(
+                "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
+                "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
+                "param_grad=True."
+            )
+
+
+class _Anchor(torch.autograd.Function):
+    """The identity, behind a layer whose parameters are switched off.
+
+    It keeps them in the graph, with no gradient of their own: a pass comes here whether or not the layer's input asks for
+    one, and can be asked whether it goes on to them; and what does arrive at them has come by another way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hear: Hear, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.hear, ctx.parameters = hear, len(parameters)
+        if output._is_view():
+            return output.data  # a view that is changed in place later may not come out of a function
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.hear((grad,))
+        return grad if ctx.needs_input_grad[0] else None, None, *[None] * ctx.parameters
+
+
+def anchored(output: Tensor, hear: Hear, parameters: Sequence[Tensor]) -> Tensor:
+    """A layer's output, as one that its parameters lead to.  hear: gets the gradient at it"""
+    if output._is_view() and not (
+        output._base is not None and output.is_contiguous() and output._base.shape.numel() == output.numel()
+    ):
+        output = output.clone()
+    result: Tensor = _Anchor.apply(output, hear, *parameters)
+    return result
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Raises ParamGradSkipped for a model whose gradients a wrapper reduces over processes, as they arrive."""
+    wrappers: list[type] = [nn.parallel.DistributedDataParallel]
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        wrappers += [FullyShardedDataParallel, FSDPModule]
+    for module in model.modules():
+        if isinstance(module, tuple(wrappers)):
+            raise _drifts(type(module))
+
+
+def check_unwrapped() -> None:
+    """Raises ParamGradSkipped inside the forward of DistributedDataParallel, whatever model runs in it."""
+    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None:
+        raise _drifts(type(active))
+
+
+def _drifts(wrapper: type) -> ParamGradSkipped:
+    return ParamGradSkipped(
+        f"the model was hooked by add_hooks(param_grad=False) and is wrapped in {wrapper.__name__}, which reduces "
+        "ordinary gradients over processes when they arrive; here none do, so that replicas would drift apart. Use "
+        "param_grad=True."
+    )
