@@ -21,6 +21,7 @@ from autograd_hacks.hooks import (
 )
 from autograd_hacks.losses import backward
 from autograd_hacks.rules.table import is_supported, register_rule
+from autograd_hacks.stream import streaming
 from autograd_hacks.verification import verify
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "per_sample_grads",
     "PerSampleGrads",
     "clip_grad1_norm_",
+    "streaming",
     "describe",
     "verify",
     # Extend it.

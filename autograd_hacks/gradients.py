@@ -82,7 +82,7 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
         is_mean = reduction(recorded, loss_type) == "mean"
         for visit, received in reversed(recorded.received.items()):  # in the order of the forward
             check_seen(visit, received)
-            for name, form in _forms_of(visit, received).items():
+            for name, form in forms_of(visit, received).items():
                 # The mean divided every sample's gradient by N.
                 own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
                 found.setdefault(visit.parameters[name][0], []).append(own)
@@ -116,7 +116,7 @@ def _gated(visit: Visit, received: Received, layout: Layout | None) -> Call:
     )
 
 
-def _forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
+def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
     """{name: form} for the parameters of a call that the pass reached, a row for each sample."""
     samples = batch_size(visit, received)
     if visit.replay is not None:

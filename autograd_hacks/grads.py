@@ -107,7 +107,7 @@ class PerSampleGrads(Mapping[str, Form]):
         v: {name: shape} for all parameters, as gradients are
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        self._check_direction(v)
+        check_direction(v, {name: form.shape for name, form in self.items()})
         with self._reading():
             return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
@@ -178,7 +178,7 @@ class PerSampleGrads(Mapping[str, Form]):
         if dim < 1:
             raise ValueError(f"project was given dim={dim}; expected a number of coordinates, 1 or more")
         with self._reading():
-            maps = {name: RandomMap(_unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
+            maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
             return self._summed(lambda name, form: form.project(maps[name], budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
@@ -292,21 +292,21 @@ class PerSampleGrads(Mapping[str, Form]):
         if w.ndim not in ndim or w.shape[-1] != self.samples:
             raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
 
-    def _check_direction(self, v: Mapping[str, Tensor]) -> None:
-        if not isinstance(v, Mapping):
-            raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
-        missing, extra = [name for name in self if name not in v], [name for name in v if name not in self]
-        if missing or extra:
-            raise ValueError(
-                f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
-                f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
-                "of model.named_parameters()."
-            )
-        for name, form in self.items():
-            if not isinstance(v[name], Tensor) or v[name].shape != form.shape:
-                raise ValueError(
-                    f"dot was given {_kind(v[name])} for {name!r}; expected a tensor of shape {tuple(form.shape)}"
-                )
+
+def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises for what is no direction in the space of the parameters, {name: shape}."""
+    if not isinstance(v, Mapping):
+        raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
+    missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
+    if missing or extra:
+        raise ValueError(
+            f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
+            f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
+            "of model.named_parameters()."
+        )
+    for name, shape in shapes.items():
+        if not isinstance(v[name], Tensor) or v[name].shape != shape:
+            raise ValueError(f"dot was given {_kind(v[name])} for {name!r}; expected a tensor of shape {tuple(shape)}")
 
 
 def _added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -332,7 +332,7 @@ def _kind(value: object) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     """A parameter's name without what wrappers have put into it."""
     for wrapper in WRAPPERS:
         while name.startswith(wrapper):

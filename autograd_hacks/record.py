@@ -31,6 +31,7 @@ from autograd_hacks.trees import map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Replay, Visit, attach, versions_of
 
 if TYPE_CHECKING:
+    from autograd_hacks.stream import Stream
     from autograd_hacks.survey import Survey
 
 Layouts = tuple[Layout | None, ...]
@@ -55,6 +56,7 @@ class Recorder:
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.skipper = Skipper()
+        self.stream: Stream | None = None  # takes the rows while the pass runs
         self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
         self.samples: int | None = None  # N of the running forward, where its plan knows it
         self.open: list[tuple[Unit, Replay]] = []  # the calls that are being kept for a replay, the outermost first
@@ -377,7 +379,11 @@ class Recorder:
     def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor | None) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
         parameter = reference()
-        if grad is None or parameter is None or not (Switch.on() and self.attached):
+        if parameter is None or not (Switch.on() and self.attached):
+            return
+        if self.stream is not None and self._running is not None:
+            self.stream.arrived(self._running, parameter, grad)
+        if grad is None:
             return
         if self._running is not None and id(parameter) in self._running.reached:
             self.skipper.keep(parameter)
@@ -387,6 +393,6 @@ class Recorder:
             return
         elif id(parameter) in self._running.skipped:
             return  # a part of it was not computed
-        elif self.comparing or self.plan.is_watched(parameter):
+        elif self.stream is None and (self.comparing or self.plan.is_watched(parameter)):
             before = self._running.arrived.get(parameter)
             self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad
