@@ -85,7 +85,7 @@ class PerSampleGrads(Mapping[str, Form]):
         return f"PerSampleGrads of {self.samples} samples for {len(self)} parameters, {size} numbers each"
 
     def dense(self) -> dict[str, Tensor]:
-        """J written out, {name: (N, *shape)}."""
+        """J written out, ``{name: (N, *shape)}``."""
         with self._reading():
             return {name: form.dense() for name, form in self.items()}
 
@@ -114,7 +114,7 @@ class PerSampleGrads(Mapping[str, Form]):
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
 
-        w: N; or (K, N) for K sums at once, {name: (K, *shape)}
+        w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
         self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))

@@ -143,7 +143,7 @@ class Form(ABC):
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
         """Jᵀ w: the samples' gradients added up with weights.
 
-        w: N, or (K, N) for K sums at once.  Returns shape, or (K, *shape).
+        w: N, or (K, N) for K sums at once.  Returns shape, or ``(K, *shape)``.
         """
         total = self.new_sums(*w.shape[:-1], *self.shape)
         self.add_weighted_sum(total, w, budget)

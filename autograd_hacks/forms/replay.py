@@ -28,7 +28,7 @@ class Source(Protocol):
         """Works the rows out in the way that takes least for granted, where another was taken."""
 
     def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
-        """A parameter's rows, (N, *shape).  keep: whether they will be asked for again"""
+        """A parameter's rows, ``(N, *shape)``.  keep: whether they will be asked for again"""
 
     def weighted_sum(self, name: str, w: Tensor) -> Tensor:
         """The parameter's gradient where sample n's counts w[n]-fold.  w: N, of all samples.  Returns shape."""
