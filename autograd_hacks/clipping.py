@@ -6,9 +6,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.forms import BUDGET
 from autograd_hacks.gradients import set_grads
 from autograd_hacks.grads import per_sample_grads
+from autograd_hacks.hooks import recorder_of
+
+BUDGET = 256 * 2**20
+"""Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
+read twice, whose memory is kept for the next step."""
 
 
 @torch.no_grad()
@@ -38,8 +42,9 @@ def clip_grad1_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
-    grads = per_sample_grads(model, loss_type, scale)
-    norms = grads.norms(budget=budget)
+    memory = recorder_of(model).memory
+    grads = per_sample_grads(model, loss_type, scale).written_where_it_saves(3 * budget // 4, memory)
+    norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
@@ -49,5 +54,5 @@ def clip_grad1_norm_(
     weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
     if grads.loss_type == "mean":
         weights = weights / max(1, grads.samples)
-    set_grads(model, grads.weighted_sum(weights, budget), grads.reached)
+    set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached)
     return norms

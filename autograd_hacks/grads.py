@@ -12,12 +12,15 @@ from torch import Tensor
 
 from autograd_hacks.checks import common_reduction
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
+from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, Replay, Scaled, Zero
 from autograd_hacks.forms.numerics import row_norms, stretches
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.rerun import autocast_to
 from autograd_hacks.trees import version_of
+
+READING = 1
+"""Measured on two cores: 16 rows of 128 × 1152 took 1.6 ms to write and 0.25 to read; a weighted sum without them 1.2."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
@@ -206,6 +209,26 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         chosen = torch.arange(self.samples)[index.cpu() if isinstance(index, Tensor) else index]
         return self._like({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
+
+    def written_where_it_saves(self, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
+        """The same, with some rows written out: those of which norms and weighted sums both are best taken so.
+
+        Two readings of a row and its writing cost about as much as `READING` multiplications for each number.
+
+        memory: what an earlier call has written into, which is used again, and what this one does: fresh memory costs more
+        """
+        found, left, before = dict(self._forms), budget, dict(memory)
+        memory.clear()
+        for name in sorted(self, key=lambda name: self[name].saving(), reverse=True):
+            form = self[name]
+            size = form.samples * form.shape.numel() * form.like.element_size()
+            if form.saving() > READING and size <= left:
+                inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
+                old, shape = before.get(name), (form.samples, *form.shape)
+                fits = old is not None and (old.shape, old.dtype, old.device) == (shape, inner.like.dtype, inner.like.device)
+                memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
+                found[name], left = Scaled(Dense(memory[name]), factor), left - size
+        return self._like(found, self.samples)
 
     def _like(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
         made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model)

@@ -51,6 +51,7 @@ class Recorder:
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.watched = WeakTensorKeyDictionary()  # the parameters' hooks
         self.written = WeakTensorKeyDictionary()  # the grad1 of each parameter, by weak reference
+        self.memory: dict[str, Tensor] = {}  # that rows were written into for clipping, by the parameter's name
         self.forwards = 0
         self.in_forward = False
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
@@ -113,6 +114,7 @@ class Recorder:
         """Ends all recording, also by graphs that outlive the hooks."""
         self.attached = False
         self.clear()
+        self.memory.clear()
         self.skipper.switch_on()
         pairs: list[tuple[RemovableHandle, ...]] = list(self.watched.values())
         for handle in (handle for pair in pairs for handle in pair):

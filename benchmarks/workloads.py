@@ -54,6 +54,63 @@ class Classifier(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+class Block(nn.Module):
+    """A residual block of two convolutions."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.GroupNorm(8, out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.GroupNorm(8, out)
+        self.short = nn.Sequential()
+        if stride > 1 or into != out:
+            self.short = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(8, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.short(x))
+
+
+def resnet18(width: int) -> nn.Module:
+    """ResNet-18 for images of 32 x 32, with GroupNorm in the place of BatchNorm."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU()]
+    into = width
+    for stage in range(4):
+        out = width * 2**stage
+        layers += [Block(into, out, 1 if stage == 0 else 2), Block(out, out, 1)]
+        into = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(into, 10))
+
+
+def depthwise(width: int) -> nn.Module:
+    """Convolutions of one channel each, and of one pixel each, as MobileNet has them."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.Conv2d(width, width, 1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+class LastState(nn.Module):
+    """An LSTM whose last output is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Bag(nn.Module):
+    """The mean of a sentence's word vectors, classified."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x).mean(1))
+
+
 def classification(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
@@ -90,6 +147,14 @@ def translation(samples: int, length: int, words: int) -> Callable[[int], Batch]
 
 def pictures(samples: int, size: int) -> Callable[[int], Batch]:
     return lambda step: {"pixel_values": torch.randn(samples, 3, size, size)}
+
+
+def of_shape(samples: int, *shape: int) -> Callable[[int], Batch]:
+    return lambda step: {"x": torch.randn(samples, *shape), "y": torch.randint(10, (samples,))}
+
+
+def sentences(samples: int, length: int, words: int) -> Callable[[int], Batch]:
+    return lambda step: {"x": torch.randint(words, (samples, length)), "y": torch.randint(10, (samples,))}
 
 
 def hugging_face(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
@@ -139,3 +204,22 @@ WORKLOADS = {
         next_token,
     ),
 }  # fmt: skip
+
+
+CLIPPED = {
+    "tutorial CNN, N 64": Workload(TutorialNet, images(64), classification, 1.3),
+    "MLP 784-512-512-10, N 256": Workload(
+        lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)),
+        of_shape(256, 784),
+        classification,
+        1.3,
+    ),
+    "ResNet-18 GroupNorm width 32, N 16": Workload(lambda: resnet18(32), of_shape(16, 3, 32, 32), classification, 1.3),
+    "depthwise CNN width 64, N 32": Workload(lambda: depthwise(64), of_shape(32, 3, 32, 32), classification, 1.3),
+    "Transformer d 256, 4 layers, T 128, N 16": Workload(
+        lambda: Classifier(256, 4), of_shape(16, 128, 256), classification, 1.3
+    ),
+    "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification, 3.0),
+    "Embedding 10,000 x 64, T 32, N 32": Workload(lambda: Bag(10_000, 64), sentences(32, 32, 10_000), classification, 1.3),
+}
+"""A clipped step; the aim is its time in plain steps."""

@@ -77,6 +77,11 @@ class Form(ABC):
         """The forms whose sum this is: itself, unless it is made of several."""
         return [self]
 
+    def saving(self) -> float:
+        """Multiplications for a sample and an entry that norms and a weighted sum share, if both read rows that were written
+        out once."""
+        return 0.0
+
     def leaves(self) -> Iterator[Form]:
         """The forms that this is made of, in the end."""
         yield self

@@ -43,6 +43,9 @@ class Scaled(Form):
     def row_size(self) -> int:
         return self.form.row_size()
 
+    def saving(self) -> float:
+        return self.form.saving()
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         return self.form.multiplied(self.factor).dense(out)
 
@@ -119,6 +122,9 @@ class Sum(Form):
 
     def row_size(self) -> int:
         return max(self.shape.numel(), *(term.row_size() for term in self.terms))
+
+    def saving(self) -> float:
+        return sum(term.saving() for term in self.terms)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         total = self.terms[0].dense(out)

@@ -15,6 +15,7 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.dense import Dense
 from autograd_hacks.forms.numerics import stretches
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.paired import PRODUCTS
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -95,6 +96,11 @@ class Convolution(Form):
     def _like(self, x: Tensor, g: Tensor) -> Convolution:
         return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
 
+    def saving(self) -> float:
+        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
+        by_positions = PRODUCTS * self.positions**2 * (fan_out + fan_in) / max(1, fan_out * fan_in)
+        return min(self.positions, by_positions if self.groups == 1 else self.positions)
+
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         forward, found = _FORWARD[len(self.kernel)], []
         v = v.to(self.new_sums(0).dtype)
@@ -126,7 +132,7 @@ class Convolution(Form):
     def _prefers_positions(self) -> bool:
         """Whether a matrix product's cheap way, by positions, is open and cheaper than writing out; see `Outer.norms`."""
         fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        return self.groups == 1 and self.positions * (fan_out + fan_in) < fan_out * fan_in
+        return self.groups == 1 and PRODUCTS * self.positions * (fan_out + fan_in) < fan_out * fan_in
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""

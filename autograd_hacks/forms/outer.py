@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.paired import gram_of_pairs, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.paired import PRODUCTS, gram_of_pairs, norms_of_pairs, prefers_positions
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -73,6 +73,12 @@ class Outer(Form):
         if self.fan_out < self.fan_in:
             return Outer(self.left * factor, self.right, self.shape)
         return Outer(self.left, self.right * factor, self.shape)
+
+    def saving(self) -> float:
+        if self.positions == 1:
+            return 0.0
+        by_positions = PRODUCTS * self.positions**2 * (self.fan_out + self.fan_in) / max(1, self.fan_out * self.fan_in)
+        return min(self.positions, by_positions)
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         v = v.to(self.new_sums(0).dtype).reshape(self.fan_out, self.fan_in)
