@@ -29,6 +29,7 @@ from autograd_hacks.record import Recorder
 from autograd_hacks.replay import Rerun
 from autograd_hacks.rerun import autocast_to
 from autograd_hacks.rules import Call, rule_for
+from autograd_hacks.rules.attention import map_inside
 from autograd_hacks.trees import map_tensors
 from autograd_hacks.visits import Received, Visit
 
@@ -124,6 +125,8 @@ def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
         source = Rerun(visit, received, samples, layouts)
         owned = {name: visit.parameters[name][0] for name in received.reached}
         return {name: Replay(source, name, samples, p.shape, p.detach()) for name, p in owned.items()}
+    if visit.inside is not None:
+        return _forms_inside(visit, received)
     if visit.samples is None:
         return _apply_rule(visit, received, None, samples)
     layout = visit.layouts[0]
@@ -138,6 +141,17 @@ def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
         return forms
     device = next(grad.device for grad in received.grads if grad is not None)
     return {name: form.group(layout.rows(rows, samples, device), samples) for name, form in forms.items()}
+
+
+def _forms_inside(visit: Visit, received: Received) -> Mapping[str, Form]:
+    """{name: form} for a map inside a layer."""
+    layout, inside = visit.layouts[0], visit.inside
+    assert layout is not None
+    assert inside is not None
+    call = _gated(visit, received, layout)
+    shapes = {name: p.shape for name, (p, _) in visit.parameters.items()}
+    rows = {name: rows for name, rows in inside.rows.items() if name in received.reached}
+    return map_inside(call.args[0].flatten(1, -2), call.grad.flatten(1, -2), inside.weight, rows, shapes)
 
 
 def _apply_rule(visit: Visit, received: Received, layout: Layout | None, rows: int) -> Mapping[str, Form]:

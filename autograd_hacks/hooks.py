@@ -75,7 +75,7 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
             and (not param_grad or isinstance(getattr(layer, "dropout", None), int | float))
         ):
             root.begun.add(layer)
-            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder, path)))
+            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder, path), with_kwargs=True))
         if layer in recorder.layers:
             continue
         recorder.layers.add(layer)
@@ -249,9 +249,9 @@ class _LayerBegins(_Hook):
         super().__init__(recorder)
         self.path = path
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            self.recorder.begin_layer(self.path, layer)
+            self.recorder.begin_layer(self.path, layer, args, kwargs)
 
 
 class _LayerRan(_Hook):
@@ -263,7 +263,7 @@ class _LayerRan(_Hook):
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return output
         if output is None:  # the layer has failed
-            self.recorder.skipper.end_layer(layer)
+            self.recorder.end_failed(layer)
             return None
         return self.recorder.visit(self.path, layer, args, kwargs, output, self._is_first(layer))
 

@@ -20,12 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.ends import ends_of, gets_gradient, is_captured
+from autograd_hacks.inside import Inside, Map, looks_inside
 from autograd_hacks.layout import Layout, for_each_sample
 from autograd_hacks.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.plan import UNKNOWN, Plan, Unit
 from autograd_hacks.rerun import RandomState, autocast_dtype, devices_of, random_state
-from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.skipping import Skipper, anchored
+from autograd_hacks.rules.attention import count
+from autograd_hacks.rules.table import axes_for, covered, rule_for
+from autograd_hacks.skipping import Skipper, anchored, asking
 from autograd_hacks.switch import NO_TASK, Switch, current_task
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Received, Replay, Visit, attach, versions_of
@@ -64,6 +66,7 @@ class Recorder:
         self.survey: Survey | None = None  # of a signature's first forward
         # Of the model's last forward with gradients, with the random state before it.
         self.arguments: tuple[tuple[Any, ...], dict[str, Any], RandomState] | None = None
+        self._inside: dict[nn.Module, Inside] = {}  # the attention layers that run
         self._calls: dict[str, int] = {}
         self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
@@ -126,14 +129,16 @@ class Recorder:
             return
         self.comparing &= not self._answered
         self.skipper.switch_on()  # what a forward that was interrupted has left
+        while self._inside:
+            self._inside.popitem()[1].__exit__(None, None, None)
         self.open, self._calls = [], {}
         self.forwards += 1
         self._unanswered += with_gradients
         self._answered = False
 
-    def begin_layer(self, path: str, layer: nn.Module) -> None:
-        """Keeps the generator's state for a layer with dropout inside, which may have to be recomputed; and where no
-        ordinary gradients are to be computed, switches its parameters off."""
+    def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where no ordinary gradients are to be computed, switches a layer's parameters off; looks into layers with maps
+        inside; and keeps the generator's state for those with dropout inside, which may have to be recomputed."""
         if not self.records():
             return
         if layer.training and getattr(layer, "dropout", None):
@@ -141,6 +146,18 @@ class Recorder:
         if self.skipper.skips and path not in self.plan.unplaced and (self.in_forward or current_task() != NO_TASK):
             replayed = self._replayed(path)
             self.skipper.switch_off(layer, [p for p in covered(layer).values() if id(p) not in replayed])
+        if self.survey is None and path not in self.plan.unplaced and looks_inside(layer, args, kwargs):
+            self._place(layer)
+            samples = count(layer, args, kwargs) if self.samples is None else self.samples
+            off, replayed = self.skipper.off_in(layer), self._replayed(path)
+            self._inside[layer] = Inside(self, path, layer, off, replayed, samples).__enter__()
+
+    def end_failed(self, layer: nn.Module) -> None:
+        """Puts right what a layer that has raised has left."""
+        self.skipper.end_layer(layer)
+        inside = self._inside.pop(layer, None)
+        if inside is not None:
+            inside.__exit__(None, None, None)
 
     def _replayed(self, path: str) -> set[int]:
         """The parameters by id whose rows a module around gives, or the one at a path, run again."""
@@ -186,6 +203,9 @@ class Recorder:
     ) -> Any:
         """Notes a call of a layer that has a rule.  Returns the output."""
         off = self.skipper.end_layer(layer)
+        if self._end_inside(path, layer, output):
+            self.random_states.pop(layer, None)
+            return output
         noted = self._note(path, layer, args, kwargs, output, is_first, off)
         if noted is None and off:  # which would leave its gradients unnoticed
             return map_tensors(
@@ -265,11 +285,49 @@ class Recorder:
             versions=versions_of([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,
             precision=autocast_dtype(outputs[0].device),
+            inside=None,
             is_skipped=False,
             is_first=is_first,
             samples=self.samples,
             layouts=layouts,
         )
+
+    def visit_inside(
+        self,
+        path: str,
+        layer: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        inside: Map,
+        parameters: Mapping[str, Tensor],
+        off: Sequence[Tensor],
+        layout: Layout,
+        samples: int,
+    ) -> tuple[Tensor, Visit | None]:
+        """Notes a map inside a layer.  Returns its output, and the visit, if gradients can come to it."""
+        if not off and output.grad_fn is None:
+            return output, None
+        with asking(off):
+            visit = self._visit(path, layer, (x,), {}, parameters, [output], True, (layout,))
+            visit.inside, visit.samples, visit.is_skipped = inside, samples, bool(off)
+            noted: Tensor = attach(self, visit, output, False, list(parameters.values()) if off else ())
+        return noted, visit
+
+    def _end_inside(self, path: str, layer: nn.Module, output: Any) -> bool:
+        """Whether a layer's maps have been noted, and are all that there is to note of its call."""
+        inside = self._inside.pop(layer, None)
+        if inside is None:
+            return False
+        inside.__exit__(None, None, None)
+        if not inside.visits:
+            return False
+        layouts = self.plan.layouts_of(path, self._count(path), layer, tensors_of(output), self.samples)
+        if inside.covers_all() and (not layouts or layouts[0] == Layout(axes_for(layer, tensors_of(output)[0])[0])):
+            return True
+        for visit in inside.visits:
+            visit.parameters = {}
+        self.plan.refused |= dict.fromkeys((id(p) for p in covered(layer).values()), UNKNOWN)
+        return False
 
     def _count(self, path: str) -> int:
         """How many calls there were before this one in the same forward; `Plan.AGAIN` where checkpointing makes it anew."""

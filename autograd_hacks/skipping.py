@@ -53,6 +53,10 @@ class Skipper:
         for parameter in off:
             parameter.requires_grad_(False)
 
+    def off_in(self, layer: nn.Module) -> list[Tensor]:
+        """The parameters of a layer that runs, which are switched off."""
+        return next((parameters for running, parameters, _ in self._off if running is layer), [])
+
     def end_layer(self, layer: nn.Module) -> list[Tensor]:
         """Switches a layer's parameters on again, and those of layers inside that have failed.  Returns its parameters."""
         if not any(running is layer for running, _, _ in self._off):
@@ -101,6 +105,18 @@ class Skipper:
                 "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
                 "param_grad=True."
             )
+
+
+@contextmanager
+def asking(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which parameters that are switched off ask for gradients."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 class _Anchor(torch.autograd.Function):

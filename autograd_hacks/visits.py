@@ -22,6 +22,7 @@ from autograd_hacks.skipping import anchored
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 
 if TYPE_CHECKING:
+    from autograd_hacks.inside import Map
     from autograd_hacks.passes import Pass
     from autograd_hacks.record import Recorder
 
@@ -50,6 +51,7 @@ class Visit:
     random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
     results: list[Tensor]  # what came out, for a layer that is recomputed
     precision: torch.dtype | None  # autocast's, where the call ran under it
+    inside: Map | None  # for a linear map inside a layer, which it has instead of the layer's rule
     is_skipped: bool  # whether autograd computes no ordinary gradients of its parameters
     is_first: bool  # whether no other forward hook came before ours
     samples: int | None  # N, where the model's own arguments tell it

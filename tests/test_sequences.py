@@ -123,7 +123,8 @@ def test_a_sequence_classifier_in_a_training_loop() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
 def test_a_dropout_that_can_not_be_repeated_is_refused(kind: type[nn.Module], dtype: torch.dtype) -> None:
     recurrent = kind is nn.LSTM
-    layer = (nn.LSTM(8, 3, 2, dropout=0.5) if recurrent else nn.MultiheadAttention(8, 2, dropout=0.5)).to(dtype)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, add_bias_kv=True)  # without these nothing is recomputed
+    layer = (nn.LSTM(8, 3, 2, dropout=0.5) if recurrent else attention).to(dtype)
     x = torch.randn(4, 5, 8, dtype=dtype)
     with autograd_hacks.add_hooks(layer):
         layer.register_forward_pre_hook(lambda layer, args: torch.rand(1) and None)  # draws after our look at the generator
@@ -141,7 +142,7 @@ def test_a_dropout_that_is_set_after_add_hooks() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
 def test_weights_changed_behind_autograds_back(kind: type[nn.Module]) -> None:
-    layer, x = kind(4, 2), torch.randn(3, 5, 4)
+    layer, x = kind(4, 2, **({} if kind is nn.LSTM else {"add_bias_kv": True})), torch.randn(3, 5, 4)
     with autograd_hacks.add_hooks(layer):
         (layer(x)[0] if kind is nn.LSTM else layer(x, x, x)[0]).pow(2).sum().backward()
         for p in layer.parameters():

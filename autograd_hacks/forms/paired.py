@@ -18,7 +18,7 @@ positions and by writing out: 16 samples of 128 positions, 1024 × 256, 6.5 ms a
 def prefers_positions(terms: Sequence[Form]) -> bool:
     """Whether the norms of a sum of forms are best taken from products over all their positions.
 
-    Multiplications for a sample: T·T·(O + I) for products over positions, each `PRODUCTS` times as long, T·O·I to write it out.
+    Multiplications for a sample: T·T·(O + I) for products over positions, each `PRODUCTS` times as long; T·O·I to write out.
     """
     pairs = [term.pair for term in terms]
     if any(pair is None for pair in pairs) or terms[0].like.is_complex():

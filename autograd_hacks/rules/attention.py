@@ -12,18 +12,32 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 
-def _count(layer: nn.MultiheadAttention, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
+def count(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
     query = args[0] if args else kwargs["query"]
     return query.shape[0 if layer.batch_first or query.ndim < 3 else 1]
 
 
+def map_inside(
+    x: Tensor, g: Tensor, weight: str, rows: Mapping[str, slice], shapes: Mapping[str, torch.Size]
+) -> dict[str, Form]:
+    """A projection as it ran: x: N T I    g: N T O.  It uses some rows of a weight and of a bias.
+
+    weight: its weight's name    rows, shapes: of its parameters, by name
+    """
+    forms: dict[str, Form] = {}
+    for name, used in rows.items():
+        left = g if used == slice(0, shapes[name][0]) else F.pad(g, (used.start, shapes[name][0] - used.stop))
+        forms[name] = Outer(left, x) if name == weight else Dense(left.sum(1))
+    return forms
+
+
 @recomputes
-@counts_samples(_count, axes=lambda layer: (0 if layer.batch_first else 1, 0))
+@counts_samples(count, axes=lambda layer: (0 if layer.batch_first else 1, 0))
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
     with torch's own attention between them."""
