@@ -122,12 +122,17 @@ def recomputing(call: Call) -> Iterator[None]:
 def check_recomputed(call: Call, outputs: Sequence[Tensor]) -> None:
     """Raises StaleRecord where recomputed outputs are not those that the forward pass returned."""
     for seen, out in zip(call.outputs, outputs):
-        if not is_recomputed(seen, out, call.precision):
-            raise StaleRecord(
-                f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different. Its "
-                "weights have changed since (read per-sample gradients before the update), or its dropout drew other random "
-                "numbers (set its dropout to 0)."
-            )
+        check_same(call, seen, out)
+
+
+def check_same(call: Call, seen: Tensor, out: Tensor) -> None:
+    """Raises StaleRecord where something recomputed is not what was seen in the forward pass."""
+    if not is_recomputed(seen, out, call.precision):
+        raise StaleRecord(
+            f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different. Its "
+            "weights have changed since (read per-sample gradients before the update), or its dropout drew other random "
+            "numbers (set its dropout to 0)."
+        )
 
 
 def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.forms import Form
 from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.lstm import lstm
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 State = tuple[Tensor, ...]
@@ -42,6 +43,8 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
         needs_batch(x, at_least=3, layout="(N, T, I) for batch_first, else (T, N, I)")
         x = x.transpose(0, 1) if layer.batch_first else x
     states = _states(layer, call.argument(1, "hx"), x)
+    if isinstance(layer, nn.LSTM) and not (packing or layer.proj_size) and not x.is_meta:
+        return lstm(layer, call, x, states)
     maps, last, directions = LinearMaps(call), list[State](), 2 if layer.bidirectional else 1
     with recomputing(call):
         for depth in range(layer.num_layers):

@@ -1,0 +1,132 @@
+"""LSTM, back through time by hand: what the layer returned is its state at every step, so that only the cell's is computed
+again, and all gates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.forms import Dense, Form, Outer
+from autograd_hacks.rules.call import Call
+from autograd_hacks.rules.recompute import check_same, recomputing
+
+
+@torch.no_grad()
+def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, ...]]) -> dict[str, Form]:
+    """x: T N I    states: for each layer and direction h and c before the first step, each N H.  No projections."""
+    out = call.outputs[0].transpose(0, 1) if layer.batch_first else call.outputs[0]
+    directions, size = 2 if layer.bidirectional else 1, layer.hidden_size
+    inputs, masks, hidden = [x], list[Tensor | None](), list[Tensor]()
+    with recomputing(call), torch.no_grad():
+        for depth in range(layer.num_layers - 1):
+            sides = [_Direction(layer, call, depth, side) for side in range(directions)]
+            ran = [side.run(inputs[depth], states[depth * directions + n]) for n, side in enumerate(sides)]
+            hidden.append(torch.cat(ran, 2))
+            mask = F.dropout(torch.ones_like(hidden[-1]), layer.dropout) if layer.dropout and call.training else None
+            masks.append(mask)
+            inputs.append(hidden[-1] if mask is None else hidden[-1] * mask)
+    hidden.append(out.to(x.dtype))
+    g, g_last, g_cell = (*call.grads, None, None)[:3]
+    g = torch.zeros_like(hidden[-1]) if g is None else g.transpose(0, 1) if layer.batch_first else g
+    forms: dict[str, Form] = {}
+    for depth in reversed(range(layer.num_layers)):
+        by_input = []
+        for side in range(directions):
+            direction, place = _Direction(layer, call, depth, side), depth * directions + side
+            part = slice(side * size, (side + 1) * size)
+            by_gates, before = direction.back(
+                inputs[depth],
+                hidden[depth][..., part],
+                g[..., part],
+                None if g_last is None else g_last[place],
+                None if g_cell is None else g_cell[place],
+                states[place],
+            )
+            left = by_gates.transpose(0, 1)
+            forms["weight_ih" + direction.suffix] = Outer(left, direction.in_order(inputs[depth]).transpose(0, 1))
+            forms["weight_hh" + direction.suffix] = Outer(left, before.transpose(0, 1))
+            if layer.bias:
+                forms |= {name + direction.suffix: Dense(left.sum(1)) for name in ("bias_ih", "bias_hh")}
+            if depth:
+                by_input.append(direction.in_order(by_gates @ direction.weight_ih))
+        if depth:
+            g = torch.stack(by_input).sum(0)
+            mask = masks[depth - 1]
+            g = g if mask is None else g * mask
+    return forms
+
+
+@dataclass
+class _Direction:
+    """One layer in one direction, or in the order of time backwards."""
+
+    layer: nn.LSTM
+    call: Call
+    depth: int
+    side: int
+
+    @property
+    def suffix(self) -> str:
+        return f"_l{self.depth}" + "_reverse" * self.side
+
+    @property
+    def weight_ih(self) -> Tensor:
+        return self.call.read("weight_ih" + self.suffix)
+
+    @property
+    def weight_hh(self) -> Tensor:
+        return self.call.read("weight_hh" + self.suffix)
+
+    def biases(self) -> list[Tensor]:
+        return [self.call.read(name + self.suffix) for name in ("bias_ih", "bias_hh")] if self.layer.bias else []
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """T ..., in the order that this direction goes."""
+        return x.flip(0) if self.side else x
+
+    def run(self, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+        """The states at every step, T N H, by torch's own kernel."""
+        weights = [self.weight_ih, self.weight_hh, *self.biases()]
+        before = tuple(part[None].to(x.dtype).contiguous() for part in state)
+        return self.in_order(torch.lstm(self.in_order(x), before, weights, self.layer.bias, 1, 0.0, False, False, False)[0])
+
+    def back(
+        self, x: Tensor, h: Tensor, g: Tensor, g_last: Tensor | None, g_cell: Tensor | None, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Backpropagation through time.
+
+        x: T N I    h, g: T N H, the states and the gradients at them    g_last, g_cell: N H, those at the last h and c
+        Returns the gradients at the gates, T N 4H, and the states before each step, T N H, in this direction's order.
+        """
+        x, h, g = self.in_order(x), self.in_order(h), self.in_order(g)
+        before = torch.cat([state[0][None].to(h.dtype), h[:-1]])
+        weight_ih, weight_hh = self.weight_ih, self.weight_hh
+        bias_ih, bias_hh = self.biases() or (None, None)
+        gates = F.linear(x, weight_ih, bias_ih) + F.linear(before, weight_hh, bias_hh)
+        take, keep, new, show = gates.unflatten(2, (4, -1)).unbind(2)
+        take, keep, new, show = take.sigmoid(), keep.sigmoid(), new.tanh(), show.sigmoid()
+        cells, added = [state[1].to(h.dtype)], take * new
+        for t in range(len(x)):
+            cells.append(torch.addcmul(added[t], keep[t], cells[t]))
+        cell = torch.stack(cells)
+        seen = cell[1:].tanh()
+        check_same(self.call, h, show * seen)
+        # What the gates change in the cell, and the cell and the last gate in the state.
+        in_cell = torch.stack([added * (1 - take), cell[:-1] * keep * (1 - keep), take * (1 - new * new)], 2)
+        in_state, through = seen * show * (1 - show), show * (1 - seen * seen)
+        by_gates = g.new_empty(*g.shape[:2], 4, g.shape[2])
+        by_state = g[-1] if g_last is None else g[-1] + g_last
+        by_cell = torch.zeros_like(by_state) if g_cell is None else g_cell
+        for t in reversed(range(len(x))):
+            by_cell = torch.addcmul(by_cell, by_state, through[t])
+            torch.mul(in_cell[t], by_cell[:, None], out=by_gates[t, :, :3])
+            torch.mul(in_state[t], by_state, out=by_gates[t, :, 3])
+            by_cell = by_cell * keep[t]
+            if t:
+                by_state = torch.addmm(g[t - 1], by_gates[t].flatten(1), weight_hh)
+        return by_gates.flatten(2), before
