@@ -38,6 +38,18 @@ def check_loss_type(loss_type: str | None) -> None:
         )
 
 
+def check_scale(scale: float | Tensor) -> None:
+    value = scale.detach() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | Tensor)
+        or (isinstance(value, Tensor) and value.numel() != 1)
+    ):
+        raise TypeError(f"scale is {scale!r}; expected the number that the loss was multiplied by, GradScaler.get_scale()")
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"scale is {float(value)}; expected a number above 0, which the loss was multiplied by")
+
+
 def check_hooked(model: nn.Module, recorder: Recorder) -> None:
     """Raises where a parameter that trains belongs to a layer without a hook, or has none itself."""
     unhooked = [
@@ -156,7 +168,13 @@ def check_sum(
     lazily: whether the rows of replays may not all be written out; they are compared in the plan's first step alone then
     """
     passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
-    if form is None or not samples or not passes or not all(parameter in recorded.arrived for recorded in passes):
+    if (
+        form is None
+        or not samples
+        or not parameter.numel()
+        or not passes
+        or not all(parameter in recorded.arrived for recorded in passes)
+    ):
         return
     replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
     if replays and lazily and recorder.plan.checked:

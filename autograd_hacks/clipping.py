@@ -40,6 +40,8 @@ def clip_grad1_norm_(
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
     """
+    if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
+        raise TypeError(f"clip_grad1_norm_ was given max_norm={max_norm!r}; expected a number")
     if not max_norm > 0:
         raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
     memory = recorder_of(model).memory

@@ -14,6 +14,7 @@ from autograd_hacks.checks import (
     check_hooked,
     check_layout,
     check_loss_type,
+    check_scale,
     check_seen,
     check_sum,
     common_batch_size,
@@ -21,13 +22,13 @@ from autograd_hacks.checks import (
     reduction,
     row_count,
 )
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Concatenation, Form, Replay, Sum, Zero
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import Segment
 from autograd_hacks.record import Recorder
 from autograd_hacks.replay import Rerun
-from autograd_hacks.rerun import autocast_to
+from autograd_hacks.rerun import autocast_to, outside_inference
 from autograd_hacks.rules import Call, rule_for
 from autograd_hacks.rules.attention import map_inside
 from autograd_hacks.trees import map_tensors
@@ -43,13 +44,31 @@ def per_parameter_forms(
     scale: what the loss was multiplied by    lazily: whether rows may not be written out, all at once
     """
     check_loss_type(loss_type)
+    check_scale(scale)
+    if recorder.stream is not None:
+        raise NothingRecorded(
+            "inside streaming(model) each layer's record is freed as the pass goes on. Read after that context."
+        )
     check_hooked(model, recorder)
     segments = readable_segments(model, recorder)
+    with outside_inference():
+        return _forms_of_segments(model, recorder, segments, loss_type, scale, lazily)
+
+
+def _forms_of_segments(
+    model: nn.Module,
+    recorder: Recorder,
+    segments: Sequence[Segment],
+    loss_type: str | None,
+    scale: float | Tensor,
+    lazily: bool,
+) -> dict[str, Form | None]:
     tables = [segment_forms(segment, loss_type) for segment in segments]
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trainable.items():
         for segment, (table, samples) in zip(segments, tables):
-            check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder, lazily)
+            with without_autocast(parameter):
+                check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder, lazily)
     kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     recorder.plan.checked |= kept
     recorder.plan.watched = not recorder.plan.checked

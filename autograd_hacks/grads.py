@@ -16,7 +16,7 @@ from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, Replay, Scaled,
 from autograd_hacks.forms.numerics import row_norms, stretches
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
-from autograd_hacks.rerun import autocast_to
+from autograd_hacks.rerun import autocast_to, outside_inference
 from autograd_hacks.trees import version_of
 
 READING = 1
@@ -122,9 +122,7 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
         with self._reading():
-            return {
-                name: form.weighted_sum(w.to(form.like.device), budget).to(form.like.dtype) for name, form in self.items()
-            }
+            return {name: form.weighted_sum(_widened(w, form), budget).to(form.like.dtype) for name, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  The empirical tangent kernel, for the Jacobian of outputs.
@@ -178,8 +176,7 @@ class PerSampleGrads(Mapping[str, Form]):
 
         Raises ValueError for a ``dim`` below 1.
         """
-        if dim < 1:
-            raise ValueError(f"project was given dim={dim}; expected a number of coordinates, 1 or more")
+        check_dim("project was given dim", dim)
         with self._reading():
             maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
             return self._summed(lambda name, form: form.project(maps[name], budget), budget, dim)
@@ -195,6 +192,8 @@ class PerSampleGrads(Mapping[str, Form]):
             raise TypeError(f"group was given {_kind(ids)}; expected a tensor of N integers")
         if ids.shape != (self.samples,):
             raise ValueError(f"group was given ids of shape {tuple(ids.shape)}; expected ({self.samples},), one per sample")
+        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
+            raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows")
         if groups is None:
             known, ids = ids.unique(return_inverse=True)
             groups = len(known)
@@ -207,7 +206,13 @@ class PerSampleGrads(Mapping[str, Form]):
 
         Raises IndexError for a mask of another length, or numbers out of range.
         """
-        chosen = torch.arange(self.samples)[index.cpu() if isinstance(index, Tensor) else index]
+        if not isinstance(index, slice | Tensor) or (isinstance(index, Tensor) and index.ndim != 1):
+            raise TypeError(
+                f"select was given {_kind(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
+            )
+        if isinstance(index, slice):
+            index = torch.tensor(range(self.samples)[index], dtype=torch.long)
+        chosen = torch.arange(self.samples)[index.cpu()]
         return self._like({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def written_where_it_saves(self, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
@@ -235,6 +240,12 @@ class PerSampleGrads(Mapping[str, Form]):
         made._versions = [*self._versions, *made._versions]
         return made
 
+    def _is_complex(self) -> bool:
+        return any(form.like.is_complex() for form in self.values())
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
+
     def _devices(self) -> set[torch.device]:
         return {form.like.device for form in self.values()}
 
@@ -249,6 +260,7 @@ class PerSampleGrads(Mapping[str, Form]):
                     "them before that, or give the layer a copy: x.clone()."
                 )
         with ExitStack() as contexts:
+            contexts.enter_context(outside_inference())
             for device in self._devices():
                 contexts.enter_context(autocast_to(None, device))
             try:
@@ -310,10 +322,17 @@ class PerSampleGrads(Mapping[str, Form]):
                 yield names, None if samples == slice(0, self.samples) else samples
 
     def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
-        if not isinstance(w, Tensor) or not (w.is_floating_point() or w.is_complex()):
+        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and self._is_complex())):
             raise TypeError(f"the weights are {_kind(w)}; expected a floating-point tensor of shape {expected}")
         if w.ndim not in ndim or w.shape[-1] != self.samples:
             raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
+
+
+def check_dim(what: str, dim: object) -> None:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates")
+    if dim < 1:
+        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more")
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -328,15 +347,22 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
             "of model.named_parameters()."
         )
     for name, shape in shapes.items():
-        if not isinstance(v[name], Tensor) or v[name].shape != shape:
-            raise ValueError(f"dot was given {_kind(v[name])} for {name!r}; expected a tensor of shape {tuple(shape)}")
+        if not isinstance(v[name], Tensor) or v[name].shape != shape or not _is_number(v[name]):
+            raise ValueError(
+                f"dot was given {_kind(v[name])} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
+            )
 
 
 def _added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The sum over parameters, which may differ in dtype and device."""
     total: Tensor | None = None
     for part in found:
-        total = part if total is None else total + part.to(total.device)
+        if total is None:
+            total = part
+        elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
+            total = total + part.to(total.device)
+        else:
+            total += part.to(total.device)
     return torch.zeros(shape) if total is None else total
 
 
@@ -348,6 +374,15 @@ def _alike(tensors: list[Tensor]) -> list[Tensor]:
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(tensors[0].device, dtype) for tensor in tensors]
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _widened(w: Tensor, form: Form) -> Tensor:
+    """Weights on a form's device, in what it adds up in or better."""
+    return w.to(form.like.device, torch.promote_types(w.dtype, form.new_sums(0).dtype))
 
 
 def _kind(value: object) -> str:

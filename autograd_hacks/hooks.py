@@ -37,8 +37,8 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
     ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the first step of each
     kind, and for modules that are run again: the rows are compared with them
 
-    Called again it hooks the layers that were added since, and no layer twice.  As a context manager it removes the
-    hooks at the end, unless the model had hooks before::
+    Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
+    manager it removes the hooks at the end, unless the model had hooks before, which then have their ``param_grad`` again::
 
         with autograd_hacks.add_hooks(model):
             ...
@@ -63,6 +63,7 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
         root.handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
         root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
     recorder = root.recorder
+    before = recorder.skipper.param_grad
     recorder.skipper.param_grad = param_grad
     parts = parts_of_composites(model)
     for path, layer in model.named_modules():
@@ -86,7 +87,8 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
     root.planner = Planner(model, recorder, batch_dim, probe, root.hook_unit)
     for parameter in model.parameters():
         recorder.watch(parameter)
-    return Hooked(model, is_new)
+        recorder.skipper.own[parameter] = True
+    return Hooked(model, is_new, before)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -161,7 +163,9 @@ def clear_backprops(model: nn.Module) -> None:
 
 
 def recorder_of(model: nn.Module) -> Recorder:
-    """The model's records.  Raises NothingRecorded where it has no hooks."""
+    """The model's records.  Raises NothingRecorded where it has no hooks, TypeError where it is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, the one that add_hooks was given; got {type(model).__name__}")
     root = _root_hook(model)
     if root is None:
         raise NothingRecorded(
@@ -174,15 +178,18 @@ def recorder_of(model: nn.Module) -> Recorder:
 class Hooked:
     """What `add_hooks` returns: a context that removes the hooks it added."""
 
-    def __init__(self, model: nn.Module, is_new: bool) -> None:
-        self._model, self._is_new = model, is_new
+    def __init__(self, model: nn.Module, is_new: bool, param_grad: bool) -> None:
+        self._model, self._is_new, self._param_grad = model, is_new, param_grad
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        if self._is_new and _root_hook(self._model) is not None:
+        root = _root_hook(self._model)
+        if root is not None and self._is_new:
             remove_hooks(self._model)
+        elif root is not None:
+            root.recorder.skipper.param_grad = self._param_grad
 
 
 class _Hook:

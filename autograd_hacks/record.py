@@ -145,7 +145,8 @@ class Recorder:
             self.random_states[layer] = random_state(devices_of(layer))
         if self.skipper.skips and path not in self.plan.unplaced and (self.in_forward or current_task() != NO_TASK):
             replayed = self._replayed(path)
-            self.skipper.switch_off(layer, [p for p in covered(layer).values() if id(p) not in replayed])
+            own = [p for p in covered(layer).values() if id(p) not in replayed and self.skipper.may_skip(p)]
+            self.skipper.switch_off(layer, own)
         if self.survey is None and path not in self.plan.unplaced and looks_inside(layer, args, kwargs):
             self._place(layer)
             samples = count(layer, args, kwargs) if self.samples is None else self.samples
@@ -251,7 +252,7 @@ class Recorder:
         recomputes = getattr(rule, "recomputes", False)
         visit.results, visit.random_state = [x.detach() for x in outputs] if recomputes else [], random_state
         visit.state = {name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None}
-        visit.is_skipped = bool(off)
+        visit.skipped = frozenset(map(id, off))
         if self.survey is not None:
             self.survey.visited(visit)
         return attach(self, visit, output, recomputes, off)
@@ -286,7 +287,7 @@ class Recorder:
             training=layer.training,
             precision=autocast_dtype(outputs[0].device),
             inside=None,
-            is_skipped=False,
+            skipped=frozenset(),
             is_first=is_first,
             samples=self.samples,
             layouts=layouts,
@@ -309,8 +310,8 @@ class Recorder:
             return output, None
         with asking(off):
             visit = self._visit(path, layer, (x,), {}, parameters, [output], True, (layout,))
-            visit.inside, visit.samples, visit.is_skipped = inside, samples, bool(off)
-            noted: Tensor = attach(self, visit, output, False, list(parameters.values()) if off else ())
+            visit.inside, visit.samples, visit.skipped = inside, samples, frozenset(map(id, off))
+            noted: Tensor = attach(self, visit, output, False, [p for p in parameters.values() if id(p) in visit.skipped])
         return noted, visit
 
     def _end_inside(self, path: str, layer: nn.Module, output: Any) -> bool:
@@ -382,10 +383,13 @@ class Recorder:
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             return  # is_grads_batched: many passes in one
         self.comparing |= torch.is_grad_enabled()
+        if visit.skipped or not self.skipper.param_grad:
+            self.skipper.check_graph()
         reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
         if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
             return
-        self.skipper.check_pass([node for name, (_, node) in visit.parameters.items() if name in reached])
+        own = [visit.parameters[name] for name in reached]
+        self.skipper.check_captured([node for parameter, node in own if self.skipper.may_skip(parameter)])
         if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
             self._running = None  # left by a pass that failed
         current = visit.recomputed_in or self._enter(current_task())
@@ -397,8 +401,9 @@ class Recorder:
         received.grads[slot] = grad.detach()
         received.versions += versions_of([grad.detach()])
         received.reached |= reached
-        into = current.skipped if visit.is_skipped else current.reached
-        into |= {id(visit.parameters[name][0]) for name in reached}
+        ids = {id(visit.parameters[name][0]) for name in reached}
+        current.skipped |= ids & visit.skipped
+        current.reached |= ids - visit.skipped
         self._answered = True
 
     def _file(self, current: Pass, visit: Visit) -> None:

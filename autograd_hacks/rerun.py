@@ -45,6 +45,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if is_on else None
 
 
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """A context in which gradients can be computed, though not by default, also within ``torch.inference_mode``."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast computes in a dtype on a device, and nowhere where that is None."""
     if not torch.amp.is_autocast_available(device.type):

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.ends import is_captured
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
@@ -26,6 +27,7 @@ class Skipper:
 
     def __init__(self) -> None:
         self.param_grad, self.skips = True, False
+        self.own = WeakTensorKeyDictionary()  # the model's parameters
         self._off: list[
             tuple[nn.Module, list[Tensor], bool]
         ] = []  # layers that run, their parameters, the fast way's switch
@@ -44,9 +46,9 @@ class Skipper:
     def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Has parameters not ask for gradients while their layer runs, so that autograd keeps nothing for them.
 
-        Not so those that are no leaves, which ``functional_call`` may put in: their gradients go on to others.
+        parameters: those that `may_skip`
         """
-        off = [p for p in parameters if p.is_leaf and p.requires_grad]
+        off = [p for p in parameters if p.requires_grad]
         self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))
         if isinstance(layer, nn.MultiheadAttention):  # it would take a fused way that has no gradients
             torch.backends.mha.set_fastpath_enabled(False)
@@ -81,7 +83,7 @@ class Skipper:
 
     def keep(self, parameter: Tensor) -> None:
         """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
-        if not self.param_grad:
+        if not self.param_grad and parameter in self.own:
             self._kept[id(parameter)] = parameter.grad
             parameter.grad = None
 
@@ -90,16 +92,23 @@ class Skipper:
         if id(parameter) in self._kept:
             parameter.grad = self._kept.pop(id(parameter))
 
-    def check_pass(self, nodes: Sequence[Node]) -> None:
-        """Raises for a backward pass that would lack gradients.  nodes: the ends of the parameters that it goes on to"""
-        if self.param_grad:
-            return
+    def may_skip(self, parameter: Tensor) -> bool:
+        """Whether a parameter may go without: it is the model's own, and not a tensor in its place, and nobody else waits
+        for its gradient."""
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return parameter in self.own and all(len(waiting or ()) <= 1 for waiting in hooks)  # one is the library's own
+
+    def check_graph(self) -> None:
+        """Raises for a backward pass through layers without gradients of their parameters, of which a graph is made."""
         if torch.is_grad_enabled():
             raise HigherOrderError(
                 "a backward pass ran with create_graph=True through layers whose parameters are in no graph "
                 "(add_hooks(param_grad=False)), so that its terms would be missing. Use param_grad=True."
             )
-        if any(map(is_captured, nodes)):
+
+    def check_captured(self, nodes: Sequence[Node]) -> None:
+        """Raises where ordinary gradients are asked for.  nodes: the ends of parameters that may go without"""
+        if not self.param_grad and any(map(is_captured, nodes)):
             raise ParamGradSkipped(
                 "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
                 "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "

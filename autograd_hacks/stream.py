@@ -9,12 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import batch_size, check_seen, check_sum, readable_segments, reduction
+from autograd_hacks.checks import batch_size, check_scale, check_seen, check_sum, readable_segments, reduction
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, RandomMap, Sum
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.gradients import forms_of, without_autocast
-from autograd_hacks.grads import check_direction, unwrapped
+from autograd_hacks.grads import check_dim, check_direction, unwrapped
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.record import Recorder
@@ -53,8 +53,11 @@ def streaming(
     recorder = recorder_of(model)
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-    if project is not None and project < 1:
-        raise ValueError(f"streaming was given project={project}; expected a number of coordinates, 1 or more")
+    check_scale(scale)
+    if project is not None:
+        check_dim("streaming was given project", project)
+    if recorder.stream is not None:
+        raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
     if recorder.accumulating:
         raise RuntimeError(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"

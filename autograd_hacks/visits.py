@@ -52,7 +52,7 @@ class Visit:
     results: list[Tensor]  # what came out, for a layer that is recomputed
     precision: torch.dtype | None  # autocast's, where the call ran under it
     inside: Map | None  # for a linear map inside a layer, which it has instead of the layer's rule
-    is_skipped: bool  # whether autograd computes no ordinary gradients of its parameters
+    skipped: frozenset[int]  # the ids of its parameters of which autograd computes no ordinary gradients
     is_first: bool  # whether no other forward hook came before ours
     samples: int | None  # N, where the model's own arguments tell it
     layouts: tuple[Layout | None, ...]  # where they are in each output; with N

@@ -1,6 +1,8 @@
 """`PerSampleGrads` and `clip_grad1_norm_`: what they refuse, how much memory they take, and how numbers behave."""
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -264,6 +266,100 @@ def test_autocast_around_reading_changes_nothing() -> None:
         assert grads.gram().dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Sequential(Token(4), nn.Linear(4, 2)), lambda: nn.LSTM(4, 3, batch_first=True)]
+)
+def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Module]) -> None:
+    model, x = build().double(), torch.randn(6, 5, 4).double()
+    autograd_hacks.add_hooks(model)
+
+    def step() -> None:
+        out = model(x)
+        squares(out[0] if isinstance(out, tuple) else out, x).mean().backward()
+
+    step()
+    step()
+    # The gradients of two equal steps have been added up.
+    expected, variance = [p.grad / 2 for p in model.parameters()], autograd_hacks.per_sample_grads(model).variance()
+    with torch.inference_mode():
+        grads = autograd_hacks.per_sample_grads(model)
+        sums = grads.weighted_sum(torch.full((6,), 1 / 6))
+        for name, got in grads.variance().items():
+            assert_close(got, variance[name])
+        autograd_hacks.clip_grad1_norm_(model, 1e9)
+    for p, total, g in zip(model.parameters(), sums.values(), expected):
+        assert_close(total, g)
+        assert_close(p.grad, g)
+
+
+def test_autocast_around_the_first_reading() -> None:
+    for model in (mlp(), nn.Sequential(Token(4), nn.Linear(4, 2))):
+        x = torch.randn(6, 4)
+        autograd_hacks.add_hooks(model)
+        for _ in range(2):
+            squares(model(x), x).mean().backward()
+            with torch.autocast("cpu", torch.bfloat16):
+                autograd_hacks.clip_grad1_norm_(model, 1e9)
+            model.zero_grad()
+
+
+def test_weights_of_another_precision() -> None:
+    grads = stepped(nn.Linear(4, 3), torch.randn(100, 4))
+    w = torch.rand(100) * 700
+    for dtype, digits in ((torch.float16, 1e-3), (torch.bfloat16, 1e-2), (torch.float64, 1e-5)):
+        expected = grads.weighted_sum(w.to(dtype).float())["weight"]
+        assert_close(grads.weighted_sum(w.to(dtype))["weight"], expected, rtol=1e-5, atol=digits)
+    with pytest.raises(TypeError, match="floating-point"):
+        grads.weighted_sum(torch.ones(100, dtype=torch.complex64))
+
+
+def test_several_sums_can_be_differentiated() -> None:
+    for model, x in [(mlp(), torch.randn(6, 4)), (Language(7, 3), torch.randint(7, (6, 2))), (Token(4), torch.randn(6, 4))]:
+        grads = stepped(model, x)
+        w = torch.rand(3, 6, requires_grad=True)
+        sum(total[1].sum() for total in grads.weighted_sum(w).values()).backward()
+        ones = {name: torch.ones(form.shape) for name, form in grads.items()}
+        assert_close(w.grad, torch.stack([torch.zeros(6), grads.dot(ones), torch.zeros(6)]))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_entries() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)), torch.randn(6, 4)
+    grads = stepped(model, x)
+    assert grads.norms().shape == (6,)
+    assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
+
+
+def test_copies_are_refused() -> None:
+    grads = stepped(mlp(), torch.randn(6, 4))
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"take dense\(\)"):
+            copies(grads)
+
+
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [
+        (lambda m, g: g.select(0), TypeError),
+        (lambda m, g: g.select(torch.tensor([[0, 1]])), TypeError),
+        (lambda m, g: g.project(1.5), TypeError),
+        (lambda m, g: g.group(torch.zeros(6, dtype=torch.long), 2.5), TypeError),
+        (lambda m, g: autograd_hacks.clip_grad1_norm_(m, "1"), TypeError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=0), ValueError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=float("nan")), ValueError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=torch.ones(2)), TypeError),
+        (lambda m, g: autograd_hacks.per_sample_grads(3), TypeError),
+        (lambda m, g: g.dot({name: torch.ones(form.shape, dtype=torch.long) for name, form in g.items()}), ValueError),
+    ],
+)
+def test_arguments_that_are_none(read: Callable[..., Any], error: type[Exception]) -> None:
+    model = mlp()
+    grads = stepped(model, torch.randn(6, 4))
+    with pytest.raises(error, match="expected"):
+        read(model, grads)
+    assert_close(grads.select(slice(None, None, -1)).norms(), grads.norms().flip(0))
+
+
 # Projection
 
 
@@ -373,6 +469,14 @@ def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
     assert_close(gram @ w, along)
     with at_most(2 * row + 3 * budget):
         autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+def test_groups_of_many_samples_keep_to_the_budget() -> None:
+    grads = stepped(nn.Linear(256, 256), torch.randn(200, 4, 256)).group(torch.zeros(200, dtype=torch.long))
+    activations, budget = 2 * 200 * 4 * 256 * 4, 2**18
+    for verb in (grads.norms, grads.second_moment):
+        with at_most(2 * activations + 4 * budget + 256 * 257 * 4):
+            verb(budget=budget)
 
 
 def wide() -> tuple[nn.Module, Tensor]:

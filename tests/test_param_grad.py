@@ -284,3 +284,51 @@ def test_wrappers_over_processes_are_refused() -> None:
             autograd_hacks.add_hooks(sharded, param_grad=False)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_penalty_on_input_gradients_is_noticed_in_every_step() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(3, 4, requires_grad=True)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for step in range(4):
+            if step % 2:
+                with pytest.raises(HigherOrderError):
+                    torch.autograd.grad(squares(model(x), x).sum(), x, create_graph=True)
+            else:
+                squares(model(x), x).mean().backward()
+                autograd_hacks.compute_grad1(model)
+
+
+def test_functional_call_with_leaves_fills_theirs() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            squares(model(x), x).mean().backward()
+            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            squares(functional_call(model, others, (x,)), x).mean().backward()
+            assert all(p.grad is not None for p in others.values())
+            own = torch.autograd.grad(squares(functional_call(model, others, (x,)), x).mean(), list(others.values()))
+            assert all(torch.equal(p.grad, g) for p, g in zip(others.values(), own))
+
+
+def test_hooks_of_the_users_on_parameters_see_gradients() -> None:
+    model, x, seen = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4), list[Tensor]()
+    model[0].weight.register_hook(seen.append)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            squares(model(x), x).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_close(model[0].weight.grad1.mean(0), seen[-1] if seen[-1].shape == (5, 4) else seen[-2])
+            assert model[0].weight.grad is None
+    assert len(seen) == 6
+
+
+def test_a_context_gives_the_contract_back() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    autograd_hacks.add_hooks(model)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            squares(model(x), x).mean().backward()
+    assert model[0].weight.grad is None
+    squares(model(x), x).mean().backward()
+    assert model[0].weight.grad is not None

@@ -145,3 +145,14 @@ def test_a_parameter_of_several_calls_waits_for_all() -> None:
             squares(model(x), x).mean().backward()
         squares(model(x), x).mean().backward()
         assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
+
+
+def test_reading_inside() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model), autograd_hacks.streaming(model):
+        squares(model(x), x).sum().backward()
+        for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+            with pytest.raises(NothingRecorded, match="Read after that context"):
+                read(model)
+        with pytest.raises(RuntimeError, match="open already"), autograd_hacks.streaming(model):
+            pass

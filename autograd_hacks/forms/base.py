@@ -19,6 +19,11 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 
 
+def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each sum of a weighted sum, as a view, with its weights, N."""
+    yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
+
+
 class Form(ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
@@ -160,7 +165,7 @@ class Form(ABC):
         entries = self.shape[0] if self.shape else 1
         sums = total.view(len(weights), entries, self.shape[1:].numel())
         for samples, rows, written in self._written(budget):
-            sums[:, rows].add_((weights[:, samples] @ written).view(len(weights), -1, sums.shape[2]))
+            sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""

@@ -72,7 +72,8 @@ class Scaled(Form):
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
 
     def _gram(self, other: Form, budget: int) -> Tensor:
-        return self.form.gram(other, budget) * self.factor
+        inner = self.form.gram(other, budget)
+        return inner * self.factor if isinstance(self.factor, Tensor) or inner.requires_grad else inner.mul_(self.factor)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         return (self.form.norms(budget) * self.factor).abs()
@@ -208,11 +209,11 @@ class Grouping(Form):
         return self.form.held_size() * int(self._counts().max()) if len(self.rows) else 0
 
     def row_size(self) -> int:
-        return max(self.shape.numel(), self.form.row_size())
+        return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         total = self.like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
-        for piece in stretches(self.form.samples, BUDGET // max(1, self.shape.numel() * self.like.element_size())):
+        for piece in stretches(self.form.samples, max(1, self.samples)):  # as much again as the result
             total.index_add_(0, self.rows[piece], self.form[piece].dense())
         return total
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.paired import gram_of_pairs
 from autograd_hacks.forms.products import OneHot
@@ -58,7 +58,7 @@ class Lookup(Form):
         return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 
     def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+        for each, weights in pairs_of(total, w):
             for samples, part in self.chunks(budget, self.held_size()):
                 values = part.g * weights[samples, None, None].to(total.dtype)
                 each.index_add_(0, part.index.flatten(), values.flatten(0, 1))

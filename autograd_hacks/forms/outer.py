@@ -8,7 +8,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.paired import PRODUCTS, gram_of_pairs, norms_of_pairs, prefers_positions
 from autograd_hacks.forms.projection import RandomMap
@@ -94,7 +94,7 @@ class Outer(Form):
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
             return super().add_weighted_sum(total, w, budget)
-        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+        for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
             for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
                 left, right, by = part.left, part.right, weights[samples, None, None].to(total.dtype)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form, Index
+from autograd_hacks.forms.base import Form, Index, pairs_of
 from autograd_hacks.forms.dense import Dense
 
 
@@ -92,10 +92,11 @@ class Replay(Form):
         return Dense(self.dense() * factor)
 
     def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        # A backward pass for each sum, or about one for each sample.
-        if w.ndim == 2 and 2 * len(w) > self.samples:
+        # A backward pass for each sum, or about one for each sample; the sums of the former don't lead back to the weights.
+        differentiable = w.requires_grad and torch.is_grad_enabled()
+        if differentiable or (w.ndim == 2 and 2 * len(w) > self.samples):
             return super().add_weighted_sum(total, w, budget)
-        for each, weights in zip(total, w) if w.ndim == 2 else [(total, w)]:
+        for each, weights in pairs_of(total, w):
             if self.index is not None:
                 weights = weights.new_zeros(self.all_samples).index_add(0, self.index, weights)
             each += self.source.weighted_sum(self.name, weights)
