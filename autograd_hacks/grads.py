@@ -382,7 +382,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _widened(w: Tensor, form: Form) -> Tensor:
     """Weights on a form's device, in what it adds up in or better."""
-    return w.to(form.like.device, torch.promote_types(w.dtype, form.new_sums(0).dtype))
+    return w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))
 
 
 def _kind(value: object) -> str:

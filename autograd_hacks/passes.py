@@ -10,7 +10,7 @@ from torch import Tensor
 from autograd_hacks.visits import Received, Visit
 
 if TYPE_CHECKING:
-    from autograd_hacks.record import Recorder
+    from autograd_hacks.receiver import Receiver
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Losses:
 
     samples: int
     loss_type: str
-    recorders: list[Recorder] = field(default_factory=list)
+    recorders: list[Receiver] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -97,13 +97,18 @@ class Form(ABC):
 
     def wide(self) -> Self:
         """The form in the dtype that its verbs add up in."""
-        form = self.to(accumulation_dtype(self.like.dtype))
+        form = self.to(self.sum_dtype)
         assert isinstance(form, type(self))
         return form
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What the verbs add up in."""
+        return accumulation_dtype(self.like.dtype)
+
     def new_sums(self, *shape: int) -> Tensor:
         """Zeros to add up in."""
-        return torch.zeros(shape, dtype=accumulation_dtype(self.like.dtype), device=self.like.device)
+        return torch.zeros(shape, dtype=self.sum_dtype, device=self.like.device)
 
     def row_size(self) -> int:
         """How many numbers are written out for a sample when its row is."""
@@ -119,9 +124,9 @@ class Form(ABC):
         row: numbers that are written out for a sample, `row_size` unless told
         """
         each = self.row_size() if row is None else row
-        if self.like.dtype != accumulation_dtype(self.like.dtype):
+        if self.like.dtype != self.sum_dtype:
             each += self.held_size()
-        each = max(1, each) * self.new_sums(0).element_size()
+        each = max(1, each) * self.sum_dtype.itemsize
         for piece in stretches(self.samples, budget // each):
             part = self if piece == slice(0, self.samples) else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are a form of its kind, or verbs are called again
@@ -144,7 +149,7 @@ class Form(ABC):
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
-        v = v.to(self.new_sums(0).dtype).reshape(self.shape if self.shape else (1,))
+        v = v.to(self.sum_dtype).reshape(self.shape if self.shape else (1,))
         found = self.new_sums(self.samples)
         for samples, rows, written in self._written(budget):
             found[samples] += written @ v[rows].flatten()
@@ -171,7 +176,7 @@ class Form(ABC):
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
         entries = self.shape[0] if self.shape else 1
         total = self.new_sums(entries, self.shape[1:].numel()).abs()
-        about = None if about is None else about.to(self.new_sums(0).dtype).reshape(total.shape)
+        about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
         for samples, rows, written in self._written(budget // 2):
             deviation = written if about is None else written - about[rows].flatten()
             size = deviation.abs() if deviation.is_complex() else deviation
@@ -189,7 +194,7 @@ class Form(ABC):
         """By writing out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
         written twice; or else some samples."""
         mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
-        width = self.new_sums(0).element_size()
+        width = self.sum_dtype.itemsize
         size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
         room = budget - max(0, size - whole)  # beside what is copied for each block anew
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1

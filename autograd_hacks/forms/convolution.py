@@ -103,7 +103,7 @@ class Convolution(Form):
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         forward, found = _FORWARD[len(self.kernel)], []
-        v = v.to(self.new_sums(0).dtype)
+        v = v.to(self.sum_dtype)
         for _, part in self.chunks(budget, 2 * self.g.shape[1:].numel()):
             tangent = forward(part.x, v, None, self.stride, self.padding, self.dilation, self.groups)
             found.append((tangent * part.g).flatten(1).sum(1))

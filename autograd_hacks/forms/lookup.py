@@ -53,7 +53,7 @@ class Lookup(Form):
         return Lookup(self.index, self.g * factor, self.entries)
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.to(self.new_sums(0).dtype)
+        v = v.to(self.sum_dtype)
         pieces = self.chunks(budget, 2 * self.held_size())
         return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 

@@ -81,7 +81,7 @@ class Outer(Form):
         return min(self.positions, by_positions)
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.to(self.new_sums(0).dtype).reshape(self.fan_out, self.fan_in)
+        v = v.to(self.sum_dtype).reshape(self.fan_out, self.fan_in)
         found = []
         for _, part in self.chunks(budget, 2 * self.positions * min(self.fan_in, self.fan_out)):
             if self.fan_in < self.fan_out:
