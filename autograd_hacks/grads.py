@@ -218,7 +218,7 @@ class PerSampleGrads(Mapping[str, Form]):
     def written_where_it_saves(self, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
         """The same, with some rows written out: those of which norms and weighted sums both are best taken so.
 
-        Two readings of a row and its writing cost about as much as `READING` multiplications for each number.
+        Two readings of a row and its writing cost about as much as ``READING`` multiplications for each number.
 
         memory: what an earlier call has written into, which is used again, and what this one does: fresh memory costs more
         """

@@ -51,7 +51,7 @@ def checked(workload: Workload, peers: bool) -> tuple[dict[str, Step], dict[str,
         try:
             for _ in range(2):  # the library's first step is another one
                 check(name, step(batch), expected)
-        except (RuntimeError, AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        except Exception as error:  # whatever a peer raises
             if name in (SKIPPED, DEFAULT, STREAMED):
                 raise
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
