@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
 from autograd_hacks.forms.products import Pair
 from autograd_hacks.forms.projection import RandomMap
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
 
 BUDGET = 64 * 2**20
 """Bytes that a verb may take beside its result, unless it is told another number."""
