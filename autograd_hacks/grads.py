@@ -224,15 +224,20 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         found, left, before = dict(self._forms), budget, dict(memory)
         memory.clear()
-        for name in sorted(self, key=lambda name: self[name].saving(), reverse=True):
-            form = self[name]
-            size = form.samples * form.shape.numel() * form.like.element_size()
-            if form.saving() > READING and size <= left:
-                inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
-                old, shape = before.get(name), (form.samples, *form.shape)
-                fits = old is not None and (old.shape, old.dtype, old.device) == (shape, inner.like.dtype, inner.like.device)
-                memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
-                found[name], left = Scaled(Dense(memory[name]), factor), left - size
+        with self._reading():
+            for name in sorted(self, key=lambda name: self[name].saving(), reverse=True):
+                form = self[name]
+                size = form.samples * form.shape.numel() * form.like.element_size()
+                if form.saving() > READING and size <= left:
+                    inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
+                    old, shape = before.get(name), (form.samples, *form.shape)
+                    fits = old is not None and (old.shape, old.dtype, old.device) == (
+                        shape,
+                        inner.like.dtype,
+                        inner.like.device,
+                    )
+                    memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
+                    found[name], left = Scaled(Dense(memory[name]), factor), left - size
         return self._like(found, self.samples)
 
     def _like(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:

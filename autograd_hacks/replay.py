@@ -233,7 +233,7 @@ def _of(tensor: Tensor, index: Tensor | None) -> Tensor:
 def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     pairs = [(out, g) for out, g in zip(outputs, grads) if out.requires_grad]
     if not pairs:
-        return [torch.zeros_like(p) for p in parameters]
+        raise StaleRecord("a module that was run again has returned nothing that leads to its parameters, as it did before")
     outs, gs = zip(*pairs)
     found = torch.autograd.grad(outs, parameters, gs, retain_graph=True, allow_unused=True, materialize_grads=True)
     return [g.detach() for g in found]

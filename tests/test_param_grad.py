@@ -115,6 +115,7 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_autograd_computes_none() -> None:
     """The weight's gradient is a product that doesn't run, and the input is not kept for it by the graph."""
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
