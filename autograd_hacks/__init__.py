@@ -7,6 +7,8 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 
 from autograd_hacks import errors, forms, rules
 from autograd_hacks.clipping import clip_grad1_norm_
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.description import describe
 from autograd_hacks.grad1 import compute_grad1
 from autograd_hacks.grads import PerSampleGrads, per_sample_grads
@@ -43,6 +45,10 @@ __all__ = [
     "streaming",
     "describe",
     "verify",
+    # Curvature.
+    "backprop_hess",
+    "compute_hess",
+    "compute_hess_over",
     # Extend it.
     "is_supported",
     "register_rule",

@@ -19,7 +19,7 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.forms import BUDGET, Form, Replay
 from autograd_hacks.layout import Layout
-from autograd_hacks.passes import Pass, Segment
+from autograd_hacks.passes import Losses, Pass, Segment
 from autograd_hacks.plan import MIXING
 from autograd_hacks.record import Recorder
 from autograd_hacks.rules import rule_for
@@ -167,7 +167,8 @@ def check_sum(
 
     lazily: whether the rows of replays may not all be written out; they are compared in the plan's first step alone then
     """
-    passes = [recorded for recorded in segment.passes if id(parameter) in recorded.reached]
+    # Those of one `backprop_hess` have added up what arrived.
+    passes = list({id(p.arrived): p for p in segment.passes if id(parameter) in p.reached}.values())
     if (
         form is None
         or not samples
@@ -248,7 +249,7 @@ def common_batch_size(segment: Segment) -> int:
     sizes = {}
     for recorded in segment.passes:
         if recorded.losses:
-            sizes["the vector given to backward(losses)"] = recorded.losses.samples
+            sizes[recorded.losses.what] = recorded.losses.samples
         for visit, received in reversed(recorded.received.items()):
             if visit.replay is not None or rule_for(visit.layer):
                 sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", batch_size(visit, received))
@@ -261,14 +262,35 @@ def common_batch_size(segment: Segment) -> int:
     return next(iter(sizes.values()))
 
 
+def check_batch_size(losses: Losses, why: str) -> None:
+    """Clears the records of passes that have come through another number of samples than there are losses, and raises.
+
+    why: there is nothing to read then, for people
+    """
+    for recorder in losses.recorders:
+        try:
+            for shape, layout in recorder.returned if losses.hess_type else ():
+                if shape == losses.shape and layout is not None and layout != Layout():
+                    raise BatchSizeError(
+                        f"{losses.what}, of shape {tuple(shape)}, has its samples as {layout}, not on axis 0. Bring them "
+                        "there: output.transpose(0, 1) for (T, N, C)."
+                    )
+            for segment in recorder.segments:
+                if any(recorded.losses is losses for recorded in segment.passes):
+                    common_batch_size(segment)
+        except RuntimeError:
+            recorder.clear(why)
+            raise
+
+
 def reduction(recorded: Pass, loss_type: str | None) -> str:
     """How the pass's loss was made of the samples' losses: 'mean' or 'sum'."""
     if recorded.losses is None:
         return loss_type or "mean"
     if loss_type not in (None, recorded.losses.loss_type):
         raise ValueError(
-            f"loss_type is {loss_type!r}, but backward(losses) ran with loss_type={recorded.losses.loss_type!r}. "
-            "Leave loss_type out: the scale is known."
+            f"loss_type is {loss_type!r}, but by {recorded.losses.what} it was {recorded.losses.loss_type!r}. Leave "
+            "loss_type out: the scale is known."
         )
     return recorded.losses.loss_type
 
@@ -279,6 +301,28 @@ def common_reduction(recorder: Recorder, loss_type: str | None) -> str:
     if len(found) > 1:
         raise ValueError("some of the accumulated losses were means and some were sums; reduce all in one way")
     return found.pop()
+
+
+def check_ordinary(recorder: Recorder, what: str) -> None:
+    """Raises where the record holds the passes of `backprop_hess`.  what: is to be read, for people"""
+    if common_hess_type(recorder) is not None:
+        raise NothingRecorded(
+            f"the record holds the passes of backprop_hess, whose rows are no samples' gradients, so that there is no "
+            f"{what}. Run loss.backward() first, on a new forward or after clear_backprops(model); or read these by "
+            "compute_hess(model) or per_sample_grads(model)."
+        )
+
+
+def common_hess_type(recorder: Recorder) -> str | None:
+    """What `backprop_hess` was told, where it has run all recorded passes; None where ordinary backward passes are recorded.
+    Raises NothingRecorded for both, or different ones."""
+    found = {segment.hess_type for segment in recorder.segments}
+    if len(found) > 1:
+        raise NothingRecorded(
+            f"the accumulated passes are of different kinds, {', '.join(sorted(map(str, found)))} (None for an ordinary "
+            "backward pass), whose rows mean different things. Accumulate them apart."
+        )
+    return next(iter(found), None)
 
 
 def batch_size(visit: Visit, received: Received) -> int:

@@ -6,13 +6,18 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.checks import check_ordinary
+from autograd_hacks.forms import Dense, Scaled
 from autograd_hacks.gradients import set_grads
-from autograd_hacks.grads import per_sample_grads
+from autograd_hacks.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.hooks import recorder_of
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
 read twice, whose memory is kept for the next step."""
+
+READING = 1
+"""Measured on two cores: 16 rows of 128 × 1152 took 1.6 ms to write and 0.25 to read; a weighted sum without them 1.2."""
 
 
 @torch.no_grad()
@@ -44,8 +49,9 @@ def clip_grad1_norm_(
         raise TypeError(f"clip_grad1_norm_ was given max_norm={max_norm!r}; expected a number")
     if not max_norm > 0:
         raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
-    memory = recorder_of(model).memory
-    grads = per_sample_grads(model, loss_type, scale).written_where_it_saves(3 * budget // 4, memory)
+    recorder = recorder_of(model)
+    check_ordinary(recorder, "gradient to clip")
+    grads = written_where_it_saves(per_sample_grads(model, loss_type, scale), 3 * budget // 4, recorder.memory)
     norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
     if error_if_nonfinite and not norms.isfinite().all():
@@ -58,3 +64,26 @@ def clip_grad1_norm_(
         weights = weights / max(1, grads.samples)
     set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached)
     return norms
+
+
+def written_where_it_saves(grads: PerSampleGrads, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
+    """The same, with some rows written out: those of which norms and weighted sums both are best taken so.
+
+    Two readings of a row and its writing cost about as much as ``READING`` multiplications for each number.
+
+    memory: what an earlier call has written into, which is used again, and what this one does: fresh memory costs more
+    """
+    found, left, before = dict(grads), budget, dict(memory)
+    memory.clear()
+    with grads.reading():
+        for name in sorted(grads, key=lambda name: grads[name].saving(), reverse=True):
+            form = grads[name]
+            size = form.samples * form.shape.numel() * form.like.element_size()
+            if form.saving() > READING and size <= left:
+                inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
+                old, shape = before.get(name), (form.samples, *form.shape)
+                kind = shape, inner.like.dtype, inner.like.device
+                fits = old is not None and (old.shape, old.dtype, old.device) == kind
+                memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
+                found[name], left = Scaled(Dense(memory[name]), factor), left - size
+    return grads.with_forms(found, grads.samples)

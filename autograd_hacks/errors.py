@@ -43,6 +43,10 @@ class HigherOrderError(PerSampleGradientError):
     """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
 
 
+class BlockTooLarge(PerSampleGradientError):
+    """A block of the Gauss-Newton matrix would take more memory than it may."""
+
+
 class ParamGradSkipped(PerSampleGradientError):
     """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
 

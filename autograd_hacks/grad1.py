@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import common_reduction
+from autograd_hacks.checks import check_ordinary, common_reduction
 from autograd_hacks.forms import Form, Outer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.gradients import per_parameter_forms, without_autocast
@@ -38,6 +38,7 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     try:
+        check_ordinary(recorder, "grad1")
         forms = per_parameter_forms(model, recorder, loss_type, scale)
     except BaseException:
         for parameter in model.parameters():  # an earlier step's rows must not be taken for this one's

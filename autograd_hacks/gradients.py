@@ -23,9 +23,9 @@ from autograd_hacks.checks import (
     row_count,
 )
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Form, Replay, Sum, Zero
+from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Sum, Zero
 from autograd_hacks.layout import Layout
-from autograd_hacks.passes import Segment
+from autograd_hacks.passes import Pass, Segment
 from autograd_hacks.record import Recorder
 from autograd_hacks.replay import Rerun
 from autograd_hacks.rerun import autocast_to, outside_inference
@@ -96,18 +96,56 @@ def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:
 
 
 def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor, Form], int]:
-    """{parameter: form} of one segment, and its number of samples."""
-    found: dict[Tensor, list[Form]] = {}
-    for recorded in segment.passes:
-        is_mean = reduction(recorded, loss_type) == "mean"
-        for visit, received in reversed(recorded.received.items()):  # in the order of the forward
-            check_seen(visit, received)
-            for name, form in forms_of(visit, received).items():
-                # The mean divided every sample's gradient by N.
-                own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
-                found.setdefault(visit.parameters[name][0], []).append(own)
+    """{parameter: form} of one segment, and its number of rows: one for each sample, or for each sample of each pass of
+    `backprop_hess`, pass by pass."""
+    if segment.hess_type is None:
+        found: dict[Tensor, list[Form]] = {}
+        for recorded in segment.passes:
+            for (_, parameter), form in _forms_of_pass(recorded, loss_type).items():
+                found.setdefault(parameter, []).append(form)
+        samples = common_batch_size(segment)
+        return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
+    passes = [_forms_of_pass(recorded, loss_type) for recorded in segment.passes]
     samples = common_batch_size(segment)
-    return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
+    for recorded in segment.passes:
+        assert recorded.losses is not None  # these are backprop_hess's
+        recorded.losses.read = True
+    return _stacked_passes(passes, samples), samples * len(passes)
+
+
+def _forms_of_pass(recorded: Pass, loss_type: str | None) -> dict[tuple[Visit, Tensor], Form]:
+    """A form for each call and each of its parameters, in the order of the forward."""
+    found: dict[tuple[Visit, Tensor], list[Form]] = {}
+    is_mean = reduction(recorded, loss_type) == "mean"
+    for visit, received in reversed(recorded.received.items()):
+        check_seen(visit, received)
+        for name, form in forms_of(visit, received).items():
+            # The mean divided every sample's gradient by N.
+            own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
+            found.setdefault((visit, visit.parameters[name][0]), []).append(own)
+    return {key: Sum.of(forms) for key, forms in found.items()}
+
+
+def _stacked_passes(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samples: int) -> dict[Tensor, Form]:
+    """The rows of several passes below each other; call by call, for which they share what they can, and then added up."""
+    if any(table.keys() != passes[0].keys() for table in passes):  # checkpointing has made the calls anew in each
+        return _stacked_parameters(passes, samples)
+    found: dict[Tensor, list[Form]] = {}
+    for key in passes[0]:
+        found.setdefault(key[1], []).append(Passes.of([table[key] for table in passes]))
+    return {parameter: Sum.of(forms) for parameter, forms in found.items()}
+
+
+def _stacked_parameters(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samples: int) -> dict[Tensor, Form]:
+    tables: list[dict[Tensor, list[Form]]] = [{} for _ in passes]
+    for table, forms in zip(tables, passes):
+        for (_, parameter), form in forms.items():
+            table.setdefault(parameter, []).append(form)
+    found = {}
+    for parameter in dict.fromkeys(parameter for table in tables for parameter in table):
+        zero = [Zero(samples, parameter.shape, parameter)]
+        found[parameter] = Passes.of([Sum.of(table.get(parameter, zero)) for table in tables])
+    return found
 
 
 def _gated(visit: Visit, received: Received, layout: Layout | None) -> Call:

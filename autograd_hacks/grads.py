@@ -10,17 +10,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import common_reduction
+from autograd_hacks.checks import common_batch_size, common_hess_type, common_reduction
+from autograd_hacks.curvature.matvec import Curvature
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Dense, Form, RandomMap, Replay, Scaled, Zero
+from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
 from autograd_hacks.forms.numerics import row_norms, stretches
 from autograd_hacks.gradients import per_parameter_forms
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.rerun import autocast_to, outside_inference
 from autograd_hacks.trees import version_of
-
-READING = 1
-"""Measured on two cores: 16 rows of 128 × 1152 took 1.6 ms to write and 0.25 to read; a weighted sum without them 1.2."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
@@ -42,18 +40,22 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
         name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form
         for name, form in forms.items()
     }
-    return PerSampleGrads(filled, samples, reached, common_reduction(recorder, loss_type), weakref.ref(model))
+    batch = sum(common_batch_size(segment) for segment in recorder.segments)
+    reduction, hess_type = common_reduction(recorder, loss_type), common_hess_type(recorder)
+    return PerSampleGrads(filled, samples, reached, reduction, weakref.ref(model), hess_type, batch)
 
 
-class PerSampleGrads(Mapping[str, Form]):
+class PerSampleGrads(Curvature):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
     `compute_grad1` says it; a parameter that the loss didn't reach has rows of zeros.  Sums are taken, and handed out, in
     single precision where parameters have half, but for `dense` and `weighted_sum`, which return the parameter's dtype.
 
-    samples: N    reached: the names of the parameters that the loss reached    loss_type: 'mean' or 'sum', how the loss was
-    reduced over the batch
+    samples: N, how many rows    reached: the names of the parameters that the loss reached
+    loss_type: 'mean' or 'sum', how the loss was reduced over the batch    batch: how many samples there were
+    hess_type: what `backprop_hess` was told, if these are its rows, one for each pass and sample, row k · N + n being pass
+    k's of sample n; else None
 
     Each verb takes ``budget``, the bytes that it may use beside its result (and, for modules that are run again, beside
     what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
@@ -67,8 +69,11 @@ class PerSampleGrads(Mapping[str, Form]):
         reached: frozenset[str],
         loss_type: str,
         model: weakref.ref[nn.Module],
+        hess_type: str | None,
+        batch: int,
     ) -> None:
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
+        self.hess_type, self.batch = hess_type, batch
         self._model = model
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
@@ -89,7 +94,7 @@ class PerSampleGrads(Mapping[str, Form]):
 
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
-        with self._reading():
+        with self.reading():
             return {name: form.dense() for name, form in self.items()}
 
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
@@ -98,7 +103,7 @@ class PerSampleGrads(Mapping[str, Form]):
         per_parameter: whether to return {name: N} instead
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
-        with self._reading():
+        with self.reading():
             norms = self._by_rows(lambda name, form: form.norms(budget), budget)
             if per_parameter:
                 return norms
@@ -111,7 +116,7 @@ class PerSampleGrads(Mapping[str, Form]):
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
         check_direction(v, {name: form.shape for name, form in self.items()})
-        with self._reading():
+        with self.reading():
             return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
@@ -121,7 +126,7 @@ class PerSampleGrads(Mapping[str, Form]):
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
         self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
-        with self._reading():
+        with self.reading():
             return {name: form.weighted_sum(_widened(w, form), budget).to(form.like.dtype) for name, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
@@ -139,7 +144,7 @@ class PerSampleGrads(Mapping[str, Form]):
                 "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
                 "trained."
             )
-        with self._reading(), other._reading():
+        with self.reading(), other.reading():
             found = (form.gram(other[name], budget) for name, form in self.items())
             return _added(found, (self.samples, other.samples))
 
@@ -151,7 +156,7 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         if w is not None:
             self._check_weights(w, "(N,)", ndim=(1,))
-        with self._reading():
+        with self.reading():
             return self._second_moments(w, {}, budget)
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
@@ -161,7 +166,7 @@ class PerSampleGrads(Mapping[str, Form]):
         """
         if self.samples < 2:
             raise ValueError(f"the variance over samples needs two of them; these are the gradients of {self.samples}")
-        with self._reading():
+        with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
             means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
             found = self._second_moments(None, means, budget)
@@ -177,7 +182,7 @@ class PerSampleGrads(Mapping[str, Form]):
         Raises ValueError for a ``dim`` below 1.
         """
         check_dim("project was given dim", dim)
-        with self._reading():
+        with self.reading():
             maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
             return self._summed(lambda name, form: form.project(maps[name], budget), budget, dim)
 
@@ -199,7 +204,7 @@ class PerSampleGrads(Mapping[str, Form]):
             groups = len(known)
         elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
             raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
-        return self._like({n: form.group(ids.to(form.like.device), groups) for n, form in self.items()}, groups)
+        return self.with_forms({n: form.group(ids.to(form.like.device), groups) for n, form in self.items()}, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
         """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
@@ -213,35 +218,12 @@ class PerSampleGrads(Mapping[str, Form]):
         if isinstance(index, slice):
             index = torch.tensor(range(self.samples)[index], dtype=torch.long)
         chosen = torch.arange(self.samples)[index.cpu()]
-        return self._like({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
+        return self.with_forms({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
-    def written_where_it_saves(self, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
-        """The same, with some rows written out: those of which norms and weighted sums both are best taken so.
-
-        Two readings of a row and its writing cost about as much as ``READING`` multiplications for each number.
-
-        memory: what an earlier call has written into, which is used again, and what this one does: fresh memory costs more
-        """
-        found, left, before = dict(self._forms), budget, dict(memory)
-        memory.clear()
-        with self._reading():
-            for name in sorted(self, key=lambda name: self[name].saving(), reverse=True):
-                form = self[name]
-                size = form.samples * form.shape.numel() * form.like.element_size()
-                if form.saving() > READING and size <= left:
-                    inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
-                    old, shape = before.get(name), (form.samples, *form.shape)
-                    fits = old is not None and (old.shape, old.dtype, old.device) == (
-                        shape,
-                        inner.like.dtype,
-                        inner.like.device,
-                    )
-                    memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
-                    found[name], left = Scaled(Dense(memory[name]), factor), left - size
-        return self._like(found, self.samples)
-
-    def _like(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
-        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model)
+    def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
+        """The same gradients as other forms, some rows of these say."""
+        batch = self.batch if self.hess_type else samples
+        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model, self.hess_type, batch)
         made._versions = [*self._versions, *made._versions]
         return made
 
@@ -255,7 +237,7 @@ class PerSampleGrads(Mapping[str, Form]):
         return {form.like.device for form in self.values()}
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """A context in which the gradients are what they were when they were taken."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:

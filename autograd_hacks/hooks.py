@@ -92,7 +92,10 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Leaves the model as it was before `add_hooks`: no hooks, no records, no ``grad1``.  Warns where it had no hooks."""
+    """Leaves the model as it was before `add_hooks`: no hooks, no records, no ``grad1``, no curvature.
+
+    Warns where it had no hooks.
+    """
     root = _root_hook(model)
     if root is None:
         warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
@@ -101,7 +104,8 @@ def remove_hooks(model: nn.Module) -> None:
     for handle in root.handles:
         handle.remove()
     for parameter in model.parameters():
-        vars(parameter).pop("grad1", None)
+        for attribute in ("grad1", "hess", "hess_diag", "kfac"):
+            vars(parameter).pop(attribute, None)
 
 
 def enable_hooks() -> None:

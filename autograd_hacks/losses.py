@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autograd_hacks.checks import check_loss_type, common_batch_size
-from autograd_hacks.passes import ANNOUNCED, Losses
-from autograd_hacks.switch import current_task
+from autograd_hacks.checks import check_batch_size, check_loss_type
+from autograd_hacks.passes import Losses, announced
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
@@ -30,28 +29,8 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
             "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)."
         )
     check_loss_type(loss_type)
-    announcement = Losses(len(losses), loss_type)
-    # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
-    root = losses.view_as(losses)
-    tasks: list[int] = []
-
-    def announce(_: object) -> None:
-        tasks.append(current_task())
-        ANNOUNCED[tasks[0]] = announcement
-
-    if root.grad_fn is not None:
-        root.grad_fn.register_prehook(announce)
+    announcement = Losses(losses.shape, loss_type, "the vector given to backward(losses)")
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
-    try:
+    with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph)
-    finally:
-        for task in tasks:
-            ANNOUNCED.pop(task, None)
-    for recorder in announcement.recorders:
-        try:
-            for segment in recorder.segments:
-                if any(recorded.losses is announcement for recorded in segment.passes):
-                    common_batch_size(segment)
-        except RuntimeError:
-            recorder.clear("the losses given to backward did not match the batch; repeat the step")
-            raise
+    check_batch_size(announcement, "the losses given to backward did not match the batch; repeat the step")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.switch import current_task
 from autograd_hacks.visits import Received, Visit
 
 if TYPE_CHECKING:
@@ -15,11 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Losses:
-    """What `backward(losses)` knows of its pass."""
+    """What `backward(losses)` knows of its pass, or `backprop_hess` of all its passes.
 
-    samples: int
+    shape: of what it was given, N first    what: that was, for people    hess_type: of `backprop_hess`
+    read: whether its rows have been read    arrived: what `backprop_hess`'s passes brought to parameters in all
+    """
+
+    shape: torch.Size
     loss_type: str
+    what: str
+    hess_type: str | None = None
     recorders: list[Receiver] = field(default_factory=list)
+    read: bool = False
+    arrived: dict[Tensor, Tensor] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return self.shape[0]
 
 
 @dataclass(eq=False)
@@ -40,6 +57,11 @@ class Pass:
     blind: tuple[int, tuple[int, ...]] | None = None  # an output of the model in which samples mix, by which it came
     largest: Tensor | None = None  # of all gradients, by magnitude
 
+    @property
+    def is_hess(self) -> bool:
+        """Whether `backprop_hess` runs it."""
+        return self.losses is not None and self.losses.hess_type is not None
+
     def let_go(self) -> None:
         """Or its visits and it would hold each other."""
         for visit in self.received:
@@ -55,7 +77,33 @@ class Segment:
 
     def takes(self, current: Pass, visit: Visit) -> bool:
         """Whether a pass that comes through a visit adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
-        return visit.forward in self.forwards and all(other.captures == current.captures for other in self.passes)
+        return visit.forward in self.forwards and all(
+            other.captures == current.captures or current.is_hess or other.is_hess for other in self.passes
+        )
+
+    @property
+    def hess_type(self) -> str | None:
+        """What `backprop_hess` was told, if it has run these passes.  Raises NothingRecorded where it has run some alone."""
+        types = {None if recorded.losses is None else recorded.losses.hess_type for recorded in self.passes}
+        if len(types) > 1:
+            raise NothingRecorded(
+                "the record holds the passes of backprop_hess and an ordinary backward pass of the same forward, whose rows "
+                "mean different things. Call autograd_hacks.clear_backprops(model) between the two."
+            )
+        return next(iter(types), None)
+
+    def check_takes(self, current: Pass) -> None:
+        """Raises where a second `backprop_hess` begins before what the one before has left is read, or cleared."""
+        for other in self.passes:
+            if current.is_hess and other.is_hess and other.losses is not current.losses:
+                raise NothingRecorded(
+                    "backprop_hess has run before, and its passes are still in the record, not read yet or of this very "
+                    "forward. Read them first (compute_hess, per_sample_grads) and run the model anew; or call "
+                    "clear_backprops(model); or, for several batches, run them within accumulate(model)."
+                )
+
+    def was_read(self) -> bool:
+        return all(recorded.losses is not None and recorded.losses.read for recorded in self.passes if recorded.is_hess)
 
     def can_be_run_again(self) -> bool:
         return any(
@@ -65,3 +113,23 @@ class Segment:
 
 ANNOUNCED: dict[int, Losses] = {}
 """The losses of the passes that `backward` runs just now, by graph task: hooks may run in another thread than it."""
+
+
+@contextmanager
+def announced(output: Tensor, losses: Losses) -> Iterator[Tensor]:
+    """A context in which the hooks know what a backward pass is for, that begins at the tensor which it gives."""
+    # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
+    root = output.view_as(output)
+    tasks: list[int] = []
+
+    def announce(_: object) -> None:
+        tasks.append(current_task())
+        ANNOUNCED[tasks[-1]] = losses
+
+    if root.grad_fn is not None:
+        root.grad_fn.register_prehook(announce)
+    try:
+        yield root
+    finally:
+        for task in tasks:
+            ANNOUNCED.pop(task, None)

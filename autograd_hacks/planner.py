@@ -16,7 +16,7 @@ from autograd_hacks.record import Recorder
 from autograd_hacks.rerun import devices_of, random_state
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.survey import Arguments, Survey
-from autograd_hacks.trees import map_tensors
+from autograd_hacks.trees import map_tensors, tensors_of
 from autograd_hacks.verdict import plan_of
 
 
@@ -150,6 +150,8 @@ class Planner:
                     self.recorder.plan.inherit(self.plans[signature])
                 self.plans[signature] = self.recorder.plan
                 self._hook(model, self.recorder.plan)
+        outputs = tensors_of(output)
+        self.recorder.returned = list(zip([x.shape for x in outputs], self.recorder.plan.layouts_of_model(model, outputs)))
         if self.recorder.plan.blind and self.recorder.records():
             self.recorder.watch_outputs(output)
 

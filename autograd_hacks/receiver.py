@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.ends import gets_gradient, is_captured
+from autograd_hacks.layout import Layout
 from autograd_hacks.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.plan import Plan
 from autograd_hacks.rerun import RandomState
@@ -45,6 +46,9 @@ class Receiver:
         self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
         # Of the model's last forward with gradients, with the random state before it.
         self.arguments: tuple[tuple[Any, ...], dict[str, Any], RandomState] | None = None
+        self.returned: list[
+            tuple[torch.Size, Layout | None]
+        ] = []  # what the model returned last, and where samples are in it
         self._superseded: list[Segment] = []  # which the running pass may yet come through
         self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
         self._running: Pass | None = None
@@ -93,7 +97,10 @@ class Receiver:
     def _enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
         if self._running is None:
-            self._running = Pass(task, ANNOUNCED.get(task), forwards_before=self._unanswered)
+            losses = ANNOUNCED.get(task)
+            self._running = Pass(task, losses, forwards_before=self._unanswered)
+            if losses is not None and self._running.is_hess:
+                self._running.arrived = losses.arrived
             self._superseded, self._superseded_strays = [], {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
         return self._running
@@ -101,7 +108,9 @@ class Receiver:
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
         ended.let_go()
-        self.plan.watched = False  # until a pass is read, and its plan unchecked
+        self.plan.watched &= (
+            ended.is_hess
+        )  # until a pass is read, and its plan unchecked; the other passes are still to come
         self._running, self._unanswered = None, 0
         self._superseded, self._superseded_strays = [], {}
         self._visited.clear()
@@ -118,8 +127,10 @@ class Receiver:
         reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
         if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
             return
-        own = [visit.parameters[name] for name in reached]
-        self.skipper.check_captured([node for parameter, node in own if self.skipper.may_skip(parameter)])
+        announced = ANNOUNCED.get(current_task())
+        if announced is None or announced.hess_type is None:  # which asks for the parameters' gradients and takes none
+            own = [visit.parameters[name] for name in reached]
+            self.skipper.check_captured([node for parameter, node in own if self.skipper.may_skip(parameter)])
         if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
             self._running = None  # left by a pass that failed
         current = visit.recomputed_in or self._enter(current_task())
@@ -145,6 +156,9 @@ class Receiver:
         """
         home = next((segment for segment in self.segments if current in segment.passes), None)
         target = next((s for s in (*self.segments, *self._superseded) if s is not home and s.takes(current, visit)), None)
+        for segment in self.segments if current.is_hess and home is None else ():
+            if segment is target or not (self.accumulating or segment.was_read()):
+                segment.check_takes(current)
         if home is not None and target is not None:
             target.passes += home.passes
             target.forwards |= home.forwards
@@ -180,7 +194,7 @@ class Receiver:
             self.stream.arrived(self._running, parameter, grad)
         if grad is None:
             return
-        if self._running is not None and id(parameter) in self._running.reached:
+        if self._running is not None and id(parameter) in self._running.reached and not self._running.captures:
             self.skipper.keep(parameter)
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self.forwards, parameter

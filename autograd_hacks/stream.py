@@ -121,6 +121,8 @@ class Stream:
     def arrived(self, current: Pass, parameter: Tensor, grad: Tensor | None) -> None:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
         computed"""
+        if current.is_hess:
+            raise RuntimeError("backprop_hess has begun inside streaming(model), which is for one ordinary backward pass")
         if self._pass is None:
             self._pass = current
         if self._pass is not current:

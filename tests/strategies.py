@@ -8,7 +8,7 @@ import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes
 
 small = st.integers(1, 3)
 
@@ -175,7 +175,7 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
 @st.composite
 def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2) -> Form:
     """Any form, made of others up to `depth` times."""
-    kind = draw(st.sampled_from(["leaf", "sum", "grouping", "concatenation"])) if depth else "leaf"
+    kind = draw(st.sampled_from(["leaf", "sum", "grouping", "concatenation", "passes"])) if depth else "leaf"
     if kind == "sum":
         return draw(forms(samples, shape, depth - 1)) + draw(forms(samples, shape, depth - 1))
     if kind == "grouping" and samples:
@@ -185,4 +185,12 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
     if kind == "concatenation":
         first = draw(st.integers(0, samples))
         return Concatenation([draw(forms(first, shape, depth - 1)), draw(forms(samples - first, shape, depth - 1))])
+    passes = draw(st.sampled_from([k for k in (1, 2, 3) if samples % k == 0])) if kind == "passes" else 1
+    if passes > 1:
+        first = draw(leaf_forms(samples // passes, shape))
+        if not first.varies:
+            return Passes.of([first, *(draw(leaf_forms(samples // passes, shape)) for _ in range(passes - 1))])
+        place = draw(st.sampled_from(first.varies))
+        more = [first.varied(place, torch.randn_like(first.held[place])) for _ in range(passes - 1)]
+        return Passes.of([first, *more])
     return draw(leaf_forms(samples, shape))

@@ -54,6 +54,8 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
         (form.project(random), Form.project(form, random), written @ written_out(random)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
+        (form.cross(form), Form.cross(form, form), written.mT @ written),
+        (form.cross(form, budget=64), Form.cross(form, form), written.mT @ written),
     ]:
         assert_close(got, definition)
         assert_close(got, by_hand)

@@ -9,6 +9,7 @@ from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.dense import Dense, Zero
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replay import Replay
 
@@ -21,6 +22,7 @@ __all__ = [
     "Grouping",
     "Lookup",
     "Outer",
+    "Passes",
     "RandomMap",
     "Replay",
     "Scaled",

@@ -48,6 +48,8 @@ class Form(ABC):
     """The tensors that it is made of, samples first, unless it is made of forms."""
     pair: Pair | None = None
     """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
+    varies: Sequence[int] = ()
+    """The places in ``held`` in which `varied` can put another factor, and that `tangent` can go without."""
 
     @property
     @abstractmethod
@@ -252,6 +254,26 @@ class Form(ABC):
         from autograd_hacks.forms.composite import Grouping
 
         return Grouping(self, rows, samples)
+
+    def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
+        """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for
+        parameters of P and Q numbers."""
+        total = self.new_sums(self.shape.numel(), other.shape.numel())
+        both = max(1, self.row_size() + other.row_size()) * self.sum_dtype.itemsize
+        for piece in stretches(self.samples, budget // both):
+            whole = piece == slice(0, self.samples)
+            mine, theirs = ((form if whole else form[piece]).wide().matrix() for form in (self, other))
+            total.addmm_(mine.mT, theirs.to(total.dtype))
+        return total
+
+    def varied(self, place: int, factor: Tensor) -> Self:
+        """The form with another factor, for one of the places that it `varies` in; J is linear in it."""
+        raise NotImplementedError(f"{type(self).__name__} has no factors to be changed")
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        """What gives J v by its inner product with a factor, sample by sample: of the shape of ``held[place]``, without
+        looking at it.  v: shape"""
+        raise NotImplementedError(f"{type(self).__name__} has no tangents")
 
     def merge_key(self) -> Hashable:
         """Forms with the same key, unless that is None, can be added by `merge`."""

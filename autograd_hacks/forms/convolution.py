@@ -36,6 +36,8 @@ class Convolution(Form):
     stride, padding, dilation: a number for each spatial dimension
     """
 
+    varies = (1,)
+
     def __init__(
         self,
         x: Tensor,
@@ -96,18 +98,21 @@ class Convolution(Form):
     def _like(self, x: Tensor, g: Tensor) -> Convolution:
         return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
 
+    def varied(self, place: int, factor: Tensor) -> Convolution:
+        return self._like(self.x, factor)
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        forward = _FORWARD[len(self.kernel)]
+        return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
+
     def saving(self) -> float:
         fan_out, fan_in = self.shape[0], self.shape[1:].numel()
         by_positions = PRODUCTS * self.positions**2 * (fan_out + fan_in) / max(1, fan_out * fan_in)
         return min(self.positions, by_positions if self.groups == 1 else self.positions)
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        forward, found = _FORWARD[len(self.kernel)], []
-        v = v.to(self.sum_dtype)
-        for _, part in self.chunks(budget, 2 * self.g.shape[1:].numel()):
-            tangent = forward(part.x, v, None, self.stride, self.padding, self.dilation, self.groups)
-            found.append((tangent * part.g).flatten(1).sum(1))
-        return torch.cat(found)
+        chunks = self.chunks(budget, 2 * self.g.shape[1:].numel())
+        return torch.cat([(part.tangent(1, v.to(self.sum_dtype)) * part.g).flatten(1).sum(1) for _, part in chunks])
 
     def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
         # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.

@@ -20,7 +20,7 @@ class Lookup(Form):
     index: (N, T) integers in [0, entries)    g: (N, T, D)    The parameter's shape is (entries, D).
     """
 
-    cuts_well = True
+    cuts_well, varies = True, (1,)
 
     def __init__(self, index: Tensor, g: Tensor, entries: int) -> None:
         self.index, self.g, self.entries = index, g, entries
@@ -98,6 +98,12 @@ class Lookup(Form):
     def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
         """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
         return Lookup(self.index[rows].flatten(1), (self.g[rows] * present[..., None, None]).flatten(1, 2), self.entries)
+
+    def varied(self, place: int, factor: Tensor) -> Lookup:
+        return Lookup(self.index, factor, self.entries)
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        return v[self.index]
 
     def merge_key(self) -> Hashable:
         return Lookup, self.shape

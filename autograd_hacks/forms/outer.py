@@ -21,7 +21,7 @@ class Outer(Form):
     shape: the parameter's, any view of (O, I), which it is unless told
     """
 
-    cuts_well = True
+    cuts_well, varies = True, (0, 1)
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
         self.left = left[:, None] if left.ndim == 2 else left
@@ -133,6 +133,13 @@ class Outer(Form):
         """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
         left = self.left[rows] * present[..., None, None]
         return Outer(left.flatten(1, 2), self.right[rows].flatten(1, 2), self.shape)
+
+    def varied(self, place: int, factor: Tensor) -> Outer:
+        return Outer(*((factor, self.right) if place == 0 else (self.left, factor)), self.shape)
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        v = v.reshape(self.fan_out, self.fan_in)
+        return self.right @ v.mT if place == 0 else self.left @ v
 
     def merge_key(self) -> Hashable:
         return Outer, self.fan_out, self.fan_in, self.shape

@@ -1,0 +1,1 @@
+"""Curvature from the records of backward passes: blocks, diagonals, Kronecker factors, and products with JᵀJ."""

@@ -1,0 +1,99 @@
+"""The backward passes that second-order quantities are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.checks import check_batch_size
+from autograd_hacks.curvature.roots import ROOTS, directions
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.passes import Losses, announced
+from autograd_hacks.progress import progress
+
+
+def backprop_hess(
+    output: Tensor,
+    hess_type: str = "CrossEntropy",
+    samples: int | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Runs the backward passes for a square root of the Hessian of a loss at a hooked model's output.
+
+    Pass k leaves Jₙᵀ sₖₙ for each sample, with Jₙ the Jacobian of sample n's output by the parameters and Σₖ sₖₙ sₖₙᵀ the
+    Hessian of its loss at it; `compute_hess` and the verbs of `PerSampleGrads` make the Gauss-Newton matrix of them.
+    ``.grad`` stays as it is, and the graph is kept.
+
+    output: (N, C), or (N, T, C) for T positions, logits where there are classes    hess_type: the loss of a sample,
+
+    * ``'CrossEntropy'``: -log softmax(output)[y], for whichever label y, the mean over positions; C passes, or T · C
+    * ``'BinaryCrossEntropy'``: with sigmoid(output), the sum over C and the mean over positions; as many
+    * ``'LeastSquares'``: ½ ‖output - y‖², the sum over C and the mean over positions; as many
+    * ``'Jacobian'``: none; the rows are those of the Jacobian, in the order of the output's entries
+
+    samples: how many random vectors to take in the place of an exact root: gradients for labels drawn from the model's own
+    distribution, normal vectors for 'LeastSquares' and 'Jacobian'; the Hessian is their mean
+    generator: that draws them
+
+    Raises TypeError for what is no floating-point tensor; ValueError for another shape or type of Hessian, and a number of
+    samples below 1; NothingRecorded for an output that no hooked layer leads to, or inside of which passes of an earlier
+    `backprop_hess` are still to be read; BatchSizeError where axis 0 is not the batch.
+
+    Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
+    """
+    _check_arguments(output, hess_type, samples)
+    losses = Losses(output.shape, "sum", "the output given to backprop_hess", hess_type)
+    count, vectors = directions(hess_type, output, samples, generator)
+    with announced(output, losses) as root:
+        leaves = list(_leaves(root))
+        if leaves:
+            for s in progress(vectors, "backward passes", "pass", count):
+                torch.autograd.grad(root, leaves, s, retain_graph=True, allow_unused=True)
+    if not losses.recorders:
+        raise NothingRecorded(
+            f"the output of shape {tuple(output.shape)} given to backprop_hess comes of no hooked layer with parameters "
+            "that train. Give it what the model returned, after add_hooks(model), with hooks enabled."
+        )
+    check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
+
+
+def _check_arguments(output: Tensor, hess_type: str, samples: int | None) -> None:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(f"backprop_hess was given {kind}; expected the model's output, a floating-point tensor")
+    if hess_type not in ROOTS:
+        raise ValueError(f"backprop_hess was given hess_type={hess_type!r}; expected one of {', '.join(map(repr, ROOTS))}")
+    if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool)):
+        raise TypeError(f"backprop_hess was given samples={samples!r}; expected a whole number, or None for an exact root")
+    if samples is not None and samples < 1:
+        raise ValueError(f"backprop_hess was given samples={samples}; expected 1 or more, or None for an exact root")
+    if output.ndim not in (2, 3):
+        raise ValueError(
+            f"backprop_hess was given an output of shape {tuple(output.shape)}; expected (N, C), or (N, T, C) with T "
+            "positions. Bring classes to the last axis and positions to one: output.flatten(2).mT for (N, C, H, W); and a "
+            "single output to (N, 1): output[:, None]."
+        )
+    if output.shape[-1] == 0:
+        raise ValueError(f"backprop_hess was given an output of shape {tuple(output.shape)}, without entries")
+    if not output.requires_grad:
+        raise NothingRecorded(
+            "backprop_hess was given an output without a graph, detached or made under torch.no_grad. Give it what the "
+            "model returned, with gradients enabled and before anything has freed its graph."
+        )
+
+
+def _leaves(root: Tensor) -> Iterator[Tensor]:
+    """The tensors that a graph ends at.  To ask for their gradients, and to throw these away, leaves ``.grad`` alone."""
+    seen: set[Node] = set()
+    waiting = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [after for after, _ in node.next_functions]

@@ -1,0 +1,201 @@
+"""The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Sums, sums_of
+from autograd_hacks.curvature.matvec import LIMIT, check_size
+from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.forms import Form
+from autograd_hacks.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.hooks import recorder_of
+from autograd_hacks.progress import progress
+
+ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}
+"""What parameters get, by kind."""
+
+Total = Tensor | Sums
+
+
+def compute_hess(
+    model: nn.Module,
+    kind: str = "full",
+    kfac_approx: str = "expand",
+    parameters: Collection[str] | None = None,
+    limit: int = LIMIT,
+) -> None:
+    """Sets the curvature of the batch's mean loss on every parameter that trains, from the passes of `backprop_hess`.
+
+    It is the generalised Gauss-Newton matrix.  For the weight and bias of a layer that is used once, between piecewise
+    linear activations (ReLU), a parameter's own block is the exact Hessian.
+
+    kind: which of these
+
+    * ``'full'``: ``param.hess``, of shape ``(*shape, *shape)``
+    * ``'diag'``: ``param.hess_diag``, its diagonal, of shape ``shape``
+    * ``'kfac'``: ``param.kfac``, a pair (A, B), ``torch.kron(B, A)`` being an approximation of the block of
+      ``param.flatten()``: for the weights of Linear (O, I) and of convolutions (O, C·K), A of the inputs, I × I, and B of
+      the outputs, O × O; for biases A is 1 and B the block itself
+
+    kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
+    parameters: names of some, all unless told    limit: bytes that the largest tensor of 'full' or 'kfac' may have
+
+    The attributes are detached, of the parameter's dtype (single precision for half), and None where the loss did not reach
+    the parameter.
+
+    Raises NothingRecorded after an ordinary backward pass, BlockTooLarge for more than ``limit``, UnsupportedLayer for
+    'kfac' of what has no Kronecker factors, ValueError for other kinds and names, and what reading raises.
+
+    Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
+    `autograd_hacks.curvature.kronecker`.
+    """
+    with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
+        accumulator.add()
+
+
+def compute_hess_over(
+    model: nn.Module,
+    loader: Iterable[Any],
+    kind: str = "full",
+    hess_type: str = "CrossEntropy",
+    samples: int | None = None,
+    generator: torch.Generator | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    kfac_approx: str = "expand",
+    parameters: Collection[str] | None = None,
+    limit: int = LIMIT,
+) -> None:
+    """`compute_hess` for all batches of a loader, as if they were one; every sample counts alike, however large its batch.
+
+    loader: batches    forward: ``forward(model, batch)`` returns the output for `backprop_hess`; unless told it is
+    ``model(batch)``, or ``model(batch[0])`` for a tuple or list
+    hess_type, samples, generator: as in `backprop_hess`    the others: as in `compute_hess`
+
+    Raises as they do, and ValueError for a loader without batches.
+    """
+    with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
+        recorder_of(model).clear()
+        total = len(loader) if isinstance(loader, Sized) else None
+        for batch in progress(loader, "curvature", "batch", total):
+            with torch.enable_grad():
+                output = _first(model, batch) if forward is None else forward(model, batch)
+            backprop_hess(output, hess_type, samples, generator)
+            accumulator.add()
+        if not accumulator.batch:
+            raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
+
+
+def _first(model: nn.Module, batch: Any) -> Tensor:
+    output: Tensor = model(batch[0] if isinstance(batch, tuple | list) else batch)
+    return output
+
+
+class _Accumulator:
+    """Adds batches up, and leaves their means on the parameters at its end; nothing where it is left by an error."""
+
+    def __init__(
+        self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: int
+    ) -> None:
+        if kind not in ATTRIBUTES:
+            raise ValueError(f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}")
+        if kfac_approx not in APPROXIMATIONS:
+            raise ValueError(f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}")
+        self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
+        known = [name for name, p in model.named_parameters() if p.requires_grad]
+        unknown = [] if parameters is None else [name for name in parameters if name not in known]
+        if unknown:
+            raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {known}")
+        self.names = known if parameters is None else [name for name in known if name in parameters]
+        self.batch, self.totals = 0, dict[str, Total]()
+
+    def __enter__(self) -> _Accumulator:
+        for parameter in self.model.parameters():  # an earlier curvature must not be taken for this one
+            vars(parameter).pop(ATTRIBUTES[self.kind], None)
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is not None:
+            return
+        for name in self.names:
+            total = self.totals.get(name)
+            vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = None if total is None else self._mean(total)
+
+    def _mean(self, total: Total) -> Tensor | tuple[Tensor, Tensor]:
+        if isinstance(total, Sums):
+            return total.a / max(1, total.positions), total.b / max(1, self.batch)
+        return total / max(1, self.batch)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """The passes of `backprop_hess` that are in the record."""
+        grads = per_sample_grads(self.model)
+        if grads.hess_type is None:
+            raise NothingRecorded(
+                "the record holds an ordinary backward pass. Run backprop_hess(output) in its place; or take the empirical "
+                "Fisher matrix of its gradients, per_sample_grads(model).block(name)."
+            )
+        reached = [name for name in self.names if name in grads.reached]
+        self._check(grads, reached)
+        with grads.reading():
+            for name in reached:
+                found = self._sums_of(name, grads[name])
+                if name in self.totals:
+                    self.totals[name] += found  # type: ignore[operator]  # both of one kind
+                else:
+                    self.totals[name] = found
+        self.batch += grads.batch
+
+    def _sums_of(self, name: str, form: Form) -> Total:
+        if self.kind == "diag":
+            return form.second_moment(form.new_sums(form.samples) + 1)
+        if self.kind == "full":
+            return form.cross(form).view(*form.shape, *form.shape)
+        found = sums_of(form, self.kfac_approx)
+        if found is None:
+            raise UnsupportedLayer(
+                f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
+                f"its rows. {_ELSE}"
+            )
+        return found
+
+    def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
+        if not reached:
+            return
+        if any(grads[name].like.is_complex() for name in reached):
+            raise TypeError("compute_hess: parameters are complex; curvature is there for real parameters alone")
+        sizes, shapes = {}, {name: grads[name].shape for name in reached}
+        if self.kind == "full":
+            sizes = {f"of {name}": shape.numel() ** 2 for name, shape in shapes.items()}
+        elif self.kind == "kfac":
+            self._check_layers(reached)
+            sizes = {f"A of {name}": shape[1:].numel() ** 2 for name, shape in shapes.items()}
+            sizes |= {f"B of {name}": shape[0] ** 2 for name, shape in shapes.items()}
+        if sizes:
+            check_size(sizes, grads[reached[0]], self.limit)
+
+    def _check_layers(self, reached: Sequence[str]) -> None:
+        wanted, refused = {id(self.model.get_parameter(name)): name for name in reached}, {}
+        for path, layer in self.model.named_modules():
+            for parameter in layer._parameters.values():
+                if id(parameter) in wanted and not _has_factors(layer):
+                    refused[wanted[id(parameter)]] = where(path, layer)
+        if refused:
+            listing = "; ".join(f"{name} of {place}" for name, place in refused.items())
+            raise UnsupportedLayer(
+                "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
+                f"{listing}. {_ELSE}"
+            )
+
+
+_ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."
+
+
+def _has_factors(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1)

@@ -1,0 +1,158 @@
+"""Products with JᵀJ, and what they lead to, without a matrix of the parameters' size."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.errors import BlockTooLarge, NothingRecorded
+from autograd_hacks.forms import Form
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from scipy.sparse.linalg import LinearOperator
+
+LIMIT = 2**30
+"""Bytes that a block may have, unless told another number."""
+
+
+class Curvature(Mapping[str, Form]):
+    """What the rows J of N samples say of curvature: JᵀJ / N.
+
+    After an ordinary backward pass a row is the gradient of a sample's loss, and JᵀJ / N the empirical Fisher matrix.  After
+    `backprop_hess` there is a row for each of its vectors and each sample, and JᵀJ / N is the generalised Gauss-Newton
+    matrix (GGN), which for a likelihood ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares') is the Fisher matrix too.
+    """
+
+    samples: int
+    batch: int
+    hess_type: str | None
+
+    @abstractmethod
+    def dot(self, v: Mapping[str, Tensor]) -> Tensor:
+        """J v."""
+
+    @abstractmethod
+    def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
+        """Jᵀ w."""
+
+    @abstractmethod
+    def gram(self) -> Tensor:
+        """J Jᵀ."""
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which forms may be read."""
+
+    def fisher_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N.
+
+        It is the empirical one after an ordinary backward pass; after `backprop_hess` the true one, or its estimate by
+        labels that were drawn.
+
+        v: {name: shape} for all parameters, as gradients are.  Returns the same.
+        Raises as ``dot`` does, and NothingRecorded for the rows of a Jacobian, which has no likelihood.
+        Source: Kunstner et al. 2019, "Limitations of the empirical Fisher approximation" (arXiv:1905.12558).
+        """
+        if self.hess_type == "Jacobian":
+            raise NothingRecorded("the rows are those of a Jacobian, which has no likelihood: use ggn_matvec for JᵀJ v / N")
+        return self._matvec(v)
+
+    def ggn_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, after `backprop_hess`.
+
+        v: {name: shape} for all parameters, as gradients are.  Returns the same.
+        Raises as ``dot`` does, and NothingRecorded after an ordinary backward pass.
+        Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
+        """
+        if self.hess_type is None:
+            raise NothingRecorded(
+                "these are the gradients of the samples' losses, of which the empirical Fisher matrix is made "
+                "(fisher_matvec), and not the Gauss-Newton matrix: run backprop_hess(output) instead of loss.backward()."
+            )
+        return self._matvec(v)
+
+    def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._check_real()
+        return self.weighted_sum(self.dot(v) / max(1, self.batch))
+
+    def natural_gradient(self, v: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+        """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
+
+        v: {name: shape}, a gradient say    damping: λ > 0; v is cut off at about its rounding error over λ
+        Raises as ``dot`` does, and ValueError for a damping that is not above 0.
+        Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
+        """
+        if not isinstance(damping, int | float) or isinstance(damping, bool) or not 0 < damping < float("inf"):
+            raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0")
+        self._check_real()
+        products, count = self.gram().double(), max(1, self.batch)
+        products.diagonal().add_(count * damping)
+        along = self.dot(v)
+        inside = torch.linalg.solve(products, along.double()) if len(products) else along
+        spread = self.weighted_sum(inside.to(along.dtype))
+        return {name: (v[name].to(spread[name]) - spread[name]) / damping for name in self}
+
+    def block(self, name: str, other: str | None = None, limit: int = LIMIT) -> Tensor:
+        """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
+
+        name, other: the parameters', as ``named_parameters`` has them; one for the diagonal block
+        limit: bytes that the block may have
+        Raises KeyError for a name that is none of a parameter that trains, BlockTooLarge for a larger block.
+        """
+        mine, theirs = self[name], self[name if other is None else other]
+        self._check_real()
+        check_size({f"{name} × {name if other is None else other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
+        with self.reading():
+            return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
+
+    def to_vector(self, v: Mapping[str, Tensor]) -> Tensor:
+        """{name: shape} as one vector, P: the parameters in order, as ``torch.nn.utils.parameters_to_vector`` has them."""
+        return torch.cat([v[name].flatten() for name in self])
+
+    def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
+        """One vector, P, as {name: shape}; the inverse of `to_vector`."""
+        parts = vector.split([form.shape.numel() for form in self.values()])
+        return {name: part.view(form.shape) for part, (name, form) in zip(parts, self.items())}
+
+    def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
+        """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
+
+        damping: λ    Vectors are laid out as `to_vector` and `from_vector` say.
+        Raises ImportError without scipy.
+        """
+        from scipy.sparse.linalg import LinearOperator
+
+        self._check_real()
+        like = next(iter(self.values())).like
+        size = sum(form.shape.numel() for form in self.values())
+
+        def matvec(x: Any) -> Any:
+            v = torch.as_tensor(x.reshape(-1).copy()).to(like.device, dtype)
+            return (self.to_vector(self._matvec(self.from_vector(v))) + damping * v).cpu().numpy()
+
+        dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
+        of = torch.empty(0, dtype=dtype).numpy().dtype
+        return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
+
+    def _check_real(self) -> None:
+        for name, form in self.items():
+            if form.like.is_complex():
+                raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")
+
+
+def check_size(sizes: Mapping[str, int], form: Form, limit: int) -> None:
+    """Raises BlockTooLarge for more bytes than a block may have.  sizes: numbers in a block, by its name for people"""
+    largest = max(sizes, key=lambda name: sizes[name])
+    size = sizes[largest] * form.sum_dtype.itemsize
+    if size > limit:
+        raise BlockTooLarge(
+            f"the block {largest} has {size / 2**20:,.0f} MiB, and the limit is {limit / 2**20:,.0f} MiB. Take its diagonal "
+            "(compute_hess(model, kind='diag')), Kronecker factors (kind='kfac'), or products with it "
+            "(per_sample_grads(model).ggn_matvec(v)); or raise limit."
+        )

@@ -1,0 +1,79 @@
+"""The rows of several backward passes through one call, which differ in their gradients and share all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms.base import BUDGET, Form, pairs_of
+from autograd_hacks.forms.composite import Concatenation, Grouping
+from autograd_hacks.forms.dense import Dense
+from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.outer import Outer
+
+
+class Passes(Concatenation):
+    """K forms of N rows, of one kind, that share a factor: row k · N + n is pass k's of sample n.
+
+    A row is linear in the gradient that the pass brought, so that K of them cost little more than one: for J v the output's
+    tangent along v is taken once, and for Jᵀ w the gradients are added up before anything is made of them.
+
+    parts: see `of`    varying: the place in ``held`` of the factor that differs
+    """
+
+    def __init__(self, parts: Sequence[Form], varying: int) -> None:
+        super().__init__(parts)
+        self.varying, self.each = varying, parts[0].samples
+
+    @staticmethod
+    def of(parts: Sequence[Form]) -> Form:
+        """The rows of several passes through one call.  Equal factors are made one."""
+        first, groupings = parts[0], [part for part in parts if isinstance(part, Grouping)]
+        if all(isinstance(part, Dense) for part in parts):
+            return Dense(torch.cat([part.matrix() for part in parts]).view(-1, *first.shape))
+        if len(groupings) == len(parts) and all(_same(own.rows, groupings[0].rows) for own in groupings):
+            rows = torch.cat([own.rows + k * first.samples for k, own in enumerate(groupings)])
+            return Grouping(Passes.of([own.form for own in groupings]), rows, len(parts) * first.samples)
+        for varying in first.varies if all(type(part) is type(first) for part in parts) else ():
+            if all(_same(first.held[1 - varying], part.held[1 - varying]) for part in parts[1:]):
+                return Passes([first.varied(varying, part.held[varying]) for part in parts], varying)
+        return Concatenation(parts)
+
+    def to(self, dtype: torch.dtype) -> Form:
+        first = self.parts[0].to(dtype)
+        return Passes([first.varied(self.varying, p.held[self.varying].to(dtype)) for p in self.parts], self.varying)
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        factors, found = [part.held[self.varying] for part in self.parts], []
+        size = 2 * factors[0][:1].numel() * self.sum_dtype.itemsize
+        for piece in stretches(self.each, budget // max(1, size)):
+            tangent = self.parts[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
+            found.append(torch.stack([(f[piece].to(tangent.dtype).flatten(1) * tangent).sum(1) for f in factors]))
+        return torch.cat(found, dim=1).flatten()
+
+    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+        factors = [part.held[self.varying] for part in self.parts]
+        size = 4 * factors[0][:1].numel() * self.sum_dtype.itemsize
+        for each, weights in pairs_of(total, w):
+            by_pass = weights.to(total.dtype).view(len(factors), self.each, *[1] * (factors[0].ndim - 1))
+            for piece in stretches(self.each, budget // max(1, size)):
+                combined = factors[0][piece] * by_pass[0, piece]
+                for factor, scales in zip(factors[1:], by_pass[1:, piece]):
+                    combined = combined + factor[piece] * scales
+                form = self.parts[0][piece].wide().varied(self.varying, combined)
+                form.add_weighted_sum(each, weights.new_ones(form.samples), budget // 2)
+
+    def _gram(self, other: Form, budget: int) -> Tensor:
+        first, second = self.parts[0], other.parts[0] if isinstance(other, Passes) else other
+        if isinstance(first, Outer) and isinstance(second, Outer) and first.positions == second.positions == 1:
+            return super()._gram(other, budget)
+        return Form._gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one and the same memory, or else have the same numbers."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()) or torch.equal(one, other)

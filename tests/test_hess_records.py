@@ -1,0 +1,282 @@
+"""What Hessian passes leave alone, how long their record lives, and what is refused."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, BlockTooLarge, NothingRecorded, UnseenGradient
+
+NEW = "run the model anew"
+
+
+def network(param_grad: bool = True) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    return model, torch.randn(5, 3)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_gradients_stay_as_they_are(param_grad: bool) -> None:
+    model, x = network(param_grad)
+    x.requires_grad_(True)
+    kept, heard = torch.ones(4, 3), []
+    model[0].weight.grad = kept
+    model[2].weight.register_post_accumulate_grad_hook(heard.append)
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    assert model[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(4, 3))
+    assert model[0].bias.grad is None
+    assert x.grad is None
+    assert not heard
+    output.sum().backward()  # the graph is still there
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_loop_needs_no_clearing(param_grad: bool) -> None:
+    model, _ = network(param_grad)
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model)
+        found = [p.hess for p in model.parameters()]
+        autograd_hacks.clear_backprops(model)
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model)
+        assert_close([p.hess for p in model.parameters()], found)
+
+
+def test_hessians_and_gradients_in_turns() -> None:
+    """A step of natural gradient: curvature and gradient of one forward."""
+    model, x = network()
+    y = torch.randint(2, (5,))
+    for _ in range(2):
+        output = model(x)
+        autograd_hacks.backprop_hess(output, samples=1)
+        autograd_hacks.compute_hess(model, kind="kfac")
+        autograd_hacks.clear_backprops(model)
+        model.zero_grad()
+        F.cross_entropy(output, y).backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_second_one_without_reading_or_clearing() -> None:
+    model, x = network()
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    for again in (output, model(x)):
+        with pytest.raises(NothingRecorded, match=NEW):
+            autograd_hacks.backprop_hess(again)
+    autograd_hacks.compute_hess(model)  # what the first has left
+    with pytest.raises(NothingRecorded, match=NEW):
+        autograd_hacks.backprop_hess(output)
+    autograd_hacks.clear_backprops(model)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+
+
+def test_other_types_within_accumulate_are_refused() -> None:
+    model, x = network()
+    with autograd_hacks.accumulate(model):
+        autograd_hacks.backprop_hess(model(x), "CrossEntropy")
+        autograd_hacks.backprop_hess(model(x), "LeastSquares")
+    with pytest.raises(NothingRecorded, match="different kinds"):
+        autograd_hacks.compute_hess(model)
+
+
+@pytest.mark.parametrize("hess_first", [True, False])
+def test_mixed_with_an_ordinary_backward_pass(hess_first: bool) -> None:
+    model, x = network()
+    output = model(x)
+    if not hess_first:
+        output.sum().backward(retain_graph=True)
+    autograd_hacks.backprop_hess(output)
+    if hess_first:
+        output.sum().backward(retain_graph=True)
+    for read in (autograd_hacks.compute_hess, autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+        with pytest.raises(NothingRecorded, match=r"between the two|different kinds"):
+            read(model)
+    autograd_hacks.clear_backprops(model)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+
+
+def test_rows_of_passes_are_no_gradients() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    with pytest.raises(NothingRecorded, match="no grad1"):
+        autograd_hacks.compute_grad1(model)
+    with pytest.raises(NothingRecorded, match="no gradient to clip"):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+    with pytest.raises(ValueError, match="loss_type"):
+        autograd_hacks.per_sample_grads(model, loss_type="mean")
+    with pytest.raises(RuntimeError, match="streaming"), autograd_hacks.streaming(model):
+        autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.verify(model)
+    autograd_hacks.describe(model)
+
+
+def test_outputs_that_are_refused() -> None:
+    model, x = network()
+    for output, error, says in [
+        (model(x).detach(), NothingRecorded, "without a graph"),
+        (torch.randn(5, 2, requires_grad=True), NothingRecorded, "no hooked layer"),
+        (model(x).sum(1), ValueError, r"output\[:, None\]"),
+        (model(x)[:, :, None, None], ValueError, r"\(N, T, C\)"),
+        (model(x)[:, :0], ValueError, "without entries"),
+        (model(x).mT, BatchSizeError, "disagree"),
+        (model(x)[:3], BatchSizeError, "disagree"),
+        (3.0, TypeError, "floating-point"),
+        (torch.zeros(5, 2, dtype=torch.long), TypeError, "floating-point"),
+    ]:
+        with pytest.raises(error, match=says):
+            autograd_hacks.backprop_hess(output)
+        autograd_hacks.clear_backprops(model)
+    output = model(x)
+    with torch.no_grad(), pytest.raises(NothingRecorded, match="without a graph"):
+        autograd_hacks.backprop_hess(model(x))
+    for arguments, error in [
+        ({"hess_type": "Hinge"}, ValueError),
+        ({"samples": 0}, ValueError),
+        ({"samples": 1.5}, TypeError),
+    ]:
+        with pytest.raises(error, match="expected"):
+            autograd_hacks.backprop_hess(output, **arguments)
+    with autograd_hacks.pause_hooks(), pytest.raises(NothingRecorded, match="hooks enabled"):
+        autograd_hacks.backprop_hess(output)
+
+
+def test_readings_that_are_refused() -> None:
+    model, x = network()
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_hess(model)
+    autograd_hacks.backprop_hess(model(x))
+    for arguments in ({"kind": "half"}, {"kind": "kfac", "kfac_approx": "some"}):
+        with pytest.raises(ValueError, match="expected one of"):
+            autograd_hacks.compute_hess(model, **arguments)
+    grads = autograd_hacks.per_sample_grads(model)
+    for read in (
+        lambda: autograd_hacks.compute_hess(model, limit=100),
+        lambda: autograd_hacks.compute_hess(model, kind="kfac", limit=20),
+        lambda: grads.block("0.weight", "2.weight", limit=100),
+    ):
+        with pytest.raises(BlockTooLarge, match=r"(?s)weight.*MiB.*diag.*kfac.*matvec"):
+            read()
+    with pytest.raises(KeyError):
+        grads.block("nowhere")
+    for damping in (0, -1.0, float("nan"), True, "much"):
+        with pytest.raises(ValueError, match="damping"):
+            grads.natural_gradient(dict(model.named_parameters()), damping)
+    with pytest.raises(ValueError, match="without samples"):
+        autograd_hacks.compute_hess_over(model, [])
+    autograd_hacks.backprop_hess(model(x), "Jacobian")
+    with pytest.raises(NothingRecorded, match="likelihood"):
+        autograd_hacks.per_sample_grads(model).fisher_matvec(dict(model.named_parameters()))
+
+
+def test_a_failed_reading_leaves_no_earlier_curvature() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_hess(model)
+    assert not any(hasattr(p, "hess") for p in model.parameters())
+
+
+def test_parameters_that_are_frozen_or_not_reached() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "frozen": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
+    autograd_hacks.compute_hess(model)
+    assert model["used"].weight.hess.shape == (2, 3, 2, 3)
+    assert not hasattr(model["frozen"].weight, "hess")
+    assert model["idle"].weight.hess is None
+
+
+def test_weights_used_past_their_layer_are_not_missed() -> None:
+    class Past(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.layer(x), self.layer.weight)
+
+    model = Past()
+    autograd_hacks.add_hooks(model, probe=False)
+    autograd_hacks.backprop_hess(model(torch.randn(4, 2)))
+    with pytest.raises(UnseenGradient):
+        autograd_hacks.compute_hess(model)
+
+
+def test_reentrant_checkpoints_are_refused_by_torch() -> None:
+    model, x = network()
+    output = checkpoint(model, x.requires_grad_(True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        autograd_hacks.backprop_hess(output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, x = network()
+    model.to(dtype)
+    autograd_hacks.backprop_hess(model(x.to(dtype)))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.compute_hess(model, kind="kfac")
+    found = {name: (p.hess, *p.kfac) for name, p in model.named_parameters()}
+    model.float()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.compute_hess(model, kind="kfac")
+    for name, p in model.named_parameters():
+        for own, expected in zip(found[name], (p.hess, *p.kfac)):
+            assert own.dtype == torch.float32
+            assert_close(own, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_batches_of_none(samples: int | None) -> None:
+    model, _ = network()
+    autograd_hacks.backprop_hess(model(torch.randn(0, 3)), samples=samples)
+    autograd_hacks.compute_hess(model)
+    assert not model[0].weight.hess.any()
+
+
+def test_autocast() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    expected = [p.hess for p in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+    for p, own in zip(model.parameters(), expected):
+        assert_close(p.hess, own, rtol=0.05, atol=0.02 * float(own.abs().max()))
+
+
+def test_only_what_a_pass_brings_is_kept_for_each() -> None:
+    """The passes share the layer's input, and copies of it made on the way."""
+    layer = nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular")
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(32, 4))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(5, 3, 4, 4)))
+    grads = autograd_hacks.per_sample_grads(model)
+    for name in ("0.weight", "2.weight"):
+        leaves = list(grads[name].leaves())
+        assert len(leaves) == 4
+        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]  # Passes
+        assert len(shared) == 1
