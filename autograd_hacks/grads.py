@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -40,9 +40,9 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
         name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form
         for name, form in forms.items()
     }
-    batch = sum(common_batch_size(segment) for segment in recorder.segments)
+    batches = [common_batch_size(segment) for segment in recorder.segments]
     reduction, hess_type = common_reduction(recorder, loss_type), common_hess_type(recorder)
-    return PerSampleGrads(filled, samples, reached, reduction, weakref.ref(model), hess_type, batch)
+    return PerSampleGrads(filled, samples, reached, reduction, weakref.ref(model), hess_type, batches)
 
 
 class PerSampleGrads(Curvature):
@@ -70,10 +70,10 @@ class PerSampleGrads(Curvature):
         loss_type: str,
         model: weakref.ref[nn.Module],
         hess_type: str | None,
-        batch: int,
+        batches: Sequence[int],
     ) -> None:
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
-        self.hess_type, self.batch = hess_type, batch
+        self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
         self._model = model
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
@@ -222,8 +222,8 @@ class PerSampleGrads(Curvature):
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
         """The same gradients as other forms, some rows of these say."""
-        batch = self.batch if self.hess_type else samples
-        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model, self.hess_type, batch)
+        batches = self.batches if self.hess_type else [samples]
+        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model, self.hess_type, batches)
         made._versions = [*self._versions, *made._versions]
         return made
 

@@ -10,10 +10,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Sums, sums_of
+from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
 from autograd_hacks.curvature.matvec import LIMIT, check_size
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.forms import Form
 from autograd_hacks.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.progress import progress
@@ -21,7 +20,7 @@ from autograd_hacks.progress import progress
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}
 """What parameters get, by kind."""
 
-Total = Tensor | Sums
+Mean = Tensor | Factors
 
 
 def compute_hess(
@@ -113,7 +112,7 @@ class _Accumulator:
         if unknown:
             raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {known}")
         self.names = known if parameters is None else [name for name in known if name in parameters]
-        self.batch, self.totals = 0, dict[str, Total]()
+        self.batch, self.means = 0, dict[str, Mean | None]()
 
     def __enter__(self) -> _Accumulator:
         for parameter in self.model.parameters():  # an earlier curvature must not be taken for this one
@@ -124,13 +123,9 @@ class _Accumulator:
         if failed is not None:
             return
         for name in self.names:
-            total = self.totals.get(name)
-            vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = None if total is None else self._mean(total)
-
-    def _mean(self, total: Total) -> Tensor | tuple[Tensor, Tensor]:
-        if isinstance(total, Sums):
-            return total.a / max(1, total.positions), total.b / max(1, self.batch)
-        return total / max(1, self.batch)
+            mean = self.means.get(name)
+            found = (mean.a, mean.b) if isinstance(mean, Factors) else mean
+            vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = found
 
     @torch.no_grad()
     def add(self) -> None:
@@ -143,21 +138,20 @@ class _Accumulator:
             )
         reached = [name for name in self.names if name in grads.reached]
         self._check(grads, reached)
+        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else _averaged
         with grads.reading():
-            for name in reached:
-                found = self._sums_of(name, grads[name])
-                if name in self.totals:
-                    self.totals[name] += found  # type: ignore[operator]  # both of one kind
-                else:
-                    self.totals[name] = found
+            for name in self.names:
+                mean = self._mean_of(name, grads) if name in reached else None
+                self.means[name] = join([(self.means.get(name), self.batch), (mean, grads.batch)])
         self.batch += grads.batch
 
-    def _sums_of(self, name: str, form: Form) -> Total:
+    def _mean_of(self, name: str, grads: PerSampleGrads) -> Mean:
+        form = grads[name]
         if self.kind == "diag":
-            return form.second_moment(form.new_sums(form.samples) + 1)
+            return form.second_moment(form.new_sums(form.samples) + 1 / max(1, grads.batch))
         if self.kind == "full":
-            return form.cross(form).view(*form.shape, *form.shape)
-        found = sums_of(form, self.kfac_approx)
+            return form.cross(form).view(*form.shape, *form.shape).div_(max(1, grads.batch))
+        found = factors_of(form, self.kfac_approx, grads.batches)
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
@@ -192,6 +186,13 @@ class _Accumulator:
                 "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
                 f"{listing}. {_ELSE}"
             )
+
+
+def _averaged(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """The mean of batches' means, with their numbers of samples; None for those that did not reach the parameter."""
+    total = sum(samples for _, samples in parts)
+    shares = [own if samples == total else own * (samples / total) for own, samples in parts if own is not None]
+    return torch.stack(shares).sum(0) if len(shares) > 1 else next(iter(shares), None)
 
 
 _ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."

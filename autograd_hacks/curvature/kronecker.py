@@ -12,7 +12,7 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,74 +23,66 @@ from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Groupi
 APPROXIMATIONS = ("expand", "reduce")
 
 
-@dataclass
-class Sums:
-    """Sums that A and B are means of.  a, b: outer products added up, (I, I) and (O, O)    positions: how many are in a"""
+@dataclass(frozen=True)
+class Factors:
+    """A, (I, I), the mean over some positions, and B, (O, O), over samples."""
 
     a: Tensor
     b: Tensor
     positions: int
 
-    def __iadd__(self, other: Sums) -> Sums:
-        self.a += other.a
-        self.b += other.b
-        self.positions += other.positions
-        return self
+
+def joined(parts: Sequence[tuple[Factors | None, int]]) -> Factors | None:
+    """Of several batches, with their numbers of samples; None for those that did not reach the parameter."""
+    reached = [(own, samples) for own, samples in parts if own is not None]
+    total = sum(samples for _, samples in parts)
+    if not reached or (len(reached) == 1 and reached[0][1] == total):
+        return reached[0][0] if reached else None
+    positions = sum(own.positions for own, _ in reached)
+    a = torch.stack([own.a * (own.positions / max(1, positions)) for own, _ in reached]).sum(0)
+    b = torch.stack([own.b * (samples / max(1, total)) for own, samples in reached]).sum(0)
+    return Factors(a, b, positions)
 
 
-def sums_of(form: Form, kfac_approx: str) -> Sums | None:
-    """The sums of a Linear's or a convolution's weight or bias; None where the form has no Kronecker factors."""
-    found: Sums | None = None
-    for part in _segments(form):
-        own = _sums_of_segment(part, kfac_approx)
-        if own is None:
-            return None
-        if found is None:
-            found = own
-        else:
-            found += own
-    return found
+def factors_of(form: Form, kfac_approx: str, batches: Sequence[int]) -> Factors | None:
+    """Of a Linear's or a convolution's weight or bias; None where the form has no Kronecker factors.
+
+    batches: the numbers of samples of the micro-batches that the form has the rows of
+    """
+    parts = form.parts if isinstance(form, Concatenation) and len(batches) > 1 else [form]
+    found = [(_of_batch(part, kfac_approx, samples), samples) for part, samples in zip(parts, batches)]
+    if any(own is None and not isinstance(part, Zero) for part, (own, _) in zip(parts, found)):
+        return None
+    return joined(found)
 
 
-def _segments(form: Form) -> Iterator[Form]:
-    """The forms of micro-batches, each with all its passes."""
-    if isinstance(form, Concatenation) and not isinstance(form, Passes):
-        for part in form.parts:
-            yield from _segments(part)
-    elif not isinstance(form, Zero):
-        yield form
-
-
-def _sums_of_segment(form: Form, kfac_approx: str) -> Sums | None:
+def _of_batch(form: Form, kfac_approx: str, samples: int) -> Factors | None:
     if isinstance(form, Scaled):
-        own = _sums_of_segment(form.form, kfac_approx)
-        return None if own is None else Sums(own.a, own.b * form.factor**2, own.positions)
-    if isinstance(form, Grouping):
-        inner, rows, samples = form.form, form.rows, form.samples
-    else:
-        inner, rows, samples = form, None, form.samples
-    passes = inner.parts if isinstance(inner, Passes) else [inner]
+        own = _of_batch(form.form, kfac_approx, samples)
+        return None if own is None else Factors(own.a, own.b * form.factor**2, own.positions)
+    inner, rows = (form.form, form.rows) if isinstance(form, Grouping) else (form, None)
     if isinstance(inner, Dense):
         values = form.wide().matrix()
-        return Sums(values.new_ones(1, 1), values.mT @ values, 1)
+        return Factors(values.new_ones(1, 1), values.mT @ (values / max(1, samples)), 1)
+    passes = inner.parts if isinstance(inner, Passes) else [inner]
     first = passes[0].wide()
     if isinstance(first, Convolution) and first.groups == 1:
-        windows, gradients = first.factors()[1], [part.held[1].flatten(2).mT for part in passes]
+        inputs, gradients = first.factors()[1], [part.held[1].flatten(2).mT for part in passes]
     elif isinstance(first, Outer):
-        windows, gradients = first.right, [part.held[0] for part in passes]
+        inputs, gradients = first.right, [part.held[0] for part in passes]
     else:
         return None
-    gradients = [b.to(windows.dtype) for b in gradients]
+    gradients = [b.to(inputs.dtype) for b in gradients]
     if kfac_approx == "reduce":
-        labels, count = None if rows is None else rows[: len(windows)], samples // len(passes)
-        shares = _added(torch.ones_like(windows[..., :1]), labels, count).clamp(min=1)
-        windows, gradients = _added(windows, labels, count) / shares, [_added(b, labels, count) for b in gradients]
+        labels = None if rows is None else rows[: len(inputs)]
+        shares = _added(torch.ones_like(inputs[..., :1]), labels, samples).clamp(min=1)
+        inputs, gradients = _added(inputs, labels, samples) / shares, [_added(b, labels, samples) for b in gradients]
     else:
-        windows, gradients = windows.flatten(0, 1), [b.flatten(0, 1) for b in gradients]
-    b = torch.zeros(2 * gradients[0].shape[1:], dtype=windows.dtype, device=windows.device)
+        inputs, gradients = inputs.flatten(0, 1), [b.flatten(0, 1) for b in gradients]
+    b = gradients[0].new_zeros(2 * gradients[0].shape[1:])
     for gradient in gradients:
-        b.addmm_(gradient.mT, gradient)
-    return Sums(windows.mT @ windows, b, len(windows))
+        b.addmm_(gradient.mT, gradient, alpha=1 / max(1, samples))
+    return Factors(inputs.mT @ (inputs / max(1, len(inputs))), b, len(inputs))
 
 
 def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,24 +46,32 @@ class Passes(Concatenation):
         return Passes([first.varied(self.varying, p.held[self.varying].to(dtype)) for p in self.parts], self.varying)
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        factors, found = [part.held[self.varying] for part in self.parts], []
-        size = 2 * factors[0][:1].numel() * self.sum_dtype.itemsize
-        for piece in stretches(self.each, budget // max(1, size)):
+        found = []
+        for piece in stretches(self.each, budget // (2 * self._size())):
             tangent = self.parts[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
-            found.append(torch.stack([(f[piece].to(tangent.dtype).flatten(1) * tangent).sum(1) for f in factors]))
+            along = torch.stack([torch.linalg.vecdot(f, tangent) for f in self._factors(piece)])
+            found.append(along)
         return torch.cat(found, dim=1).flatten()
 
     def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        factors = [part.held[self.varying] for part in self.parts]
-        size = 4 * factors[0][:1].numel() * self.sum_dtype.itemsize
         for each, weights in pairs_of(total, w):
-            by_pass = weights.to(total.dtype).view(len(factors), self.each, *[1] * (factors[0].ndim - 1))
-            for piece in stretches(self.each, budget // max(1, size)):
-                combined = factors[0][piece] * by_pass[0, piece]
-                for factor, scales in zip(factors[1:], by_pass[1:, piece]):
-                    combined = combined + factor[piece] * scales
-                form = self.parts[0][piece].wide().varied(self.varying, combined)
+            by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
+            for piece in stretches(self.each, budget // (4 * self._size())):
+                form = self.parts[0][piece].wide()
+                factors = self._factors(piece)
+                combined = next(factors) * by_pass[0, piece]
+                for factor, scales in zip(factors, by_pass[1:, piece]):
+                    combined = combined.addcmul_(factor, scales)
+                form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
                 form.add_weighted_sum(each, weights.new_ones(form.samples), budget // 2)
+
+    def _factors(self, piece: slice) -> Iterator[Tensor]:
+        """What differs, of some samples, pass by pass: N F."""
+        return (part.held[self.varying][piece].flatten(1).to(self.sum_dtype) for part in self.parts)
+
+    def _size(self) -> int:
+        """Bytes of a sample's factor."""
+        return max(1, self.parts[0].held[self.varying].shape[1:].numel() * self.sum_dtype.itemsize)
 
     def _gram(self, other: Form, budget: int) -> Tensor:
         first, second = self.parts[0], other.parts[0] if isinstance(other, Passes) else other
