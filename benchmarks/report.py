@@ -16,13 +16,16 @@ COLOURS = {
     LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a", BACKPACK: "#7a4fa3",
 }  # fmt: skip
 ORDER = list(COLOURS)
-SHORT = {SKIPPED: "param_grad=False", DEFAULT: "default", STREAMED: "streaming", LOOP: "loop", VMAP: "torch.func"}
+SHORT = {
+    SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
+    GHOST: "Opacus, ghost",
+}  # fmt: skip
 TITLES = {GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients"}
 
 
 def machine(data: Data) -> str:
     about = data["about"]
-    taken = f"{about['machine']}, {about['threads']} threads of {about['processors']} processors"
+    taken = f"{about['machine']}, threads: {about['threads']}, of {about['processors']} processors"
     packages = "".join(f", {name} {version}" for name, version in about["packages"].items() if version)
     return f"{taken}, torch {about['torch']}{packages}; {about['date']}, medians of {about['rounds']} interleaved rounds"
 
@@ -156,35 +159,42 @@ def chart(data: Data, task: str, path: Path, columns: int = 4) -> None:
     figure = Figure(figsize=(1.6 + 3.9 * columns, 0.9 + lines * (0.75 + 0.22 * len(systems))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=True).flat
-    aims = [aim for aim in all_aims(data) if aim.task == task and aim.limit]
+    aims = [aim for aim in all_aims(data) if aim.task == task]
     widest = max(ratio for name in results for ratio in ratios(data, task, name).values())
     for axes, workload in zip(panels, results):
-        draw(axes, systems, ratios(data, task, workload), failures(data, task, workload), dates(data, task, workload))
-        for aim in aims:
-            if aim.workload == workload and aim.limit and aim.system in systems:
-                place = systems.index(aim.system)
-                axes.plot([aim.limit] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+        limits = {aim.system: aim.limit for aim in aims if aim.workload == workload and aim.limit}
+        old = dates(data, task, workload)
+        draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
         axes.set(title=workload, xscale="log", xlim=(0.1, 4 * max(2.0, widest)))
         axes.title.set_fontsize(9)
     for axes in list(figure.axes)[len(results) :]:
         axes.set_visible(False)
-    figure.suptitle(f"{TITLES[task]}: time in plain steps (grey line), aims as black marks\n{machine(data)}", fontsize=10)
+    figure.suptitle(f"{TITLES[task]}, in plain steps; black marks: aims", fontsize=11)
     figure.savefig(path)
 
 
-def draw(axes: Any, systems: list[str], own: dict[str, float], failing: dict[str, str], old: dict[str, str]) -> None:
-    """One workload's bars; a cached figure's bar is pale."""
+def draw(
+    axes: Any,
+    systems: list[str],
+    own: dict[str, float],
+    limits: dict[str, float],
+    failing: dict[str, str],
+    old: dict[str, str],
+) -> None:
+    """One workload's bars and aims; a bar of an earlier run is pale."""
     for place, system in enumerate(systems):
         if system in own:
-            colour = COLOURS[system]
-            axes.barh(place, own[system] - 0.01, left=0.01, color=colour, alpha=0.5 if system in old else 1.0, height=0.75)
-            axes.text(max(own[system], 0.11) * 1.08, place, f"{own[system]:.2f}", va="center", fontsize=7)
+            axes.barh(place, own[system], color=COLOURS[system], alpha=0.5 if system in old else 1.0, height=0.75)
+            right = max(own[system], limits.get(system, 0.0), 0.11)
+            axes.text(right * 1.12, place, f"{own[system]:.2f}", va="center", fontsize=7)
         elif system in failing:
-            axes.text(
-                0.115, place, "fails: " + failing[system].partition(":")[0], va="center", fontsize=7, color=COLOURS[system]
-            )
+            why = "fails: " + failing[system].partition(":")[0]
+            axes.text(0.115, place, why, va="center", fontsize=7, color=COLOURS[system])
+        if system in own and system in limits:
+            axes.plot([limits[system]] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
     axes.axvline(1.0, color="#999999", linewidth=1, zorder=0)
     axes.set_yticks(range(len(systems)), [SHORT.get(system, system) for system in systems], fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.tick_params(axis="x", labelsize=7, labelbottom=True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

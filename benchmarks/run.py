@@ -61,21 +61,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, workload in WORKLOADS.items()
         if is_chosen(name, options.workload) and (workload.kind in main_only or not options.quick)
     }
+    file = options.output / f"{device.type}.json" if options.output else None
+    old = json.loads(file.read_text()) if file and file.exists() else {}
     data: Data = {"about": about(options, device), "results": {}}
     for task in (GRAD1, CLIPPED):
         in_task = {name: w for name, w in chosen.items() if task == GRAD1 or w.kind in main_only}
-        data["results"][task] = {
-            name: timed(task, name, workload, options, device)
-            for name, workload in tqdm(in_task.items(), desc=task, unit="workload")
-        }
+        results = data["results"].setdefault(task, {})
+        for name, workload in tqdm(in_task.items(), desc=task, unit="workload"):
+            results[name] = timed(task, name, workload, options, device)
+            save(data, old, file)  # so that a run that is broken off has left what it found
     if not (options.quick or options.workload or options.system):
+        rounds = min(options.rounds, SCALING_ROUNDS)
         data["scaling"] = {
-            "N": scaling("N", SIZES["N"], lambda size: transformer(size, FIXED["N"]), SCALING_ROUNDS, device),
-            "T": scaling("T", SIZES["T"], lambda size: transformer(FIXED["T"], size), SCALING_ROUNDS, device),
+            "N": scaling("N", SIZES["N"], lambda size: transformer(size, FIXED["N"]), rounds, device),
+            "T": scaling("T", SIZES["T"], lambda size: transformer(FIXED["T"], size), rounds, device),
         }
         data["resident MB"] = resident_growth()
-    if options.output:
-        save(data, options.output)
+    save(data, old, file)
+    if file:
+        file.with_suffix(".txt").write_text(report.text(data))
+        for task in data["results"]:
+            report.chart(data, task, file.with_name(f"{file.stem}-{task}.png"))
     print(report.text(data))
 
 
@@ -191,17 +197,14 @@ def processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def save(data: Data, folder: Path) -> None:
-    """Writes the JSON, the table and the charts; keeps peers' figures of the JSON that was there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{data['about']['device']}.json"
-    if file.exists():
-        data["kept"] = kept(json.loads(file.read_text()), data)
-    numbers = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers takes one line
-    file.write_text(numbers.sub(lambda match: " ".join(match[0].split()), json.dumps(data, indent=1)) + "\n")
-    file.with_suffix(".txt").write_text(report.text(data))
-    for task in data["results"]:
-        report.chart(data, task, folder / f"{data['about']['device']}-{task}.png")
+def save(data: Data, old: Data, file: Path | None) -> None:
+    """Writes the JSON, with peers' figures of the JSON that was there."""
+    if old:
+        data["kept"] = kept(old, data)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        numbers = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers takes one line
+        file.write_text(numbers.sub(lambda match: " ".join(match[0].split()), json.dumps(data, indent=1)) + "\n")
 
 
 def kept(old: Data, new: Data) -> Data:
