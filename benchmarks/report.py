@@ -164,9 +164,9 @@ def chart(data: Data, task: str, path: Path, columns: int = 4) -> None:
     for axes, workload in zip(panels, results):
         limits = {aim.system: aim.limit for aim in aims if aim.workload == workload and aim.limit}
         old = dates(data, task, workload)
-        draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
         axes.set(title=workload, xscale="log", xlim=(0.1, 4 * max(2.0, widest)))
         axes.title.set_fontsize(9)
+        draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
     for axes in list(figure.axes)[len(results) :]:
         axes.set_visible(False)
     figure.suptitle(f"{TITLES[task]}, in plain steps; black marks: aims", fontsize=11)
