@@ -137,22 +137,39 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
 def checked(task: str, name: str, workload: Workload, chosen: dict[str, Maker], device: torch.device) -> dict[str, str]:
     """{system: why it fails}, each compared with the loop in double precision.  Raises where this library is wrong.
 
-    Peers get a few samples, which tell as much and take less time.
+    Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
     """
-    whole = batch_of(workload, 0, device, torch.float64)
-    few = {key: x[:PEER_SAMPLES] for key, x in whole.items()}
-    loop = build(workload, peers.PEERS[task][LOOP], device, torch.float64)
+    loop = peers.PEERS[task][LOOP]
+    left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
+    differing(name, workload, {s: left.pop(s) for s in OURS if s in left}, loop, None, device, torch.float64)
+    failures: dict[str, str] = {}
+    for dtype in (torch.float64, torch.float32):
+        failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
+        left = {system: left[system] for system in failures}
+    return failures
+
+
+def differing(
+    name: str,
+    workload: Workload,
+    chosen: dict[str, Maker],
+    loop: Maker,
+    samples: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """{system: why it fails}, on the first samples of a batch."""
+    if not chosen:
+        return {}
+    batch = {key: x[:samples] for key, x in batch_of(workload, 0, device, dtype).items()}
+    expected = build(workload, loop, device, dtype)(batch)
     failures = {}
-    compared = [system for system in chosen if system not in (*REFERENCES, LOOP)]
-    for ours in (True, False):
-        batch = whole if ours else few
-        expected = {parameter: right.clone() for parameter, right in loop(batch).items()}
-        for system in tqdm([s for s in compared if (s in OURS) == ours], desc=f"checks, {name}", leave=False):
-            try:
-                compare_twice(build(workload, chosen[system], device, torch.float64), batch, expected)
-            except Exception as error:  # whatever a peer raises
-                failures[system] = reason(system, error)
-            gc.collect()  # hooked models are cycles that hold large tensors
+    for system, maker in tqdm(chosen.items(), desc=f"checks, {name}", leave=False):
+        try:
+            compare_twice(build(workload, maker, device, dtype), batch, expected)
+        except Exception as error:  # whatever a peer raises
+            failures[system] = reason(system, error)
+        gc.collect()  # hooked models are cycles that hold large tensors
     return failures
 
 
