@@ -118,7 +118,8 @@ def of_growth(data: Data) -> Iterator[Aim]:
             for name, own in exponents.items():
                 task, _, system = name.partition(": ")
                 if system != PLAIN:
-                    bound = max(1.0, exponents[f"{GRAD1}: {PLAIN}"]) + 0.1
-                    yield Aim(task, "Transformer d 64, 2 layers", system, f"exponent of {quantity} in {letter}", own, bound)
+                    plain = exponents[f"{GRAD1}: {PLAIN}"]
+                    what = f"exponent of {quantity} in {letter} (plain's: {plain:.2f})"
+                    yield Aim(task, "Transformer d 64, 2 layers", system, what, own, max(1.0, plain) + 0.1)
     for what, (before, after) in data.get("resident MB", {}).items():
         yield Aim(GRAD1, "8 linear layers", DEFAULT, f"resident memory after / before {what}", after / before, 1.01)
