@@ -1,213 +1,248 @@
-"""Times per-sample gradients.
+"""Times per-sample gradients (grad1) and the mean of clipped ones (clipped) on every workload.
 
-    python benchmarks/run.py --output bench
+    python benchmarks/run.py --output bench-output                  this library, in its ways
+    python benchmarks/run.py --output bench-output --peers          and what else there is
+    python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
 
-Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them
-alike; the table shows medians, and ratios to the plain forward and backward pass of the same run.  Every result is compared
-with one backward pass for each sample before it is timed.
+Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
+the tables have medians, and ratios to the plain forward and backward pass of the same run.  Every system is first compared
+with one backward pass for each sample, in double precision, where ReLU decides alike in every batch size.  A peer that fails
+or is wrong is shown so, and not timed; this library being wrong ends the run.
+
+Peers' figures are kept in the output folder's JSON: a later run without them shows them, as ratios, with their date.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
 import json
+import os
 import platform
-import random
-import resource
+import re
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import peers
+import report
 import torch
-import torch.nn as nn
-from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from measuring import (
+    FIXED,
+    SIZES,
+    batch_of,
+    build,
+    first_step_beyond,
+    interleaved,
+    peak,
+    resident_growth,
+    scaling,
+    warm,
+)
+from systems import CLIPPED, GRAD1, LOOP, OURS, PLAIN, REFERENCES, SYSTEMS, WRITE, Found, Maker, Step
 from tqdm import tqdm
-from workloads import WORKLOADS, Batch, Workload
+from workloads import MAIN, OTHER, RECURRENT, WORKLOADS, Batch, Workload, transformer
 
-import autograd_hacks
+ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 20, 5, 5
+PEER_SAMPLES = 4
 
-PLAIN, WRITE, LOOP, VMAP, HOOKS = "plain", "write once", "loop", "vmap(grad)", "autograd_hacks"
-PROBE_AIM = 5.0  # per cent of a hundred plain steps
-
-Rows = dict[str, Tensor]
-Step = Callable[[Batch], Rows]
+Data = dict[str, Any]
 
 
-def systems(workload: Workload, peers: bool) -> dict[str, Step]:
-    """{name: a step that returns the rows it made}, each checked; the library has a copy of the model of its own."""
-    torch.manual_seed(0)
-    plain_model, hooked = workload.model(), workload.model()
-    hooked.load_state_dict(plain_model.state_dict())
-    autograd_hacks.add_hooks(hooked)
-    parameters = dict(plain_model.named_parameters())
-    samples = len(next(iter(workload.batch(0).values())))
-    buffers = [torch.empty(samples, *p.shape) for p in parameters.values()]
-
-    def plain(batch: Batch) -> Rows:
-        plain_model.zero_grad()
-        workload.losses(plain_model, batch).mean().backward()
-        return {}
-
-    def write_once(batch: Batch) -> Rows:
-        for buffer in buffers:
-            buffer.fill_(0.0)
-        return {}
-
-    def loop(batch: Batch) -> Rows:
-        rows = []
-        for n in range(samples):
-            loss = workload.losses(plain_model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
-            rows.append(torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True))
-        return dict(zip(parameters, map(torch.stack, zip(*rows))))
-
-    class Sample(nn.Module):
-        """The losses of a model, as a module."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = plain_model
-
-        def forward(self, batch: Batch) -> Tensor:
-            return workload.losses(self.model, {name: x[None] for name, x in batch.items()}).sum()
-
-    sample, detached = Sample(), {f"model.{name}": p.detach() for name, p in parameters.items()}
-
-    def torch_func(batch: Batch) -> Rows:
-        rows = vmap(grad(lambda weights, one: functional_call(sample, weights, (one,))), (None, 0))(detached, batch)
-        return {name.removeprefix("model."): own for name, own in rows.items()}
-
-    def hooks(batch: Batch) -> Rows:
-        hooked.zero_grad()
-        workload.losses(hooked, batch).mean().backward()
-        autograd_hacks.compute_grad1(hooked)
-        return {name: p.grad1 for name, p in hooked.named_parameters() if p.grad1 is not None}
-
-    steps: dict[str, Step] = {PLAIN: plain, WRITE: write_once, HOOKS: hooks}
-    if peers:
-        steps |= {LOOP: loop, VMAP: torch_func}
-    batch = workload.batch(0)
-    expected = loop(batch)
-    for name, step in steps.items():
-        check(name, step(batch), expected)
-    return steps
-
-
-def check(name: str, rows: Rows, expected: Rows) -> None:
-    for parameter, own in rows.items():
-        largest = float(expected[parameter].abs().max())
-        torch.testing.assert_close(
-            own, expected[parameter], rtol=1e-3, atol=1e-3 * largest + 1e-6, msg=f"{name} is wrong on {parameter}"
-        )
-
-
-def measure(workload: Workload, steps: dict[str, Step], rounds: int, name: str) -> dict[str, list[float]]:
-    """{system: seconds of each round}"""
-    seconds: dict[str, list[float]] = {system: [] for system in steps}
-    shuffler = random.Random(0)
-    for number in tqdm(range(rounds), desc=name, unit="round"):
-        batch = workload.batch(number)
-        # In another order each time: what ran before leaves the allocator and the caches as it likes.
-        for system in shuffler.sample(list(steps), len(steps)):
-            start = time.perf_counter()
-            steps[system](batch)
-            seconds[system].append(time.perf_counter() - start)
-    return seconds
-
-
-def probe_seconds(workload: Workload, times: int = 3) -> float:
-    """What a model's first step takes more than its later ones, the median of a few models."""
-    extra = []
-    for _ in range(times):
-        model = workload.model()
-        batch = workload.batch(0)
-        workload.losses(model, batch).mean().backward()  # so that the gradients' memory is there
-        autograd_hacks.add_hooks(model)
-        start = time.perf_counter()
-        workload.losses(model, batch).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        first = time.perf_counter() - start
-        for p in model.parameters():
-            p.grad1 = None
-        start = time.perf_counter()
-        workload.losses(model, batch).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        extra.append(first - (time.perf_counter() - start))
-    return max(0.0, statistics.median(extra))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", action="append", help="only workloads with this in their name; may be repeated")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--peers", action="store_true", help="time a loop over samples and torch.func too")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, help="folder for the figures as JSON")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    main_only = (MAIN, RECURRENT)
     chosen = {
         name: workload
         for name, workload in WORKLOADS.items()
-        if not options.workload or any(part in name for part in options.workload)
+        if is_chosen(name, options.workload) and (workload.kind in main_only or not options.quick)
     }
-    results = {}
-    for name, workload in chosen.items():
-        steps = systems(workload, options.peers)
-        seconds = measure(workload, steps, options.rounds, name)
-        results[name] = {"seconds": seconds, "first step beyond": probe_seconds(workload)}
-    report(results, options.threads)
-    if not options.workload:
-        print_memory()
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        about = {"torch": torch.__version__, "machine": platform.machine(), **vars(options), "output": None}
-        (options.output / "results.json").write_text(json.dumps({"about": about, "results": results}, indent=1))
+    file = options.output / f"{device.type}.json" if options.output else None
+    old = json.loads(file.read_text()) if file and file.exists() else {}
+    data: Data = {"about": about(options, device), "results": {}}
+    for task in (GRAD1, CLIPPED):
+        in_task = {name: w for name, w in chosen.items() if task == GRAD1 or w.kind in main_only}
+        results = data["results"].setdefault(task, {})
+        for name, workload in tqdm(in_task.items(), desc=task, unit="workload"):
+            results[name] = timed(task, name, workload, options, device)
+            save(data, old, file)  # so that a run that is broken off has left what it found
+    if not (options.quick or options.workload or options.system):
+        rounds = min(options.rounds, SCALING_ROUNDS)
+        data["scaling"] = {
+            "N": scaling("N", SIZES["N"], lambda size: transformer(size, FIXED["N"]), rounds, device),
+            "T": scaling("T", SIZES["T"], lambda size: transformer(FIXED["T"], size), rounds, device),
+        }
+        data["resident MB"] = resident_growth()
+    save(data, old, file)
+    if file:
+        file.with_suffix(".txt").write_text(report.text(data))
+        for task in data["results"]:
+            report.chart(data, task, file.with_name(f"{file.stem}-{task}.png"))
+    print(report.text(data))
 
 
-def print_memory(steps: int = 1000) -> None:
-    """Resident memory before and after many steps, and many forwards without a backward: it must not grow."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    x = torch.randn(64, 256)
-    autograd_hacks.add_hooks(model)
-
-    def forward() -> Tensor:
-        return model(x).square().sum(1).mean()
-
-    def step() -> None:
-        forward().backward()
-        autograd_hacks.compute_grad1(model)
-
-    for name, run in {"steps": step, "forwards without a backward": forward}.items():
-        for _ in range(20):
-            run()
-        before = resident()
-        for _ in tqdm(range(steps), desc=name, unit="step"):
-            run()
-        print(f"resident memory over {steps} {name}: {before:.0f} MB before, {resident():.0f} MB after")
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", action="append", help="only workloads with this in their name; may be repeated")
+    parser.add_argument("--system", action="append", help="only systems with this in their name, and plain; may be repeated")
+    parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
+    parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
+    parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {QUICK_ROUNDS} with --quick, if not given")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--output", type=Path, help="folder for the figures as JSON, the table as text and the charts")
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    return options
 
 
-def resident() -> float:
-    """This process's resident memory in MB."""
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+def is_chosen(name: str, parts: list[str] | None) -> bool:
+    return not parts or any(part in name for part in parts)
 
 
-def report(results: dict[str, dict[str, object]], threads: int) -> None:
-    print(f"\nmedians, {threads} threads, torch {torch.__version__}; x: in plain steps")
-    print(f"{'':50}{'plain ms':>9}{'write x':>9}{'ours x':>9}{'beyond write':>14}{'aim':>6}{'first step %':>14}{'aim':>5}")
-    for name, result in results.items():
-        seconds: dict[str, list[float]] = result["seconds"]  # type: ignore[assignment]  # what measure gave
-        medians = {system: statistics.median(values) for system, values in seconds.items()}
-        plain, write, ours = (medians[system] for system in (PLAIN, WRITE, HOOKS))
-        first = float(result["first step beyond"]) / plain  # type: ignore[arg-type]  # a number; per cent of a hundred steps
-        print(
-            f"{name:50}{1e3 * plain:9.1f}{write / plain:9.2f}{ours / plain:9.2f}{(ours - write) / plain:14.2f}"
-            f"{WORKLOADS[name].beyond_write:6.1f}{first:14.1f}{PROBE_AIM:5.0f}"
-        )
-        for system in (LOOP, VMAP):
-            if system in medians:
-                print(f"    {system:46}{'':18}{medians[system] / plain:9.2f}")
+def makers(task: str, options: argparse.Namespace) -> dict[str, Maker]:
+    """{system: its maker}; what ratios need is always there."""
+    found = SYSTEMS[task] | (peers.installed(task) if options.peers else {})
+    return {name: maker for name, maker in found.items() if name in (PLAIN, WRITE) or is_chosen(name, options.system)}
+
+
+def timed(task: str, name: str, workload: Workload, options: argparse.Namespace, device: torch.device) -> Data:
+    """What a workload's run gave: seconds of each round, why systems fail, and peaks of memory."""
+    chosen = makers(task, options)
+    failures = checked(task, name, workload, chosen, device)
+    steps: dict[str, Step] = {}
+    for system in [system for system in chosen if system not in failures]:
+        try:
+            steps[system] = warm(workload, build(workload, chosen[system], device), device)
+        except Exception as error:  # in single precision; whatever a peer raises
+            failures[system] = reason(system, error)
+    result: Data = {"kind": workload.kind, "failures": failures}
+    result["seconds"] = interleaved(workload, steps, options.rounds, device, name)
+    del steps
+    gc.collect()
+    if workload.kind == OTHER:
+        result["first step beyond"] = first_step_beyond(workload, device)
+    elif not options.quick:
+        sound = [system for system in result["seconds"] if system != WRITE]
+        result["peak MB"] = {
+            system: peak(workload, chosen[system], device) for system in tqdm(sound, desc=f"memory, {name}", leave=False)
+        }
+    return result
+
+
+def checked(task: str, name: str, workload: Workload, chosen: dict[str, Maker], device: torch.device) -> dict[str, str]:
+    """{system: why it fails}, each compared with the loop in double precision.  Raises where this library is wrong.
+
+    Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
+    """
+    loop = peers.PEERS[task][LOOP]
+    left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
+    differing(name, workload, {s: left.pop(s) for s in OURS if s in left}, loop, None, device, torch.float64)
+    failures: dict[str, str] = {}
+    for dtype in (torch.float64, torch.float32):
+        failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
+        left = {system: left[system] for system in failures}
+    return failures
+
+
+def differing(
+    name: str,
+    workload: Workload,
+    chosen: dict[str, Maker],
+    loop: Maker,
+    samples: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """{system: why it fails}, on the first samples of a batch."""
+    if not chosen:
+        return {}
+    batch = {key: x[:samples] for key, x in batch_of(workload, 0, device, dtype).items()}
+    expected = build(workload, loop, device, dtype)(batch)
+    failures = {}
+    for system, maker in tqdm(chosen.items(), desc=f"checks, {name}", leave=False):
+        try:
+            compare_twice(build(workload, maker, device, dtype), batch, expected)
+        except Exception as error:  # whatever a peer raises
+            failures[system] = reason(system, error)
+        gc.collect()  # hooked models are cycles that hold large tensors
+    return failures
+
+
+def compare_twice(step: Step, batch: Batch, expected: Found) -> None:
+    for _ in range(2):  # the library's first step is another one
+        compare(step(batch), expected)
+
+
+def compare(found: Found, expected: Found) -> None:
+    for name, right in expected.items():
+        if name not in found:
+            raise ValueError(f"nothing for the parameter {name}")
+        largest = float(right.abs().max())
+        torch.testing.assert_close(found[name], right, rtol=1e-3, atol=1e-3 * largest + 1e-6, msg=f"wrong on {name}")
+
+
+def reason(system: str, error: Exception) -> str:
+    """The error's first line; this library's own errors are raised again."""
+    if system in OURS:
+        raise error
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def about(options: argparse.Namespace, device: torch.device) -> Data:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "processors": os.cpu_count(),
+        "threads": options.threads,
+        "device": device.type,
+        "rounds": options.rounds,
+        "packages": {package: peers.version(system) for system, package in peers.PACKAGES.items()} if options.peers else {},
+    }
+
+
+def processor() -> str:
+    """The CPU's model name, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def save(data: Data, old: Data, file: Path | None) -> None:
+    """Writes the JSON, with peers' figures of the JSON that was there."""
+    if old:
+        data["kept"] = kept(old, data)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        numbers = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers takes one line
+        file.write_text(numbers.sub(lambda match: " ".join(match[0].split()), json.dumps(data, indent=1)) + "\n")
+
+
+def kept(old: Data, new: Data) -> Data:
+    """{task: {workload: {peer: {'date', 'ratio' to its own run's plain or 'failure'}}}}, of what the new run has not got."""
+    found: Data = {}
+    for task, names in peers.PEERS.items():
+        for workload in [*old["results"].get(task, {}), *old.get("kept", {}).get(task, {})]:
+            result = old["results"].get(task, {}).get(workload, {"seconds": {}, "failures": {}})
+            fresh = new["results"].get(task, {}).get(workload, {"seconds": {}, "failures": {}})
+            own = dict(old.get("kept", {}).get(task, {}).get(workload, {}))
+            for peer in names:
+                if peer in result["seconds"]:
+                    ratio = statistics.median(result["seconds"][peer]) / statistics.median(result["seconds"][PLAIN])
+                    own[peer] = {"date": old["about"]["date"], "ratio": ratio}
+                elif peer in result["failures"]:
+                    own[peer] = {"date": old["about"]["date"], "failure": result["failures"][peer]}
+                if peer in own and (peer in fresh["seconds"] or peer in fresh["failures"]):
+                    del own[peer]
+            if own:
+                found.setdefault(task, {})[workload] = own
+    return found
 
 
 if __name__ == "__main__":

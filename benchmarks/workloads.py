@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Batch = dict[str, Tensor]
+Model = Callable[..., Any]
+
+MAIN, RECURRENT, OTHER, TINY = "main", "recurrent", "other", "tiny"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """model: makes one    batch: of a step's number    losses: N, of the model and a batch
-
-    beyond_write: the aim for the time that a step with per-sample gradients takes beyond writing them once, in plain steps
-    """
+    """model: makes one    batch: of a step's number    losses: N, of the model and a batch    kind: which aims hold"""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    losses: Callable[[nn.Module, Batch], Tensor]
-    beyond_write: float = 2.0
+    losses: Callable[[Model, Batch], Tensor]
+    kind: str = "main"
 
 
 class TutorialNet(nn.Module):
@@ -111,22 +112,18 @@ class Bag(nn.Module):
         return self.head(self.embed(x).mean(1))
 
 
-def classification(model: nn.Module, batch: Batch) -> Tensor:
+def classification(model: Model, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def next_token(model: nn.Module, batch: Batch) -> Tensor:
+def next_token(model: Model, batch: Batch) -> Tensor:
     logits = model(**batch).logits
     targets = batch.get("decoder_input_ids", batch["input_ids"])
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), targets[:, 1:], reduction="none").mean(1)
 
 
-def pooled(model: nn.Module, batch: Batch) -> Tensor:
+def pooled(model: Model, batch: Batch) -> Tensor:
     return model(**batch).pooler_output.square().mean(1)
-
-
-def images(samples: int) -> Callable[[int], Batch]:
-    return lambda step: {"x": torch.randn(samples, 1, 28, 28), "y": torch.randint(10, (samples,))}
 
 
 def vectors(samples: int, width: int) -> Callable[[int], Batch]:
@@ -169,15 +166,40 @@ def hugging_face(model: str, config: str, **arguments: Any) -> Callable[[], nn.M
     return build
 
 
+def multilayer(*widths: int) -> Callable[[], nn.Module]:
+    """Linear layers of these widths with ReLU between."""
+
+    def build() -> nn.Module:
+        layers = [layer for into, out in pairwise(widths) for layer in (nn.Linear(into, out), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    return build
+
+
+def transformer(samples: int, positions: int) -> Workload:
+    """What time and memory are fitted on."""
+    return Workload(lambda: Classifier(64, 2), of_shape(samples, positions, 64), classification)
+
+
 WORKLOADS = {
-    "tutorial CNN, N 64": Workload(TutorialNet, images(64), classification),
+    "tutorial CNN, N 64": Workload(TutorialNet, of_shape(64, 1, 28, 28), classification),
+    "MLP 784-512-512-10, N 256": Workload(multilayer(784, 512, 512, 10), of_shape(256, 784), classification),
+    "ResNet-18 GroupNorm width 32, N 16": Workload(lambda: resnet18(32), of_shape(16, 3, 32, 32), classification),
+    "depthwise CNN width 64, N 32": Workload(lambda: depthwise(64), of_shape(32, 3, 32, 32), classification),
+    "Transformer d 256, 4 layers, T 128, N 16": Workload(
+        lambda: Classifier(256, 4), of_shape(16, 128, 256), classification
+    ),
+    "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification, RECURRENT),
+    "Embedding 10,000 x 64, T 32, N 32": Workload(lambda: Bag(10_000, 64), sentences(32, 32, 10_000), classification),
+    "50 linear layers of width 16, N 8": Workload(multilayer(*[16] * 51), of_shape(8, 16), classification, TINY),
     "Transformer d 128, a new length each step, N 16": Workload(
-        lambda: Classifier(128, 2), vectors(16, 128), classification
+        lambda: Classifier(128, 2), vectors(16, 128), classification, OTHER
     ),
     "GPT-2 d 128, T 64, N 16": Workload(
         hugging_face("GPT2LMHeadModel", "GPT2Config", vocab_size=2000, n_positions=64, n_embd=128, n_layer=2, n_head=4),
         tokens(16, 64, 2000),
         next_token,
+        OTHER,
     ),
     "T5 d 128, T 48, N 16": Workload(
         hugging_face(
@@ -186,6 +208,7 @@ WORKLOADS = {
         ),
         translation(16, 48, 2000),
         next_token,
+        OTHER,
     ),
     "Swin d 32, 64 x 64, N 16": Workload(
         hugging_face(
@@ -193,6 +216,7 @@ WORKLOADS = {
         ),
         pictures(16, 64),
         pooled,
+        OTHER,
     ),
     "Mixtral d 64, 4 experts, T 32, N 16": Workload(
         hugging_face(
@@ -202,24 +226,6 @@ WORKLOADS = {
         ),
         tokens(16, 32, 500),
         next_token,
+        OTHER,
     ),
 }  # fmt: skip
-
-
-CLIPPED = {
-    "tutorial CNN, N 64": Workload(TutorialNet, images(64), classification, 1.3),
-    "MLP 784-512-512-10, N 256": Workload(
-        lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)),
-        of_shape(256, 784),
-        classification,
-        1.3,
-    ),
-    "ResNet-18 GroupNorm width 32, N 16": Workload(lambda: resnet18(32), of_shape(16, 3, 32, 32), classification, 1.3),
-    "depthwise CNN width 64, N 32": Workload(lambda: depthwise(64), of_shape(32, 3, 32, 32), classification, 1.3),
-    "Transformer d 256, 4 layers, T 128, N 16": Workload(
-        lambda: Classifier(256, 4), of_shape(16, 128, 256), classification, 1.3
-    ),
-    "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification, 3.0),
-    "Embedding 10,000 x 64, T 32, N 32": Workload(lambda: Bag(10_000, 64), sentences(32, 32, 10_000), classification, 1.3),
-}
-"""A clipped step; the aim is its time in plain steps."""

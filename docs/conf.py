@@ -1,8 +1,10 @@
 """How Sphinx builds the pages."""
 
 import importlib.metadata
+import json
 import pathlib
 import re
+import sys
 
 from autograd_hacks.rules import RULES
 
@@ -38,4 +40,21 @@ def write_support_table() -> None:
     (folder / "support.rst").write_text("\n".join(lines) + "\n")
 
 
+def write_benchmark() -> None:
+    """The tables and charts of every machine whose figures are in ``docs/benchmark``."""
+    here = pathlib.Path(__file__).parent
+    sys.path.insert(0, str(here.parent / "benchmarks"))
+    import report
+
+    pages = []
+    for file in sorted((here / "benchmark").glob("*.json")):
+        data = json.loads(file.read_text())
+        charts = {task: f"_generated/{file.stem}-{task}.png" for task in data["results"]}
+        for task, chart in charts.items():
+            report.chart(data, task, here / chart)
+        pages.append(report.page(data, charts))
+    (here / "_generated" / "benchmark.rst").write_text("\n".join(pages))
+
+
 write_support_table()
+write_benchmark()

@@ -1,0 +1,125 @@
+"""What was aimed for, beside what was measured.  Functions of the JSON alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from peers import PEERS
+from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, PLAIN, SKIPPED, STREAMED, WRITE
+from workloads import MAIN, OTHER, RECURRENT, TINY
+
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """figure: what was measured    bound: what it should be at most, or at least    limit: the same bound in plain steps"""
+
+    task: str
+    workload: str
+    system: str
+    what: str
+    figure: float
+    bound: float
+    limit: float | None = None
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.figure >= self.bound if self.at_least else self.figure <= self.bound
+
+
+def medians(result: Data) -> dict[str, float]:
+    """{system: seconds of a step}, of one workload"""
+    return {system: statistics.median(values) for system, values in result["seconds"].items()}
+
+
+def ratios(data: Data, task: str, workload: str) -> dict[str, float]:
+    """{system: its time in plain steps}, those of peers from an earlier run included"""
+    times = medians(data["results"][task][workload])
+    kept = data.get("kept", {}).get(task, {}).get(workload, {})
+    earlier = {peer: own["ratio"] for peer, own in kept.items() if "ratio" in own}
+    return earlier | {system: seconds / times[PLAIN] for system, seconds in times.items()}
+
+
+def all_aims(data: Data) -> list[Aim]:
+    found: list[Aim] = []
+    for task, results in data["results"].items():
+        for workload, result in results.items():
+            own = ratios(data, task, workload)
+            found += of_time(task, workload, result["kind"], own)
+            found += against_peers(task, workload, own)
+            found += of_workload(task, workload, result)
+    return [*found, *in_the_mean(data), *of_growth(data)]
+
+
+def of_time(task: str, workload: str, kind: str, own: dict[str, float]) -> Iterator[Aim]:
+    """own: {system: its time in plain steps}"""
+
+    def aim(system: str, what: str, bound: float, unit: float = 1.0, beyond: float = 0.0) -> Iterator[Aim]:
+        if system in own:
+            yield Aim(task, workload, system, what, (own[system] - beyond) / unit, bound, bound * unit + beyond)
+
+    if task == CLIPPED:
+        yield from aim(SKIPPED, "clipped step / plain", 3.0 if kind == RECURRENT else 1.3)
+        return
+    if kind == MAIN:
+        floor = 1 + own[WRITE]
+        yield from aim(SKIPPED, "step / (plain + write once)", 1.25, floor)
+        yield from aim(DEFAULT, "step / (plain + write once)", 1.5, floor)
+    elif kind == RECURRENT:
+        yield from aim(SKIPPED, "step / plain", 3.0)
+        yield from aim(DEFAULT, "step / plain", 4.0)
+    elif kind == TINY:
+        yield from aim(SKIPPED, "step / plain", 2.0)
+        yield from aim(DEFAULT, "step / plain", 2.0)
+    elif kind == OTHER:
+        yield from aim(DEFAULT, "(step - write once) / plain", 2.0, beyond=own[WRITE])
+    if kind in (MAIN, RECURRENT):
+        yield from aim(HOOKS, "hooks without rows / plain", 1.05)
+
+
+def against_peers(task: str, workload: str, own: dict[str, float]) -> Iterator[Aim]:
+    others = [own[peer] for peer in PEERS[task] if peer in own]
+    for system in (SKIPPED, DEFAULT):
+        if others and system in own:
+            yield Aim(task, workload, system, "fastest other way / ours", min(others) / own[system], 1.0, at_least=True)
+
+
+def of_workload(task: str, workload: str, result: Data) -> Iterator[Aim]:
+    peaks = result.get("peak MB", {})
+    if task == CLIPPED and STREAMED in peaks:
+        yield Aim(task, workload, STREAMED, "peak memory / plain's", peaks[STREAMED] / peaks[PLAIN], 1.15)
+    if "first step beyond" in result and DEFAULT in result["seconds"]:
+        share = result["first step beyond"] / medians(result)[PLAIN]  # per cent of a hundred steps
+        yield Aim(task, workload, DEFAULT, "first step beyond a later one, % of 100 plain", share, 5.0)
+
+
+def in_the_mean(data: Data) -> Iterator[Aim]:
+    """How many times as fast as the fastest other way, in the geometric mean over the workloads."""
+    for system in (SKIPPED, DEFAULT):
+        faster = []
+        for workload in data["results"].get(GRAD1, {}):
+            own = ratios(data, GRAD1, workload)
+            faster += [aim.figure for aim in against_peers(GRAD1, workload, own) if aim.system == system]
+        if faster:
+            mean = statistics.geometric_mean(faster)
+            what = "fastest other way / ours, geometric mean"
+            yield Aim(GRAD1, f"{len(faster)} workloads", system, what, mean, 2.0, at_least=True)
+
+
+def of_growth(data: Data) -> Iterator[Aim]:
+    """Exponents at most 1.1; that of time in the positions at most plain's and 0.1, since attention is quadratic in them."""
+    for letter, growth in data.get("scaling", {}).items():
+        for quantity, exponents in growth["exponents"].items():
+            for name, own in exponents.items():
+                task, _, system = name.partition(": ")
+                if system != PLAIN:
+                    plain = exponents[f"{GRAD1}: {PLAIN}"]
+                    what = f"exponent of {quantity} in {letter} (plain's: {plain:.2f})"
+                    yield Aim(task, "Transformer d 64, 2 layers", system, what, own, max(1.0, plain) + 0.1)
+    for what, (before, after) in data.get("resident MB", {}).items():
+        yield Aim(GRAD1, "8 linear layers", DEFAULT, f"resident memory after / before {what}", after / before, 1.01)

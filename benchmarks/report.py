@@ -1,0 +1,200 @@
+"""The table, the chart and the page.  Functions of the JSON alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aims import Aim, all_aims, medians, ratios
+from peers import BACKPACK, EXPANDED, GHOST, OPACUS, VMAP
+from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, SKIPPED, STREAMED, WRITE
+
+Data = dict[str, Any]
+
+COLOURS = {
+    PLAIN: "#999999", WRITE: "#cccccc", HOOKS: "#bbbbbb", SKIPPED: "#0b6e4f", DEFAULT: "#2a9d6f", STREAMED: "#7fc8a9",
+    LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a", BACKPACK: "#7a4fa3",
+}  # fmt: skip
+ORDER = list(COLOURS)
+SHORT = {
+    SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
+    GHOST: "Opacus, ghost",
+}  # fmt: skip
+TITLES = {GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients"}
+
+
+def machine(data: Data) -> str:
+    about = data["about"]
+    taken = f"{about['machine']}, threads: {about['threads']}, of {about['processors']} processors"
+    packages = "".join(f", {name} {version}" for name, version in about["packages"].items() if version)
+    return f"{taken}, torch {about['torch']}{packages}; {about['date']}, medians of {about['rounds']} interleaved rounds"
+
+
+def failures(data: Data, task: str, workload: str) -> dict[str, str]:
+    """{system: why it fails}, of this run and of peers in earlier ones"""
+    kept = data.get("kept", {}).get(task, {}).get(workload, {})
+    earlier = {peer: own["failure"] for peer, own in kept.items() if "failure" in own}
+    return earlier | data["results"][task][workload]["failures"]
+
+
+def dates(data: Data, task: str, workload: str) -> dict[str, str]:
+    """{peer: when its figure was taken}, of those from earlier runs"""
+    return {peer: own["date"] for peer, own in data.get("kept", {}).get(task, {}).get(workload, {}).items()}
+
+
+def verdict(aim: Aim) -> str:
+    return "met" if aim.met else "missed"
+
+
+def bound(aim: Aim) -> str:
+    return f"{'at least' if aim.at_least else 'at most'} {aim.bound:.2f}"
+
+
+def text(data: Data) -> str:
+    """Every workload's systems, then every aim."""
+    lines = [machine(data), "x: in plain steps, and in plain peaks of memory", ""]
+    aims = all_aims(data)
+    for task, results in data["results"].items():
+        lines.append(f"{TITLES[task] + ':':46}{'ms':>10}{'time x':>9}{'aim':>8} {'':8}{'MB':>9}{'memory x':>10}")
+        for workload, result in results.items():
+            lines.append(workload)
+            times, peaks, old = medians(result), result.get("peak MB", {}), dates(data, task, workload)
+            limits = {aim.system: aim for aim in aims if (aim.task, aim.workload) == (task, workload) and aim.limit}
+            for system, ratio in in_order(ratios(data, task, workload)):
+                milliseconds = f"{1e3 * times[system]:.2f}" if system in times else ""
+                line = f"    {system:42}{milliseconds:>10}{ratio:9.2f}"
+                line += f"{limits[system].limit:8.2f} {verdict(limits[system]):8}" if system in limits else " " * 17
+                if system in peaks:
+                    line += f"{peaks[system]:9.1f}{peaks[system] / peaks[PLAIN]:10.2f}"
+                lines.append((line + (f"  of {old[system]}" if system in old else "")).rstrip())
+            for system, why in failures(data, task, workload).items():
+                lines.append(f"    {system:42} fails: {why[:90]}" + (f"  of {old[system]}" if system in old else ""))
+        lines.append("")
+    lines += [f"Aims, {sum(aim.met for aim in aims)} of {len(aims)} met:"]
+    for aim in sorted(aims, key=lambda aim: (aim.task, aim.what, aim.system)):
+        subject = f"{aim.task}, {aim.system}: {aim.what}"
+        lines.append(f"{subject:88}{aim.workload:50}{aim.figure:7.2f}  {bound(aim):14} {verdict(aim)}")
+    return "\n".join(lines) + "\n"
+
+
+def in_order(own: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(own.items(), key=lambda pair: ORDER.index(pair[0]))
+
+
+def list_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for row in [header, *rows]:
+        lines += [f"   {'*' if number == 0 else ' '} - {cell}".rstrip() for number, cell in enumerate(row)]
+    return [*lines, ""]
+
+
+def page(data: Data, charts: dict[str, str]) -> str:
+    """A section in reStructuredText.  charts: {task: where its picture is, as seen from the page}"""
+    title = data["about"]["machine"]
+    lines = [title, "-" * len(title), "", f"{machine(data)}.", ""]
+    aims = all_aims(data)
+    for task, results in data["results"].items():
+        lines += [TITLES[task], "~" * len(TITLES[task]), "", f".. image:: {charts[task]}", "   :width: 100%", ""]
+        lines += ["Times in plain steps, and aims; **bold** is an aim missed.", ""]
+        lines += matrix(data, task, aims)
+        said = [
+            [workload, system, f"``{literal(why)}``"]
+            for workload in results
+            for system, why in failures(data, task, workload).items()
+        ]
+        lines += ["What fails:", "", *list_table(["Workload", "System", "Error"], said)] if said else []
+    lines += ["Aims", "~~~~", "", f"{sum(aim.met for aim in aims)} of {len(aims)} are met.", ""]
+    rows = [
+        [
+            f"{aim.task}: {aim.what}",
+            aim.workload,
+            f"``{aim.system}``",
+            f"{aim.figure:.2f}",
+            bound(aim),
+            shown(verdict(aim), aim),
+        ]
+        for aim in sorted(aims, key=lambda aim: (aim.task, aim.what, aim.system))
+    ]
+    return "\n".join(lines + list_table(["What", "Of", "System", "Measured", "Aim", ""], rows)) + "\n"
+
+
+def literal(words: str) -> str:
+    """What may stand between double backticks."""
+    return words.replace("`", "'").strip() or "no message"
+
+
+def shown(words: str, aim: Aim) -> str:
+    return words if aim.met else f"**{words}**"
+
+
+def matrix(data: Data, task: str, aims: list[Aim]) -> list[str]:
+    """Workloads by systems."""
+    results = data["results"][task]
+    seen = {s for name in results for s in [*ratios(data, task, name), *failures(data, task, name)]}
+    systems = [system for system in ORDER if system in seen and system != PLAIN]
+    rows = []
+    for workload, result in results.items():
+        own, old = ratios(data, task, workload), dates(data, task, workload)
+        limits = {aim.system: aim for aim in aims if (aim.task, aim.workload) == (task, workload) and aim.limit}
+        row = [workload, f"{1e3 * medians(result)[PLAIN]:.1f}"]
+        for system in systems:
+            cell = f"{own[system]:.2f}" if system in own else "fails" if system in failures(data, task, workload) else ""
+            if system in limits and system in own:
+                cell = shown(f"{cell} (aim {limits[system].limit:.2f})", limits[system])
+            row.append(cell + (f" of {old[system]}" if system in old else ""))
+        rows.append(row)
+    return list_table(["Workload", "plain, ms", *(SHORT.get(system, system) for system in systems)], rows)
+
+
+def chart(data: Data, task: str, path: Path, columns: int = 4) -> None:
+    """A picture with one panel of bars for each workload, in plain steps, the aims marked."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    results = data["results"][task]
+    seen = {s for name in results for s in [*ratios(data, task, name), *failures(data, task, name)]}
+    systems = [system for system in ORDER if system in seen and system != PLAIN][::-1]
+    columns = min(columns, max(1, len(results)))
+    lines = -(-len(results) // columns)
+    figure = Figure(figsize=(1.6 + 3.9 * columns, 0.9 + lines * (0.75 + 0.22 * len(systems))), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=True).flat
+    aims = [aim for aim in all_aims(data) if aim.task == task]
+    widest = max(ratio for name in results for ratio in ratios(data, task, name).values())
+    for axes, workload in zip(panels, results):
+        limits = {aim.system: aim.limit for aim in aims if aim.workload == workload and aim.limit}
+        old = dates(data, task, workload)
+        axes.set(title=workload, xscale="log", xlim=(0.1, 4 * max(2.0, widest)))
+        axes.title.set_fontsize(9)
+        draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
+    for axes in list(figure.axes)[len(results) :]:
+        axes.set_visible(False)
+    figure.suptitle(f"{TITLES[task]}, in plain steps; black marks: aims", fontsize=11)
+    figure.savefig(path)
+
+
+def draw(
+    axes: Any,
+    systems: list[str],
+    own: dict[str, float],
+    limits: dict[str, float],
+    failing: dict[str, str],
+    old: dict[str, str],
+) -> None:
+    """One workload's bars and aims; a bar of an earlier run is pale."""
+    for place, system in enumerate(systems):
+        if system in own:
+            axes.barh(place, own[system], color=COLOURS[system], alpha=0.5 if system in old else 1.0, height=0.75)
+            right = max(own[system], limits.get(system, 0.0), 0.11)
+            axes.text(right * 1.12, place, f"{own[system]:.2f}", va="center", fontsize=7)
+        elif system in failing:
+            why = "fails: " + failing[system].partition(":")[0]
+            axes.text(0.115, place, why, va="center", fontsize=7, color=COLOURS[system])
+        if system in own and system in limits:
+            axes.plot([limits[system]] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+    axes.axvline(1.0, color="#999999", linewidth=1, zorder=0)
+    axes.set_yticks(range(len(systems)), [SHORT.get(system, system) for system in systems], fontsize=8)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.tick_params(axis="x", labelsize=7, labelbottom=True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,123 @@
+"""The benchmark's machinery, on a tiny model; no time is asserted."""
+
+import json
+import math
+
+import measuring
+import peers
+import pytest
+import report
+import run
+import torch
+from aims import all_aims, ratios
+from systems import CLIPPED, DEFAULT, GRAD1, LOOP, PLAIN, SKIPPED, SYSTEMS
+from workloads import MAIN, Workload, classification, multilayer, of_shape
+
+CPU = torch.device("cpu")
+TINY_MODEL = Workload(
+    multilayer(6, 5, 3), of_shape(4, 6), lambda model, batch: classification(model, {**batch, "y": batch["y"] % 3})
+)
+WORKLOAD = "tiny model"
+
+
+def broken(workload, model):
+    raise NotImplementedError("not for this\nmodel")
+
+
+def wrong(workload, model):
+    step = SYSTEMS[GRAD1][DEFAULT](workload, model)
+    return lambda batch: {name: 1.01 * rows for name, rows in step(batch).items()}
+
+
+@pytest.fixture
+def _one_workload(monkeypatch):
+    monkeypatch.setattr(run, "WORKLOADS", {WORKLOAD: TINY_MODEL})
+    sound = {LOOP: peers.loop, peers.VMAP: peers.torch_func, peers.EXPANDED: broken}
+    clipped = {LOOP: peers.loop_clip, peers.VMAP: peers.clipping(peers.torch_func)}
+    monkeypatch.setattr(run.peers, "PEERS", {GRAD1: sound, CLIPPED: clipped})
+
+
+def measured(folder, *more):
+    run.main(["--quick", "--rounds", "2", "--threads", "1", "--output", str(folder), *more])
+    return json.loads((folder / "cpu.json").read_text())
+
+
+@pytest.mark.parametrize("task", [GRAD1, CLIPPED])
+def test_systems_agree_with_the_loop(task):
+    own = {peers.VMAP: peers.PEERS[task][peers.VMAP], peers.EXPANDED: peers.PEERS[task][peers.EXPANDED]}
+    assert run.checked(task, WORKLOAD, TINY_MODEL, SYSTEMS[task] | own, CPU) == {}
+
+
+def test_what_fails_or_is_wrong_is_said():
+    failures = run.checked(GRAD1, WORKLOAD, TINY_MODEL, {"broken": broken, "wrong": wrong}, CPU)
+    assert failures == {"broken": "NotImplementedError: not for this", "wrong": "AssertionError: wrong on 0.weight"}
+
+
+def test_a_peer_without_rows_fails():
+    failures = run.checked(GRAD1, WORKLOAD, TINY_MODEL, {"empty": SYSTEMS[GRAD1][PLAIN]}, CPU)
+    assert failures == {"empty": "ValueError: nothing for the parameter 0.weight"}
+
+
+def test_the_library_being_wrong_ends_the_run():
+    with pytest.raises(AssertionError, match="wrong on"):
+        run.checked(GRAD1, WORKLOAD, TINY_MODEL, {SKIPPED: wrong}, CPU)
+
+
+@pytest.mark.usefixtures("_one_workload")
+def test_from_figures_to_table_page_and_chart(tmp_path):
+    data = measured(tmp_path, "--peers")
+    assert len(data["results"][GRAD1][WORKLOAD]["seconds"][DEFAULT]) == 2
+    assert (tmp_path / "cpu.txt").read_text() == report.text(data)
+    for task in (GRAD1, CLIPPED):
+        assert (tmp_path / f"cpu-{task}.png").read_bytes().startswith(b"\x89PNG")
+    for words in (report.text(data), report.page(data, {GRAD1: "a.png", CLIPPED: "b.png"})):
+        assert all(part in words for part in (SKIPPED, DEFAULT, WORKLOAD, "NotImplementedError: not for this"))
+        assert "at least 1.00 " in words or "at least 1.00\n" in words
+
+
+@pytest.mark.usefixtures("_one_workload")
+def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "chart", lambda data, task, path: None)  # takes longest, and has its own test
+    first = measured(tmp_path, "--peers")
+    for _ in range(2):  # kept figures are kept again
+        later = measured(tmp_path)
+        assert peers.VMAP not in later["results"][GRAD1][WORKLOAD]["seconds"]
+        ratio = ratios(first, GRAD1, WORKLOAD)[peers.VMAP]
+        assert ratios(later, GRAD1, WORKLOAD)[peers.VMAP] == ratio
+        assert report.failures(later, GRAD1, WORKLOAD) == {peers.EXPANDED: "NotImplementedError: not for this"}
+        assert f"{ratio:.2f}" in report.text(later)
+        assert f"of {first['about']['date']}" in report.text(later)
+    again = measured(tmp_path, "--peers")
+    assert again["kept"] == {}
+
+
+def test_aims():
+    seconds = {PLAIN: [1.0], "write once": [1.0], SKIPPED: [2.6], DEFAULT: [2.9], LOOP: [2.7]}
+    result = {"kind": MAIN, "seconds": seconds, "failures": {}}
+    found = {(aim.system, aim.what): aim for aim in all_aims({"results": {GRAD1: {WORKLOAD: result}}})}
+    floor, faster = "step / (plain + write once)", "fastest other way / ours"
+    assert not found[SKIPPED, floor].met
+    assert found[SKIPPED, floor].limit == 2.5
+    assert found[DEFAULT, floor].met
+    assert found[SKIPPED, faster].met
+    assert not found[DEFAULT, faster].met
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_exponent(power):
+    sizes = [8, 16, 64, 512]
+    assert math.isclose(measuring.exponent(sizes, [3.0 * size**power for size in sizes]), power, abs_tol=1e-9)
+
+
+def test_growth_and_memory():
+    grown = measuring.scaling(
+        "N", [2, 4, 8], lambda size: Workload(multilayer(6, 3), of_shape(size, 6), TINY_MODEL.losses), 1, CPU
+    )
+    assert all(len(own) == 3 for own in grown["seconds"].values())
+    rows = grown["peak MB"][f"{GRAD1}: {DEFAULT}"]
+    assert rows == sorted(rows)
+
+
+def test_peak_counts_what_is_kept_between_steps():
+    least = 4 * 4 * sum(p.numel() for p in TINY_MODEL.model().parameters()) / 1e6  # four samples, four bytes
+    assert measuring.peak(TINY_MODEL, SYSTEMS[GRAD1][DEFAULT], CPU) > least
