@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,7 @@ from autograd_hacks.plan import MIXING
 from autograd_hacks.record import Recorder
 from autograd_hacks.rules import rule_for
 from autograd_hacks.switch import Switch
-from autograd_hacks.trees import version_of
+from autograd_hacks.trees import modules_of, version_of
 from autograd_hacks.visits import Received, Visit
 
 LOSS_TYPES = ("mean", "sum")
@@ -50,14 +50,15 @@ def check_scale(scale: float | Tensor) -> None:
         raise ValueError(f"scale is {float(value)}; expected a number above 0, which the loss was multiplied by")
 
 
-def check_hooked(model: nn.Module, recorder: Recorder) -> None:
+def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises where a parameter that trains belongs to a layer without a hook, or has none itself."""
+    missing = {layer for layer in modules_of(model) if layer._parameters and layer not in recorder.layers and _trains(layer)}
     unhooked = [
         where(path, layer)
-        for path, layer in model.named_modules()
-        if _trains(layer) and layer not in recorder.layers and not isinstance(layer, torch.jit.ScriptModule)
+        for path, layer in (model.named_modules() if missing else ())
+        if layer in missing and not isinstance(layer, torch.jit.ScriptModule)
     ]
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_leaf and p.grad is not None)
+    trained = ((name, p) for name, p in parameters.items() if p.requires_grad and p.is_leaf and p.grad is not None)
     unwatched = [f"parameter {name!r}" for name, p in trained if p not in recorder.watched]
     if unhooked or unwatched:
         raise NothingRecorded(
@@ -66,11 +67,11 @@ def check_hooked(model: nn.Module, recorder: Recorder) -> None:
         )
 
 
-def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
+def readable_segments(parameters: Mapping[str, Tensor], recorder: Recorder) -> list[Segment]:
     """The recorded rows; raises where there are none or they can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    check_strays(model, recorder)
+    check_strays(parameters, recorder)
     if not recorder.segments:
         no_backward = (
             "no backward pass has reached a trainable parameter of a hooked layer since add_hooks. Call loss.backward() on "
@@ -108,9 +109,9 @@ def readable_segments(model: nn.Module, recorder: Recorder) -> list[Segment]:
     return recorder.segments
 
 
-def check_strays(model: nn.Module, recorder: Recorder) -> None:
+def check_strays(parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises where gradient has come to a parameter by no call that the hooks have seen."""
-    past = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in recorder.strays}
+    past = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in recorder.strays}
     if not past:
         return
     refused = {reason: name for name, p in past.items() if (reason := recorder.plan.refused.get(id(p)))}
@@ -246,20 +247,28 @@ def _largest(recorded: Pass) -> Tensor:
 
 def common_batch_size(segment: Segment) -> int:
     """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
-    sizes = {}
-    for recorded in segment.passes:
-        if recorded.losses:
-            sizes[recorded.losses.what] = recorded.losses.samples
-        for visit, received in reversed(recorded.received.items()):
-            if visit.replay is not None or rule_for(visit.layer):
-                sizes.setdefault(f"{where(visit.path, visit.layer)}, input {_shapes(visit)}", batch_size(visit, received))
-    if len(set(sizes.values())) > 1:
+    found = [size for _, size in _sizes(segment)]
+    if len(set(found)) > 1:
+        sizes: dict[str, int] = {}
+        for visit, size in _sizes(segment):
+            told_by = f"{where(visit.path, visit.layer)}, input {_shapes(visit)}" if isinstance(visit, Visit) else visit.what
+            sizes.setdefault(told_by, size)
         listing = "; ".join(f"{place}: {size}" for place, size in sizes.items())
         raise BatchSizeError(
             f"the numbers of samples disagree, so that rows can't be matched: {listing}. Expected one number for all: let "
             "axis 0 be the batch in every layer's input, and give losses one entry for each sample."
         )
-    return next(iter(sizes.values()))
+    return found[0]
+
+
+def _sizes(segment: Segment) -> Iterator[tuple[Visit | Losses, int]]:
+    """How many samples there are by each call, and by each vector of losses."""
+    for recorded in segment.passes:
+        if recorded.losses:
+            yield recorded.losses, recorded.losses.samples
+        for visit, received in reversed(recorded.received.items()):
+            if visit.replay is not None or rule_for(visit.layer):
+                yield visit, batch_size(visit, received)
 
 
 def check_batch_size(losses: Losses, why: str) -> None:

@@ -23,9 +23,9 @@ from autograd_hacks.checks import (
     row_count,
 )
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Sum, Zero
+from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Sum, Zero
 from autograd_hacks.layout import Layout
-from autograd_hacks.passes import Pass, Segment
+from autograd_hacks.passes import Segment
 from autograd_hacks.record import Recorder
 from autograd_hacks.replay import Rerun
 from autograd_hacks.rerun import autocast_to, outside_inference
@@ -36,10 +36,16 @@ from autograd_hacks.visits import Received, Visit
 
 
 def per_parameter_forms(
-    model: nn.Module, recorder: Recorder, loss_type: str | None, scale: float | Tensor = 1.0, lazily: bool = False
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    recorder: Recorder,
+    loss_type: str | None,
+    scale: float | Tensor = 1.0,
+    lazily: bool = False,
 ) -> dict[str, Form | None]:
     """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
 
+    parameters: the model's, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     scale: what the loss was multiplied by    lazily: whether rows may not be written out, all at once
     """
@@ -49,14 +55,15 @@ def per_parameter_forms(
         raise NothingRecorded(
             "inside streaming(model) each layer's record is freed as the pass goes on. Read after that context."
         )
-    check_hooked(model, recorder)
-    segments = readable_segments(model, recorder)
+    check_hooked(model, parameters, recorder)
+    segments = readable_segments(parameters, recorder)
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with outside_inference():
-        return _forms_of_segments(model, recorder, segments, loss_type, scale, lazily)
+        return _forms_of_segments(trainable, recorder, segments, loss_type, scale, lazily)
 
 
 def _forms_of_segments(
-    model: nn.Module,
+    trainable: Mapping[str, Tensor],
     recorder: Recorder,
     segments: Sequence[Segment],
     loss_type: str | None,
@@ -64,12 +71,11 @@ def _forms_of_segments(
     lazily: bool,
 ) -> dict[str, Form | None]:
     tables = [segment_forms(segment, loss_type) for segment in segments]
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, parameter in trainable.items():
+    kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
+    for name, parameter in trainable.items() if kept else ():
         for segment, (table, samples) in zip(segments, tables):
             with without_autocast(parameter):
                 check_sum(name, parameter, table.get(parameter), segment, loss_type, samples, recorder, lazily)
-    kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     recorder.plan.checked |= kept
     recorder.plan.watched = not recorder.plan.checked
     scaled = scale if isinstance(scale, Tensor) or scale != 1 else None
@@ -98,32 +104,30 @@ def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:
 def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor, Form], int]:
     """{parameter: form} of one segment, and its number of rows: one for each sample, or for each sample of each pass of
     `backprop_hess`, pass by pass."""
-    if segment.hess_type is None:
-        found: dict[Tensor, list[Form]] = {}
-        for recorded in segment.passes:
-            for (_, parameter), form in _forms_of_pass(recorded, loss_type).items():
-                found.setdefault(parameter, []).append(form)
-        samples = common_batch_size(segment)
-        return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
-    passes = [_forms_of_pass(recorded, loss_type) for recorded in segment.passes]
+    found: dict[Tensor, list[Form]] = {}
+    passes: list[dict[tuple[Visit, Tensor], Form]] = []
+    is_hess = segment.hess_type is not None
+    for recorded in segment.passes:
+        is_mean = reduction(recorded, loss_type) == "mean"
+        table: dict[tuple[Visit, Tensor], Form] = {}
+        for visit, received in reversed(recorded.received.items()):  # in the order of the forward
+            check_seen(visit, received)
+            for name, form in forms_of(visit, received).items():
+                # The mean divided every sample's gradient by N.
+                own = Scaled(form, form.samples) if is_mean and form.samples != 1 else form
+                parameter = visit.parameters[name][0]
+                if is_hess:
+                    table[visit, parameter] = table[visit, parameter] + own if (visit, parameter) in table else own
+                else:
+                    found.setdefault(parameter, []).append(own)
+        passes.append(table)
     samples = common_batch_size(segment)
+    if not is_hess:
+        return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
     for recorded in segment.passes:
         assert recorded.losses is not None  # these are backprop_hess's
         recorded.losses.read = True
     return _stacked_passes(passes, samples), samples * len(passes)
-
-
-def _forms_of_pass(recorded: Pass, loss_type: str | None) -> dict[tuple[Visit, Tensor], Form]:
-    """A form for each call and each of its parameters, in the order of the forward."""
-    found: dict[tuple[Visit, Tensor], list[Form]] = {}
-    is_mean = reduction(recorded, loss_type) == "mean"
-    for visit, received in reversed(recorded.received.items()):
-        check_seen(visit, received)
-        for name, form in forms_of(visit, received).items():
-            # The mean divided every sample's gradient by N.
-            own = form.scaled(form.samples) if is_mean and form.samples != 1 else form
-            found.setdefault((visit, visit.parameters[name][0]), []).append(own)
-    return {key: Sum.of(forms) for key, forms in found.items()}
 
 
 def _stacked_passes(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samples: int) -> dict[Tensor, Form]:
@@ -158,7 +162,9 @@ def _gated(visit: Visit, received: Received, layout: Layout | None) -> Call:
     def ready(tensor: Tensor) -> Tensor:
         if layout is not None and layout.fits(tensor, visit.samples or 0):
             tensor = layout.samples_first(tensor, visit.samples or 0)
-        return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
+        if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
+            return tensor
+        return tensor.to(dtype)
 
     return Call(
         path=visit.path,
@@ -188,10 +194,9 @@ def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
         return _apply_rule(visit, received, None, samples)
     layout = visit.layouts[0]
     assert layout is not None  # a call whose samples have no place is no visit by a rule
-    sizes = [grad.shape for grad in received.grads if grad is not None]
     if hasattr(rule_for(visit.layer), "features"):
-        check_layout(visit, layout, sizes[0])
-        return _apply_rule(visit, received, None if layout == Layout() else layout, samples)
+        check_layout(visit, layout, next(grad.shape for grad in received.grads if grad is not None))
+        return _apply_rule(visit, received, layout if layout.axis or layout.fold else None, samples)
     rows = row_count(visit, received)
     forms = _apply_rule(visit, received, None, rows)
     if not layout.fold:
@@ -213,35 +218,42 @@ def _forms_inside(visit: Visit, received: Received) -> Mapping[str, Form]:
 
 def _apply_rule(visit: Visit, received: Received, layout: Layout | None, rows: int) -> Mapping[str, Form]:
     """What the layer's rule says, checked against what forms must be.  rows: how many they must have"""
-    place, rule = where(visit.path, visit.layer), rule_for(visit.layer)
+    rule = rule_for(visit.layer)
     if rule is None:
-        raise UnsupportedLayer(f"{place} has lost its rule since the forward pass; repeat the step")
+        raise UnsupportedLayer(f"{where(visit.path, visit.layer)} has lost its rule since the forward pass; repeat the step")
     try:
         with without_autocast(next(iter(visit.parameters.values()))[0]):
             forms = rule(visit.layer, _gated(visit, received, layout))
     except (BatchSizeError, SamplesMixed) as error:
-        raise type(error)(f"{place} {error}") from None
+        raise type(error)(f"{where(visit.path, visit.layer)} {error}") from None
     if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
-        raise TypeError(f"the rule of {place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
+        raise TypeError(
+            f"the rule of {where(visit.path, visit.layer)} returned {forms!r}; expected {{name: form}}, see "
+            "autograd_hacks.forms"
+        )
+    found = {}
     for name in received.reached:
         if name not in forms:
             raise UnsupportedLayer(
-                f"the rule of {place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. Register "
-                "a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+                f"the rule of {where(visit.path, visit.layer)} returned forms for {', '.join(forms) or 'nothing'}, but "
+                f"{name!r} trains too. Register a rule that covers it (autograd_hacks.register_rule), or freeze it: "
+                "requires_grad_(False)."
             )
-        expected = (rows, *visit.parameters[name][0].shape)
-        if (forms[name].samples, *forms[name].shape) != expected:
+        form, shape = forms[name], visit.parameters[name][0].shape
+        if form.samples != rows or tuple(form.shape) != shape:
             raise BatchSizeError(
-                f"the rule of {place} returned per-sample gradients of shape {(forms[name].samples, *forms[name].shape)} "
-                f"for {name!r}; expected {expected}: samples first, then the parameter's shape."
+                f"the rule of {where(visit.path, visit.layer)} returned per-sample gradients of shape "
+                f"{(form.samples, *form.shape)} for {name!r}; expected {(rows, *shape)}: samples first, then the "
+                "parameter's shape."
             )
-    return {name: forms[name] for name in received.reached}
+        found[name] = form
+    return found
 
 
 def _stack(forms: Sequence[Form | None], sizes: Sequence[int], parameter: Tensor) -> Form | None:
     """The rows of all segments; zeros for a segment that did not reach the parameter."""
-    if all(form is None for form in forms):
-        return None
-    zeros = [Zero(size, parameter.shape, parameter) for size in sizes]
-    parts = [zero if form is None else form for form, zero in zip(forms, zeros)]
-    return parts[0] if len(parts) == 1 else Concatenation(parts)
+    if len(forms) == 1 or all(form is None for form in forms):
+        return forms[0]
+    return Concatenation(
+        [Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes)]
+    )

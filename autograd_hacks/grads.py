@@ -32,9 +32,9 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     Raises what `compute_grad1` raises.
     """
     recorder = recorder_of(model)
-    forms = per_parameter_forms(model, recorder, loss_type, scale, lazily=True)
-    samples = next((form.samples for form in forms.values() if form is not None), 0)
     parameters = dict(model.named_parameters())
+    forms = per_parameter_forms(model, parameters, recorder, loss_type, scale, lazily=True)
+    samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
     filled = {
         name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form

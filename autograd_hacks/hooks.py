@@ -280,9 +280,12 @@ class _LayerRan(_Hook):
 
     def _is_first(self, layer: nn.Module) -> bool:
         """Whether no hook came before but the library's own, which hand on what the layer returned."""
-        return (
-            next(h for h in layer._forward_hooks.values() if h is self or not isinstance(h, _LayerRan | SurveyHook)) is self
-        )
+        for hook in layer._forward_hooks.values():
+            if hook is self:
+                return True
+            if not isinstance(hook, _LayerRan | SurveyHook):
+                return False
+        return False
 
 
 class _UnitBegins(_Hook):

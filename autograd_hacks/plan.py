@@ -120,7 +120,9 @@ class Plan:
     def is_watched(self, parameter: Tensor) -> bool:
         """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first for all,
         always where they come of a replay."""
-        return self.watched or any(parameter is p for unit in self.units.values() for p in unit.parameters.values())
+        if self.watched or not self.units:
+            return self.watched
+        return any(parameter is p for unit in self.units.values() for p in unit.parameters.values())
 
 
 def static_units(model: nn.Module) -> dict[str, Unit]:

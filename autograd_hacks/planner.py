@@ -13,10 +13,10 @@ from autograd_hacks.batch import Batch, BatchDim, Hypothesis, kept_samples
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.plan import Plan, static_units
 from autograd_hacks.record import Recorder
-from autograd_hacks.rerun import devices_of, random_state
+from autograd_hacks.rerun import cuda_devices_of, random_state
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.survey import Arguments, Survey
-from autograd_hacks.trees import map_tensors, tensors_of
+from autograd_hacks.trees import map_tensors, modules_of, tensors_of
 from autograd_hacks.verdict import plan_of
 
 
@@ -48,7 +48,7 @@ class Planner:
         """Finds the plan of a forward that begins; where there is none, runs the probe."""
         recorder = self.recorder
         recorder.plan, recorder.samples, self._surveyed = self.static, None, None
-        state = random_state(devices_of(model))
+        state = random_state(cuda_devices_of(model))
         recorder.arguments = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs), state
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
             return  # a layer alone mixes nothing that its rule doesn't know
@@ -56,7 +56,10 @@ class Planner:
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         axis = self._learnt if axis == 0 and self._learnt is not None else axis
         samples = batch.samples(axis)
-        if any(map(is_lazy, model.parameters())) or _is_ragged(model, batch):
+        modules = modules_of(model)
+        if any(p is not None and is_lazy(p) for module in modules for p in module._parameters.values()) or _is_ragged(
+            model, batch
+        ):
             return  # a model that isn't whole yet, or samples that no axis tells apart
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
@@ -66,7 +69,7 @@ class Planner:
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return
-        signature = batch.signature(), samples == 1, tuple(module.training for module in model.modules())
+        signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
         plan = self.plans.get(signature)
         if plan is not None and not plan.stale and not plan.assumed:
             recorder.plan, recorder.samples = plan, batch.samples(plan.axis, plan.told_by)
@@ -150,7 +153,7 @@ class Planner:
                     self.recorder.plan.inherit(self.plans[signature])
                 self.plans[signature] = self.recorder.plan
                 self._hook(model, self.recorder.plan)
-        outputs = tensors_of(output)
+        outputs = [x for x in tensors_of(output) if not x.is_nested]
         self.recorder.returned = list(zip([x.shape for x in outputs], self.recorder.plan.layouts_of_model(model, outputs)))
         if self.recorder.plan.blind and self.recorder.records():
             self.recorder.watch_outputs(output)

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.ends import gets_gradient, is_captured
+from autograd_hacks.ends import CAPTURED, way_to
 from autograd_hacks.layout import Layout
 from autograd_hacks.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.plan import Plan
 from autograd_hacks.rerun import RandomState
 from autograd_hacks.skipping import Skipper
 from autograd_hacks.switch import Switch, current_task
-from autograd_hacks.trees import tensors_of
-from autograd_hacks.visits import Received, Visit, versions_of
+from autograd_hacks.trees import tensors_of, version_of
+from autograd_hacks.visits import Received, Visit
+from autograd_hacks.weak import ByTensor
 
 if TYPE_CHECKING:
     from autograd_hacks.stream import Stream
@@ -38,7 +39,7 @@ class Receiver:
         self.why_empty = ""  # why there is nothing to read, where that isn't plain
         self.accumulating = False
         self.attached = True
-        self.watched = WeakTensorKeyDictionary()  # the parameters' hooks
+        self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.forwards = 0
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.skipper = Skipper()
@@ -85,9 +86,9 @@ class Receiver:
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
-        if is_lazy(parameter) or not parameter.is_leaf:
+        if parameter in self.watched or is_lazy(parameter) or not parameter.is_leaf:
             return
-        if parameter.requires_grad and parameter not in self.watched:
+        if parameter.requires_grad:
             reference = weakref.ref(parameter)
             self.watched[parameter] = (
                 parameter.register_hook(partial(self._arrive, reference)),
@@ -124,25 +125,29 @@ class Receiver:
         self.comparing |= torch.is_grad_enabled()
         if visit.skipped or not self.skipper.param_grad:
             self.skipper.check_graph()
-        reached = {name for name, (_, node) in visit.parameters.items() if gets_gradient(node)}
-        if grad is None or not reached:  # a gradient on its way to an input alone is none of ours
+        ways = {name: way for name, (_, node) in visit.parameters.items() if (way := way_to(node))}
+        if grad is None or not ways:  # a gradient on its way to an input alone is none of ours
             return
-        announced = ANNOUNCED.get(current_task())
+        captured, announced = (
+            [visit.parameters[n][0] for n, way in ways.items() if way == CAPTURED],
+            ANNOUNCED.get(current_task()),
+        )
         if announced is None or announced.hess_type is None:  # which asks for the parameters' gradients and takes none
-            own = [visit.parameters[name] for name in reached]
-            self.skipper.check_captured([node for parameter, node in own if self.skipper.may_skip(parameter)])
+            self.skipper.check_captured(captured)
         if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
             self._running = None  # left by a pass that failed
         current = visit.recomputed_in or self._enter(current_task())
-        current.captures |= any(is_captured(visit.parameters[name][1]) for name in reached)
+        current.captures |= bool(captured)
         current.higher_order |= torch.is_grad_enabled()
         current.ambiguous |= visit.recomputed_in is not None and current.forwards_before > 1
         self._file(current, visit)
-        received = current.received.setdefault(visit, Received([None] * visit.outputs))
-        received.grads[slot] = grad.detach()
-        received.versions += versions_of([grad.detach()])
-        received.reached |= reached
-        ids = {id(visit.parameters[name][0]) for name in reached}
+        received = current.received.get(visit)
+        if received is None:
+            received = current.received[visit] = Received([None] * visit.outputs)
+        received.grads[slot] = grad = grad.detach()
+        received.versions.append((grad, version_of(grad)))
+        received.reached.update(ways)
+        ids = {id(visit.parameters[name][0]) for name in ways}
         current.skipped |= ids & visit.skipped
         current.reached |= ids - visit.skipped
         self._answered = True
@@ -155,6 +160,9 @@ class Receiver:
         it could come there: several losses of one forward, some with layers that were called later.
         """
         home = next((segment for segment in self.segments if current in segment.passes), None)
+        if home is not None and len(self.segments) == 1 and not self._superseded:
+            home.forwards.add(visit.forward)  # the usual case: there is no other that it could add to
+            return
         target = next((s for s in (*self.segments, *self._superseded) if s is not home and s.takes(current, visit)), None)
         for segment in self.segments if current.is_hess and home is None else ():
             if segment is target or not (self.accumulating or segment.was_read()):
@@ -194,13 +202,14 @@ class Receiver:
             self.stream.arrived(self._running, parameter, grad)
         if grad is None:
             return
-        if self._running is not None and id(parameter) in self._running.reached and not self._running.captures:
-            self.skipper.keep(parameter)
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self.forwards, parameter
-        elif grad.is_meta:
             return
-        elif id(parameter) in self._running.skipped:
+        if not self._running.captures:
+            self.skipper.keep(parameter)
+        if grad.is_meta:
+            return
+        if id(parameter) in self._running.skipped:
             return  # a part of it was not computed
         elif self.stream is None and (self.comparing or self.plan.is_watched(parameter)):
             before = self._running.arrived.get(parameter)

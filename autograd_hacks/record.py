@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autograd_hacks.ends import ends_of
 from autograd_hacks.inside import Inside, Map, looks_inside
 from autograd_hacks.layout import Layout, for_each_sample
 from autograd_hacks.plan import UNKNOWN, Plan, Unit
 from autograd_hacks.receiver import Receiver
-from autograd_hacks.rerun import RandomState, autocast_dtype, devices_of, random_state
+from autograd_hacks.rerun import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.rules.attention import count
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.skipping import anchored, asking
 from autograd_hacks.switch import NO_TASK, Switch, current_task
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 from autograd_hacks.visits import Replay, Visit, attach, versions_of
+from autograd_hacks.weak import ByTensor
 
 if TYPE_CHECKING:
     from autograd_hacks.survey import Survey
@@ -42,7 +41,7 @@ class Recorder(Receiver):
     def __init__(self) -> None:
         super().__init__()
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.written = WeakTensorKeyDictionary()  # the grad1 of each parameter, by weak reference
+        self.written: ByTensor[weakref.ref[Tensor]] = ByTensor()  # the grad1 of each parameter, by weak reference
         self.memory: dict[str, Tensor] = {}  # that rows were written into for clipping, by the parameter's name
         self.in_forward = False
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
@@ -58,8 +57,7 @@ class Recorder(Receiver):
         self.clear()
         self.memory.clear()
         self.skipper.switch_on()
-        pairs: list[tuple[RemovableHandle, ...]] = list(self.watched.values())
-        for handle in (handle for pair in pairs for handle in pair):
+        for handle in (handle for pair in self.watched.values() for handle in pair):
             handle.remove()
 
     def begin_forward(self, with_gradients: bool) -> None:
@@ -81,7 +79,7 @@ class Recorder(Receiver):
         if not self.records():
             return
         if layer.training and getattr(layer, "dropout", None):
-            self.random_states[layer] = random_state(devices_of(layer))
+            self.random_states[layer] = random_state(cuda_devices_of(layer))
         if self.skipper.skips and path not in self.plan.unplaced and (self.in_forward or current_task() != NO_TASK):
             replayed = self._replayed(path)
             own = [p for p in covered(layer).values() if id(p) not in replayed and self.skipper.may_skip(p)]
@@ -102,6 +100,8 @@ class Recorder(Receiver):
     def _replayed(self, path: str) -> set[int]:
         """The parameters by id whose rows a module around gives, or the one at a path, run again."""
         unit = self.plan.units.get(path)
+        if unit is None and not self.open:
+            return set()
         return {id(p) for u in (unit, *(u for u, _ in self.open)) if u is not None for p in u.parameters.values()}
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class Recorder(Receiver):
         off: Sequence[Tensor],
     ) -> Any:
         """The output, or None where the call is not to be noted.  off: the parameters that were switched off"""
-        random_state = self.random_states.pop(layer, None)
+        random_state = self.random_states.pop(layer, None) if len(self.random_states) else None
         if not self._recording():
             return None
         self._place(layer)
@@ -255,7 +255,7 @@ class Recorder(Receiver):
 
     def _end_inside(self, path: str, layer: nn.Module, output: Any) -> bool:
         """Whether a layer's maps have been noted, and are all that there is to note of its call."""
-        inside = self._inside.pop(layer, None)
+        inside = self._inside.pop(layer, None) if self._inside else None
         if inside is None:
             return False
         inside.__exit__(None, None, None)

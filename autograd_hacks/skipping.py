@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from autograd_hacks.ends import is_captured
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
+from autograd_hacks.weak import ByTensor
 
 Hear = Callable[[tuple[Tensor | None, ...]], None]
 """What a hook on a node is called with."""
@@ -27,7 +25,7 @@ class Skipper:
 
     def __init__(self) -> None:
         self.param_grad, self.skips = True, False
-        self.own = WeakTensorKeyDictionary()  # the model's parameters
+        self.own: ByTensor[bool] = ByTensor()  # the model's parameters
         self._off: list[
             tuple[nn.Module, list[Tensor], bool]
         ] = []  # layers that run, their parameters, the fast way's switch
@@ -61,7 +59,7 @@ class Skipper:
 
     def end_layer(self, layer: nn.Module) -> list[Tensor]:
         """Switches a layer's parameters on again, and those of layers inside that have failed.  Returns its parameters."""
-        if not any(running is layer for running, _, _ in self._off):
+        if not self._off or not any(running is layer for running, _, _ in self._off):
             return []
         while True:
             running, parameters = self._undo()
@@ -95,8 +93,8 @@ class Skipper:
     def may_skip(self, parameter: Tensor) -> bool:
         """Whether a parameter may go without: it is the model's own, and not a tensor in its place, and nobody else waits
         for its gradient."""
-        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return parameter in self.own and all(len(waiting or ()) <= 1 for waiting in hooks)  # one is the library's own
+        before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return parameter in self.own and len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
 
     def check_graph(self) -> None:
         """Raises for a backward pass through layers without gradients of their parameters, of which a graph is made."""
@@ -106,9 +104,9 @@ class Skipper:
                 "(add_hooks(param_grad=False)), so that its terms would be missing. Use param_grad=True."
             )
 
-    def check_captured(self, nodes: Sequence[Node]) -> None:
-        """Raises where ordinary gradients are asked for.  nodes: the ends of parameters that may go without"""
-        if not self.param_grad and any(map(is_captured, nodes)):
+    def check_captured(self, parameters: Sequence[Tensor]) -> None:
+        """Raises where ordinary gradients are asked for.  parameters: those that torch.autograd.grad captures"""
+        if not self.param_grad and any(map(self.may_skip, parameters)):
             raise ParamGradSkipped(
                 "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
                 "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "

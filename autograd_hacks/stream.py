@@ -183,7 +183,7 @@ class Stream:
 
     def end(self) -> None:
         """Makes the results, if the pass can be trusted."""
-        readable_segments(self.model, self.recorder)
+        readable_segments(dict(self.model.named_parameters()), self.recorder)
         self.recorder.plan.checked, self.recorder.plan.watched = True, False
         if self._norms:
             dtype = self._norms[0].dtype

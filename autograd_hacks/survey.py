@@ -29,7 +29,7 @@ from autograd_hacks.layout import (
 from autograd_hacks.plan import Layouts
 from autograd_hacks.probe import Frame, Stack, Tracker
 from autograd_hacks.record import Recorder
-from autograd_hacks.rerun import devices_of, random_state, untouched, with_other_generators, with_random_state
+from autograd_hacks.rerun import cuda_devices_of, random_state, untouched, with_other_generators, with_random_state
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, rule_for
 from autograd_hacks.switch import Switch
@@ -153,7 +153,7 @@ class Survey:
         by_rule = {path: {id(p) for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
         probed: dict[Frame, Probed] = {}
         self._free = {}
-        state = random_state(devices_of(self.model))
+        state = random_state(cuda_devices_of(self.model))
 
         def begins(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
             self.tracker.stack = stack

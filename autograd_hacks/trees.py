@@ -1,10 +1,11 @@
-"""Tensors in nested arguments: tuples, dicts and packed sequences; and their versions."""
+"""Tensors in nested arguments: tuples, dicts and packed sequences; their versions; and modules in a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
@@ -14,7 +15,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree in order; of a packed sequence the data."""
     if isinstance(tree, Tensor):  # the usual cases first, which need no walk
         return [tree]
-    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+    if _is_flat(tree):
         return list(tree)
     leaves = (leaf.data if is_packed(leaf) else leaf for leaf in tree_leaves(tree, is_packed))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -28,9 +29,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
-    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
-        return tuple(function(leaf) for leaf in tree)
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if _is_flat(tree):
+        return tuple([function(leaf) for leaf in tree])
     return tree_map(at_leaf, tree, is_leaf=is_packed)
+
+
+def _is_flat(tree: Any) -> bool:
+    """Whether a tree is a tuple of tensors, as most arguments are."""
+    if type(tree) is not tuple:
+        return False
+    for leaf in tree:  # noqa: SIM110  # half the time of a generator within all()
+        if not isinstance(leaf, Tensor):
+            return False
+    return True
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, in the order of ``model.modules()``, which spells their names and takes four times as long."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(child for child in reversed(list(module._modules.values())) if child is not None)
+    return list(found.values())
 
 
 def is_packed(tree: Any) -> bool:

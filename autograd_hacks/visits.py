@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.layout import Layout
-from autograd_hacks.rerun import RandomState, devices_of, random_state
+from autograd_hacks.rerun import RandomState, cuda_devices_of, random_state
 from autograd_hacks.skipping import anchored
 from autograd_hacks.trees import map_tensors, tensors_of, version_of
 
@@ -90,7 +90,7 @@ class Replay:
             module=module,
             args=map_tensors(keep, args),
             kwargs=map_tensors(keep, kwargs),
-            random_state=random_state(devices_of(module)),
+            random_state=random_state(cuda_devices_of(module)),
             copies=copies,
             modes=tuple(part.training for part in module.modules()),
             buffers={name: _copy(module.get_buffer(name)) for name in buffers},

@@ -125,6 +125,9 @@ def test_verbs_can_be_differentiated(case: tuple[Form, Form]) -> None:
 def test_scaling_scales_rows(case: tuple[Form, Form], factor: float) -> None:
     form, _ = case
     assert_close(rows_of(form.scaled(factor)), factor * rows_of(form))
+    given = form.dense().new_empty(form.samples, *form.shape)
+    assert_close(form.scaled(factor).dense(given).flatten(1), factor * rows_of(form))
+    assert_close(given.flatten(1), factor * rows_of(form))
 
 
 @given(cases(), st.sampled_from([1, 100, 1000]))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks import grad1
 
 
 @pytest.fixture
@@ -213,6 +214,12 @@ def address(model: nn.Sequential) -> int:
     return model[0].weight.grad1.data_ptr()
 
 
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad1, "SMALL", 0)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
 def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
@@ -224,6 +231,7 @@ def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> No
     assert_right(model, *batch(6))
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize(
     "hold",
     [
@@ -253,6 +261,7 @@ def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hol
         assert_close(rows, expected[0] if rows.shape == expected.shape[1:] else expected)
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_grad1_of_another_dtype_or_that_needs_grad_is_not_written_into(model: nn.Sequential) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)

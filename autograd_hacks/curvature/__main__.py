@@ -87,7 +87,7 @@ def natural_step(model: nn.Module, rate: float, damping: float) -> Callable[[Ten
         optimizer.zero_grad()
         with autograd_hacks.pause_hooks():
             F.cross_entropy(output, labels).backward()
-        gradient = {name: p.grad for name, p in model.named_parameters()}
+        gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for name, direction in curvature.natural_gradient(gradient, damping).items():
             model.get_parameter(name).grad = direction
         optimizer.step()

@@ -72,6 +72,10 @@ class Form(ABC):
     def multiplied(self, factor: float | Tensor) -> Form:
         """factor · J, for a number, put into the smallest thing that it can be put into."""
 
+    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
+        """factor · J written out, as `dense` writes J."""
+        return self.multiplied(factor).dense(out)
+
     def scaled(self, factor: float | Tensor) -> Form:
         """factor · J, for a number, which each verb multiplies by where it costs least."""
         from autograd_hacks.forms.composite import Scaled

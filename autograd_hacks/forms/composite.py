@@ -47,7 +47,7 @@ class Scaled(Form):
         return self.form.saving()
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        return self.form.multiplied(self.factor).dense(out)
+        return self.form.dense_times(self.factor, out)
 
     def __getitem__(self, index: Index) -> Form:
         return Scaled(self.form[index], self.factor)
@@ -76,7 +76,8 @@ class Scaled(Form):
         return inner * self.factor if isinstance(self.factor, Tensor) or inner.requires_grad else inner.mul_(self.factor)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        return (self.form.norms(budget) * self.factor).abs()
+        norms = self.form.norms(budget) * self.factor
+        return norms.abs() if isinstance(self.factor, Tensor) or self.factor < 0 else norms
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         return self.form.project(random, budget) * self.factor
@@ -96,6 +97,8 @@ class Sum(Form):
     @staticmethod
     def of(forms: Sequence[Form]) -> Form:
         """The sum of forms: what can be merged is, so that the fast verbs of its kind see the cross terms."""
+        if len(forms) == 1 and not (forms[0].form if isinstance(forms[0], Scaled) else forms[0]).is_composite:
+            return forms[0]
         scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
         if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
             return Scaled(Sum.of([form.form for form in scaled]), scaled[0].factor)

@@ -32,6 +32,11 @@ class Dense(Form):
     def dense(self, out: Tensor | None = None) -> Tensor:
         return self.values.clone() if out is None else out.copy_(self.values)
 
+    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None or out.dtype != self.values.dtype:
+            return super().dense_times(factor, out)
+        return torch.mul(self.values, factor, out=out)
+
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
 

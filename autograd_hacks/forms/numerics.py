@@ -16,12 +16,15 @@ def row_norms(rows: Tensor) -> Tensor:
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0]).abs()
     norms = torch.linalg.vector_norm(rows, dim=1)
-    info = torch.finfo(norms.dtype)
-    # Squares may have left the range: ∞, or so small that they have lost digits.
-    doubtful = ~(norms.detach() < info.max) | (norms.detach() < (info.tiny / info.eps) ** 0.5)
-    if rows.is_meta or not doubtful.any():
+    if rows.is_meta or not len(rows):
         return norms
-    again = doubtful.nonzero()[:, 0]
+    # Squares may have left the range: ∞, or so small that they have lost digits.
+    info, found = torch.finfo(norms.dtype), norms.detach()
+    smallest = (info.tiny / info.eps) ** 0.5
+    low, high = torch.stack(found.aminmax()).tolist()
+    if smallest <= low and high < info.max:  # and not NaN
+        return norms
+    again = (~(found < info.max) | (found < smallest)).nonzero()[:, 0]
     scale = row_scales(rows[again])
     return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
@@ -24,8 +24,8 @@ class Outer(Form):
     cuts_well, varies = True, (0, 1)
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
-        self.left = left[:, None] if left.ndim == 2 else left
-        self.right = right[:, None] if right.ndim == 2 else right
+        self.left = left.unsqueeze(1) if left.ndim == 2 else left
+        self.right = right.unsqueeze(1) if right.ndim == 2 else right
         if self.left.shape[:2] != self.right.shape[:2]:
             raise ValueError(
                 f"Outer was given a left factor of shape {tuple(left.shape)} and a right one of {tuple(right.shape)}; "
@@ -41,11 +41,17 @@ class Outer(Form):
         return self.left
 
     def dense(self, out: Tensor | None = None) -> Tensor:
+        return self._product(self.left, self.right, out)
+
+    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
+        return self._product(*self._times(factor), out)
+
+    def _product(self, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
         if self.positions == 1 and not self._outgrows_the_cache():
-            rows = torch.mul(self.left.mT, self.right, out=target)
+            rows = torch.mul(left.mT, right, out=target)
         else:
-            rows = torch.bmm(self.left.mT, self.right, out=target)
+            rows = torch.bmm(left.mT, right, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
 
     def _outgrows_the_cache(self) -> bool:
@@ -70,9 +76,13 @@ class Outer(Form):
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
 
     def multiplied(self, factor: float | Tensor) -> Form:
+        return Outer(*self._times(factor), self.shape)
+
+    def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The factors, the smaller one of them multiplied by a number."""
         if self.fan_out < self.fan_in:
-            return Outer(self.left * factor, self.right, self.shape)
-        return Outer(self.left, self.right * factor, self.shape)
+            return self.left * factor, self.right
+        return self.left, self.right * factor
 
     def saving(self) -> float:
         if self.positions == 1:
@@ -99,7 +109,7 @@ class Outer(Form):
             for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
                 left, right, by = part.left, part.right, weights[samples, None, None].to(total.dtype)
                 left, right = (left * by, right) if self.fan_out < self.fan_in else (left, right * by)
-                sums.addmm_(rearrange(left, "n t o -> o (n t)"), rearrange(right, "n t i -> (n t) i"))
+                sums.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if self.positions != 1 or about is not None or self.like.is_complex():

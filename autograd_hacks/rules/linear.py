@@ -16,10 +16,14 @@ from autograd_hacks.rules.call import Call, needs_batch, positionwise, single_in
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t]; the bias sees Σₜ g[n, t]."""
     needs_batch(x, at_least=2, layout="(N, ..., in_features)")
-    left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i").conj()
+    if x.ndim == 2:  # nothing to rearrange, which takes 8 µs for a layer
+        left, right, total = g, x.conj(), g
+    else:
+        left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i").conj()
+        total = left.sum(1)
     forms: dict[str, Form] = {"weight": Outer(left, right)}
     if layer.bias is not None:
-        forms["bias"] = Dense(left.sum(1))
+        forms["bias"] = Dense(total)
     return forms
 
 

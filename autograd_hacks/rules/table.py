@@ -63,7 +63,7 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
     RULES[nn.LinearCrossEntropyLoss] = linear_cross_entropy
     ALSO_COVERS[nn.LinearCrossEntropyLoss] = lambda layer: ("linear",)
 
-_COMPUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
+_COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})
 
 
 FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": transposed_linear}
@@ -74,7 +74,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
     in a way of its own, for which the base class's rule would be silently wrong."""
     own = vars(layer)
-    if any(name in own and (callable(own[name]) or isinstance(own[name], Tensor)) for name in _COMPUTES):
+    if not _COMPUTES.isdisjoint(own) and any(callable(own[n]) or isinstance(own[n], Tensor) for n in _COMPUTES & own.keys()):
         return None
     for cls in type(layer).__mro__:
         if cls in RULES:

@@ -1,0 +1,110 @@
+"""What a layer is may change between steps: nothing that is remembered of it may be older than the step."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from test_records import assert_right, batch, mlp, step
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.rules import RULES
+from autograd_hacks.rules.linear import linear
+from autograd_hacks.trees import modules_of
+from autograd_hacks.weak import ByTensor
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    """One that has taken some steps."""
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            step(model, *batch(seed=seed))
+            autograd_hacks.compute_grad1(model)
+        yield model
+
+
+def replace_weight(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+
+
+def drop_bias(layer: nn.Linear) -> None:
+    layer.bias = None
+
+
+def freeze_weight(layer: nn.Linear) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def swap_data(layer: nn.Linear) -> None:
+    layer.weight.data = torch.randn_like(layer.weight)
+
+
+def swap_class(layer: nn.Linear) -> None:
+    layer.__class__ = Renamed
+
+
+@pytest.mark.parametrize("change", [replace_weight, drop_bias, freeze_weight, swap_data, swap_class])
+def test_a_layer_that_was_changed_gives_its_new_rows(model: nn.Sequential, change: Callable[[nn.Linear], None]) -> None:
+    change(model[0])
+    for seed in range(2):
+        step(model, *batch(seed=seed))
+        assert_right(model, *batch(seed=seed))
+
+
+def test_a_layer_that_was_frozen_and_trains_again_gives_its_rows(model: nn.Sequential) -> None:
+    for trains in (False, True):
+        model[0].weight.requires_grad_(trains)
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
+def test_a_rule_registered_between_steps_holds_from_then_on(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    before = model[0].bias.grad1.clone()
+    monkeypatch.setitem(RULES, nn.Linear, lambda layer, call: {n: f.scaled(2) for n, f in linear(layer, call).items()})
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    assert_close(model[0].bias.grad1, 2 * before)
+
+
+def test_a_layer_whose_forward_has_become_another_is_refused(model: nn.Sequential) -> None:
+    model[0].__class__ = Doubled
+    step(model, *batch())
+    with pytest.raises(UnseenGradient, match=r"0\.weight"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:
+    values: ByTensor[str] = ByTensor()
+    x = torch.ones(2)
+    values[x] = "first"
+    values[x] = "second"
+    assert x in values
+    assert values.get(x) == "second"
+    assert x.clone() not in values
+    assert values.get(x[:]) is None
+    del x
+    gc.collect()
+    assert list(values.values()) == []
+
+
+def test_modules_of_a_model_are_those_that_it_names() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, nn.Sequential(nn.Tanh(), nn.Sequential(shared)))
+    model.register_module("none", None)
+    assert modules_of(model) == list(model.modules())
