@@ -52,6 +52,8 @@ def clip_grad1_norm_(
     recorder = recorder_of(model)
     check_ordinary(recorder, "gradient to clip")
     grads = written_where_it_saves(per_sample_grads(model, loss_type, scale), 3 * budget // 4, recorder.memory)
+    if not recorder.reuse:
+        recorder.memory.clear()
     norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
     if error_if_nonfinite and not norms.isfinite().all():

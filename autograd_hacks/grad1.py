@@ -86,7 +86,7 @@ def _free_memory(parameter: Tensor, form: Form, recorder: Recorder) -> Tensor | 
     CUDA's allocator holds pages by itself.
     """
     written = recorder.written.get(parameter)
-    if written is None or not form.writes_in_place or form.samples * parameter.nbytes < SMALL:
+    if written is None or not recorder.reuse or not form.writes_in_place or form.samples * parameter.nbytes < SMALL:
         return None
     attributes: dict[str, Tensor] = vars(parameter)
     if attributes.get("grad1") is None:

@@ -71,6 +71,8 @@ def _forms_of_segments(
     lazily: bool,
 ) -> dict[str, Form | None]:
     tables = [segment_forms(segment, loss_type) for segment in segments]
+    for segment in segments:
+        segment.read = True
     kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     for name, parameter in trainable.items() if kept else ():
         for segment, (table, samples) in zip(segments, tables):
@@ -124,9 +126,6 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
     samples = common_batch_size(segment)
     if not is_hess:
         return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
-    for recorded in segment.passes:
-        assert recorded.losses is not None  # these are backprop_hess's
-        recorded.losses.read = True
     return _stacked_passes(passes, samples), samples * len(passes)
 
 

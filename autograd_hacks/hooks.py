@@ -23,7 +23,9 @@ from autograd_hacks.switch import Switch
 from autograd_hacks.trees import tensors_of
 
 
-def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True) -> Hooked:
+def add_hooks(
+    model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True, reuse: bool = True
+) -> Hooked:
     """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
 
     batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
@@ -36,6 +38,7 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
     a quarter of a step and more: ``.grad`` is then set by `clip_grad1_norm_`, by ``compute_grad1(set_grad=True)``, or from
     ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the first step of each
     kind, and for modules that are run again: the rows are compared with them
+    reuse: whether rows are written into the memory of an earlier step's, where nobody else holds that
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
     manager it removes the hooks at the end, unless the model had hooks before, which then have their ``param_grad`` again::
@@ -64,7 +67,7 @@ def add_hooks(model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, par
         root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
     recorder = root.recorder
     before = recorder.skipper.param_grad
-    recorder.skipper.param_grad = param_grad
+    recorder.skipper.param_grad, recorder.reuse = param_grad, reuse
     parts = parts_of_composites(model)
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):

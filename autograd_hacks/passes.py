@@ -23,7 +23,7 @@ class Losses:
     """What `backward(losses)` knows of its pass, or `backprop_hess` of all its passes.
 
     shape: of what it was given, N first    what: that was, for people    hess_type: of `backprop_hess`
-    read: whether its rows have been read    arrived: what `backprop_hess`'s passes brought to parameters in all
+    arrived: what `backprop_hess`'s passes brought to parameters in all
     """
 
     shape: torch.Size
@@ -31,7 +31,6 @@ class Losses:
     what: str
     hess_type: str | None = None
     recorders: list[Receiver] = field(default_factory=list)
-    read: bool = False
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @property
@@ -74,6 +73,7 @@ class Segment:
 
     passes: list[Pass] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
+    read: bool = False
 
     def takes(self, current: Pass, visit: Visit) -> bool:
         """Whether a pass that comes through a visit adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
@@ -101,9 +101,6 @@ class Segment:
                     "forward. Read them first (compute_hess, per_sample_grads) and run the model anew; or call "
                     "clear_backprops(model); or, for several batches, run them within accumulate(model)."
                 )
-
-    def was_read(self) -> bool:
-        return all(recorded.losses is not None and recorded.losses.read for recorded in self.passes if recorded.is_hess)
 
     def can_be_run_again(self) -> bool:
         return any(

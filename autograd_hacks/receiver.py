@@ -165,7 +165,7 @@ class Receiver:
             return
         target = next((s for s in (*self.segments, *self._superseded) if s is not home and s.takes(current, visit)), None)
         for segment in self.segments if current.is_hess and home is None else ():
-            if segment is target or not (self.accumulating or segment.was_read()):
+            if segment is target or not (self.accumulating or segment.read):
                 segment.check_takes(current)
         if home is not None and target is not None:
             target.passes += home.passes

@@ -42,6 +42,7 @@ class Recorder(Receiver):
         super().__init__()
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.written: ByTensor[weakref.ref[Tensor]] = ByTensor()  # the grad1 of each parameter, by weak reference
+        self.reuse = True  # of rows' memory
         self.memory: dict[str, Tensor] = {}  # that rows were written into for clipping, by the parameter's name
         self.in_forward = False
         self.random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
@@ -70,8 +71,20 @@ class Recorder(Receiver):
             self._inside.popitem()[1].__exit__(None, None, None)
         self.open, self._calls = [], {}
         self.forwards += 1
+        if with_gradients and not self.accumulating and self.segments:
+            self._free_what_was_read()
         self._unanswered += with_gradients
         self._answered = False
+
+    def _free_what_was_read(self) -> None:
+        """Makes room for a forward's activations: the peak of a step is then not that of two."""
+        if all(segment.read and not segment.can_be_run_again() for segment in self.segments):
+            self.segments = []
+            self.why_empty = (
+                "the last backward pass has been read already, and its record was freed when a forward pass with gradients "
+                "began after it. Take all that you need before that, from one per_sample_grads(model); or run the forward "
+                "under torch.no_grad."
+            )
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Where no ordinary gradients are to be computed, switches a layer's parameters off; looks into layers with maps

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -259,6 +260,23 @@ def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hol
     else:
         rows = torch.as_tensor(held[0] if isinstance(held, list) else held)
         assert_close(rows, expected[0] if rows.shape == expected.shape[1:] else expected)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_memory_is_not_reused_where_that_is_turned_off(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    autograd_hacks.add_hooks(model, reuse=False)
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    before = weakref.ref(model[0].weight.grad1)
+    with monkeypatch.context() as patched:  # what would be written into it
+        patched.setattr(grad1, "_holders", lambda attributes: pytest.fail("the old rows were looked at"))
+        step(model, *batch(seed=1))
+        autograd_hacks.compute_grad1(model)
+    assert before() is None
+    assert_right(model, *batch(seed=1))
+    autograd_hacks.clip_grad1_norm_(model, 1.0)
+    (hook,) = (hook for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
+    assert not hook.recorder.memory
 
 
 @pytest.mark.usefixtures("nothing_is_small")

@@ -80,6 +80,41 @@ def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Mo
     assert_right(model, *batch())
 
 
+def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:
+    x, y = batch()
+    loss = squares(model(x), y).mean()
+    loss.backward()
+    del loss
+    (record,) = (hook.recorder for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
+    with torch.no_grad():
+        model(x)
+    model(x)  # not read yet
+    autograd_hacks.compute_grad1(model)
+    with torch.no_grad():
+        model(x)
+    autograd_hacks.compute_grad1(model)  # read, but no backward pass can come after a forward like that
+    activation = weakref.ref(record.segments[0])
+    output = model(x)
+    assert activation() is None
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="has been read already"):
+        autograd_hacks.compute_grad1(model)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def test_what_was_read_is_kept_where_another_pass_may_add_to_it(model: nn.Module) -> None:
+    x, y = batch()
+    output = model(x)
+    squares(output, y).mean().backward(retain_graph=True)
+    autograd_hacks.compute_grad1(model)
+    once = [p.grad1.clone() for p in model.parameters()]
+    model(x)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    for p, rows in zip(model.parameters(), once):
+        assert_close(p.grad1, 2 * rows)
+
+
 def test_a_retained_graph_run_twice_adds(model: nn.Module) -> None:
     x, y = batch()
     loss = squares(model(x), y).mean()
