@@ -32,9 +32,9 @@ def test_nothing_else_is_public() -> None:
     assert set(autograd_hacks.__all__) <= public
 
 
-def run_demo(*options: str, setup: str = "") -> subprocess.CompletedProcess[str]:
-    arguments = f"import runpy, sys; sys.argv = {['autograd_hacks', *options]!r}"
-    code = f"{setup}\n{arguments}\nrunpy.run_module('autograd_hacks', run_name='__main__')"
+def run_demo(*options: str, setup: str = "", module: str = "autograd_hacks") -> subprocess.CompletedProcess[str]:
+    arguments = f"import runpy, sys; sys.argv = {[module, *options]!r}"
+    code = f"{setup}\n{arguments}\nrunpy.run_module({module!r}, run_name='__main__')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -48,6 +48,15 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
         assert re.search(rf"{re.escape(way)} +\d+\.\d", done.stdout)
     assert "training: 100%" in done.stderr
     assert (tmp_path / "longest-gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
+    done = run_demo("--output", str(tmp_path), "--epochs", "2", module="autograd_hacks.curvature")
+    assert done.returncode == 0, done.stderr
+    losses = {name: float(loss) for name, loss in re.findall(r"^(SGD with momentum|natural gradient) +([\d.]+)", done.stdout, re.M)}
+    assert losses["natural gradient"] < losses["SGD with momentum"] / 2
+    assert "natural gradient: 100%" in done.stderr
+    assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_demo_without_its_packages_names_the_extra() -> None:

@@ -141,9 +141,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="images in a batch")
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="rounds through the images")
-    parser.add_argument("--sgd-rate", type=float, default=0.05, metavar="R", help="learning rate of SGD, momentum 0.9")
-    parser.add_argument("--rate", type=float, default=0.5, metavar="R", help="learning rate of natural gradient")
-    parser.add_argument("--damping", type=float, default=0.05, metavar="D", help="what is added to the matrix's diagonal")
+    parser.add_argument("--sgd-rate", type=float, default=0.1, metavar="R", help="learning rate of SGD, momentum 0.9")
+    parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="learning rate of natural gradient")
+    parser.add_argument("--damping", type=float, default=0.1, metavar="D", help="what is added to the matrix's diagonal")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order")
     options = parser.parse_args()
 

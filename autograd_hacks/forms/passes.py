@@ -20,7 +20,7 @@ class Passes(Concatenation):
     A row is linear in the gradient that the pass brought, so that K of them cost little more than one: for J v the output's
     tangent along v is taken once, and for Jᵀ w the gradients are added up before anything is made of them.
 
-    parts: see `of`    varying: the place in ``held`` of the factor that differs
+    parts: see ``of``    varying: the place in ``held`` of the factor that differs
     """
 
     def __init__(self, parts: Sequence[Form], varying: int) -> None:
