@@ -53,7 +53,9 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
 def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
     done = run_demo("--output", str(tmp_path), "--epochs", "2", module="autograd_hacks.curvature")
     assert done.returncode == 0, done.stderr
-    losses = {name: float(loss) for name, loss in re.findall(r"^(SGD with momentum|natural gradient) +([\d.]+)", done.stdout, re.M)}
+    losses = {
+        name: float(loss) for name, loss in re.findall(r"^(SGD with momentum|natural gradient) +([\d.]+)", done.stdout, re.M)
+    }
     assert losses["natural gradient"] < losses["SGD with momentum"] / 2
     assert "natural gradient: 100%" in done.stderr
     assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")

@@ -68,7 +68,7 @@ class Convolution(Form):
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         if self.writes_in_place:
-            return self._dense_by_windows(out)
+            return self._dense_by_windows(out, 1.0)
         # One ordinary weight gradient in which every sample is a group of its own.
         rows = self._weight_gradient(
             rearrange(self.x, "n c ... -> 1 (n c) ..."),
@@ -76,6 +76,11 @@ class Convolution(Form):
             self.samples,
         ).view(self.samples, *self.shape)
         return rows if out is None else out.copy_(rows)
+
+    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
+        if self.samples and self.writes_in_place:
+            return self._dense_by_windows(out, factor)
+        return super().dense_times(factor, out)
 
     def __getitem__(self, index: Index) -> Convolution:
         return self._like(self.x[index], self.g[index])
@@ -170,16 +175,17 @@ class Convolution(Form):
         for piece in stretches(self.samples, budget // (8 * row)):
             yield self[piece]
 
-    def _dense_by_windows(self, out: Tensor | None) -> Tensor:
-        if out is None and torch.is_grad_enabled() and (self.x.requires_grad or self.g.requires_grad):
-            products = [Outer(*part.factors()).dense() for part in self._window_chunks()]
+    def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
+        factors = (self.x, self.g, factor)
+        if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
+            products = [Outer(*part.factors()).dense_times(factor) for part in self._window_chunks()]
             return torch.cat(products).view(self.samples, *self.shape)
         rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
         start = 0
         for part in self._window_chunks():
             left, right = part.factors()
             piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
-            Outer(left, right).dense(piece)
+            Outer(left, right).dense_times(factor, piece)
             start += part.samples
         return rows
 

@@ -41,18 +41,26 @@ class Outer(Form):
         return self.left
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        return self._product(self.left, self.right, out)
+        return self._product(self.left, self.right, 1.0, out)
 
     def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        return self._product(*self._times(factor), out)
+        if isinstance(factor, Tensor) or self._is_multiplied():
+            return self._product(*self._times(factor), 1.0, out)
+        return self._product(self.left, self.right, factor, out)  # the matrix kernel multiplies by it for nothing
 
-    def _product(self, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
+    def _product(self, left: Tensor, right: Tensor, factor: float, out: Tensor | None) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        if self.positions == 1 and not self._outgrows_the_cache():
+        if self._is_multiplied():
             rows = torch.mul(left.mT, right, out=target)
-        else:
+        elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
+        else:
+            nothing = left.new_zeros(()) if target is None else target
+            rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
+
+    def _is_multiplied(self) -> bool:
+        return self.positions == 1 and not self._outgrows_the_cache()
 
     def _outgrows_the_cache(self) -> bool:
         """Whether a matrix kernel beats a multiplication even for one position.

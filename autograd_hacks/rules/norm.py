@@ -74,7 +74,9 @@ def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) 
         shared = range(1, values.ndim - last) if last else range(2, values.ndim)
         return values.sum(tuple(shared)) if len(shared) else values
 
-    forms: dict[str, Form] = {"weight": Dense(sum_positions(g * xhat))}
+    # x̂ is nobody else's, and its memory is at hand.
+    products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
+    forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
     if getattr(layer, "bias", None) is not None:
         forms["bias"] = Dense(sum_positions(g))
     return forms
