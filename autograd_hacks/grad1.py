@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks import memory
 from autograd_hacks.checks import check_ordinary, common_reduction
 from autograd_hacks.forms import Form, Outer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.gradients import per_parameter_forms, without_autocast
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.record import Recorder
-
-SMALL = 2**16
-"""Bytes of rows up to which new memory takes less time than to find out whether the old may be used: 1 µs against 6."""
 
 
 def compute_grad1(
@@ -53,22 +50,22 @@ def compute_grad1(
     with torch.no_grad():
         for name, parameter in parameters.items():
             form = forms.get(name)
-            memory = None if form is None else _free_memory(parameter, form, recorder)
+            old = None if form is None else _free_memory(parameter, form, recorder)
             vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
             if name in forms:
-                rows = None if form is None else _write(form, parameter, memory)
+                rows = None if form is None else _write(form, parameter, old)
                 vars(parameter)["grad1"] = rows
-                if rows is not None and rows.nbytes >= SMALL:
+                if rows is not None and rows.nbytes >= memory.SMALL:
                     recorder.written[parameter] = weakref.ref(rows)
                 if set_grad:
                     parameter.grad = None if rows is None else _total(form, rows, share)
 
 
-def _write(form: Form, parameter: Tensor, memory: Tensor | None) -> Tensor:
-    if memory is None and form.writes_in_place:
-        memory = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
+def _write(form: Form, parameter: Tensor, out: Tensor | None) -> Tensor:
+    if out is None and form.writes_in_place:
+        out = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
     with without_autocast(parameter):
-        return form.dense(memory).to(parameter.dtype)
+        return form.dense(out).to(parameter.dtype)
 
 
 def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
@@ -82,33 +79,12 @@ def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
 def _free_memory(parameter: Tensor, form: Form, recorder: Recorder) -> Tensor | None:
     """The last step's grad1 to write into, where it is the library's own, fits, is not small, and nobody else holds it.
 
-    Fresh memory costs more than arithmetic: on two cores 307 MB took 62 ms to write into new pages and 18 into held ones.
-    CUDA's allocator holds pages by itself.
+    It is the parameter's no longer then.
     """
     written = recorder.written.get(parameter)
-    if written is None or not recorder.reuse or not form.writes_in_place or form.samples * parameter.nbytes < SMALL:
+    if written is None or not recorder.reuse or not form.writes_in_place or form.samples * parameter.nbytes < memory.SMALL:
         return None
-    attributes: dict[str, Tensor] = vars(parameter)
-    if attributes.get("grad1") is None:
+    alone: list[Tensor] = [vars(parameter).pop("grad1", None)]
+    if alone[0] is None or written() is not alone[0]:
         return None
-    if written() is not attributes["grad1"] or _holders(attributes) != _ALONE:
-        return None
-    old = attributes["grad1"]
-    fits = old.shape == (form.samples, *form.shape) and old.dtype == parameter.dtype and old.device == parameter.device
-    usable = old.is_cpu and old.is_contiguous() and not (old.requires_grad or old.is_inference() or old.is_shared())
-    return old if fits and usable else None
-
-
-def _holders(attributes: dict[str, Tensor]) -> tuple[int, int, int, int]:
-    """Who holds the tensor (names, lists), its storage (views, numpy), its C++ side (graphs, DLPack), its storage's name."""
-    tensor = attributes["grad1"]
-    storage = tensor.untyped_storage()
-    return (
-        sys.getrefcount(tensor),
-        torch._C._storage_Use_Count(storage._cdata),
-        tensor._use_count(),  # type: ignore[attr-defined]  # torch has it untyped
-        sys.getrefcount(storage),
-    )
-
-
-_ALONE = _holders({"grad1": torch.empty(1)})
+    return alone[0] if memory.is_free(alone, (form.samples, *form.shape), parameter) else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from curved import FACTORS, MATVEC
 from peers import PEERS
 from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, PLAIN, SKIPPED, STREAMED, WRITE
 from workloads import MAIN, OTHER, RECURRENT, TINY
@@ -63,6 +64,10 @@ def of_time(task: str, workload: str, kind: str, own: dict[str, float]) -> Itera
         if system in own:
             yield Aim(task, workload, system, what, (own[system] - beyond) / unit, bound, bound * unit + beyond)
 
+    if task == MATVEC:
+        yield from aim(DEFAULT, "product / plain", 3.0)
+    if task == FACTORS:
+        yield from aim(DEFAULT, "forward, pass and factors / plain", 1.5)
     if task == CLIPPED:
         yield from aim(SKIPPED, "clipped step / plain", 3.0 if kind == RECURRENT else 1.3)
         return

@@ -6,15 +6,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 
+import curved
 import torch.nn as nn
+from curved import BACKPACK, CURVLINOPS
 from systems import CLIPPED, GRAD1, LOOP, MAX_NORM, Found, Maker, Step, gradients, loop, loop_clip, mean_of_clipped
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from workloads import Batch, Workload
 
 VMAP, EXPANDED = "torch.func.vmap(grad)", "ExpandedWeights"
-OPACUS, GHOST, BACKPACK = "Opacus", "Opacus, ghost clipping", "BackPACK"
-PACKAGES = {OPACUS: "opacus", GHOST: "opacus", BACKPACK: "backpack-for-pytorch"}
+OPACUS, GHOST = "Opacus", "Opacus, ghost clipping"
+PACKAGES = {OPACUS: "opacus", GHOST: "opacus", BACKPACK: "backpack-for-pytorch", CURVLINOPS: "curvlinops-for-pytorch"}
 
 
 class Sample(nn.Module):
@@ -120,8 +122,12 @@ PEERS: dict[str, dict[str, Maker]] = {
         GHOST: ghost_clipping,
         BACKPACK: clipping(backpack),
     },
+    **curved.PEERS,
 }
 """{task: {system: its maker}}"""
+
+ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, **curved.ORACLES}
+"""{task: what the systems are compared with}"""
 
 
 def installed(task: str) -> dict[str, Maker]:

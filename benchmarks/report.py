@@ -6,21 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from aims import Aim, all_aims, medians, ratios
-from peers import BACKPACK, EXPANDED, GHOST, OPACUS, VMAP
-from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, SKIPPED, STREAMED, WRITE
+from curved import BACKPACK, CURVLINOPS, DIAGONAL, FACTORS, FUNC, MATVEC
+from peers import EXPANDED, GHOST, OPACUS, VMAP
+from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, SKIPPED, STREAMED, WITH_PASSES, WRITE
 
 Data = dict[str, Any]
 
 COLOURS = {
     PLAIN: "#999999", WRITE: "#cccccc", HOOKS: "#bbbbbb", SKIPPED: "#0b6e4f", DEFAULT: "#2a9d6f", STREAMED: "#7fc8a9",
+    WITH_PASSES: "#7fc8a9", FUNC: "#3b6fb6", CURVLINOPS: "#d98a29",
     LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a", BACKPACK: "#7a4fa3",
 }  # fmt: skip
 ORDER = list(COLOURS)
 SHORT = {
     SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
-    GHOST: "Opacus, ghost",
+    GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", FUNC: "jvp and vjp",
 }  # fmt: skip
-TITLES = {GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients"}
+TITLES = {
+    GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients",
+    MATVEC: "A product with the Gauss-Newton matrix", DIAGONAL: "The Gauss-Newton matrix's diagonal, exact",
+    FACTORS: "Kronecker factors, from one drawn label for each sample",
+}  # fmt: skip
 
 
 def machine(data: Data) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import curved
 import peers
 import report
 import torch
@@ -43,7 +44,7 @@ from measuring import (
 )
 from systems import CLIPPED, GRAD1, LOOP, OURS, PLAIN, REFERENCES, SYSTEMS, WRITE, Found, Maker, Step
 from tqdm import tqdm
-from workloads import MAIN, OTHER, RECURRENT, WORKLOADS, Batch, Workload, transformer
+from workloads import CURVED, MAIN, OTHER, RECURRENT, TINY, WORKLOADS, Batch, Workload, transformer
 
 ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 20, 5, 5
 PEER_SAMPLES = 4
@@ -59,13 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = {
         name: workload
         for name, workload in WORKLOADS.items()
-        if is_chosen(name, options.workload) and (workload.kind in main_only or not options.quick)
+        if is_chosen(name, options.workload) and (workload.kind in (*main_only, CURVED) or not options.quick)
     }
     file = options.output / f"{device.type}.json" if options.output else None
     old = json.loads(file.read_text()) if file and file.exists() else {}
     data: Data = {"about": about(options, device), "results": {}}
-    for task in (GRAD1, CLIPPED):
-        in_task = {name: w for name, w in chosen.items() if task == GRAD1 or w.kind in main_only}
+    for task in (GRAD1, CLIPPED, *curved.TASKS):
+        kinds = {GRAD1: (*main_only, OTHER, TINY), CLIPPED: main_only}.get(task, (CURVED,))
+        in_task = {name: workload for name, workload in chosen.items() if workload.kind in kinds}
+        if not in_task:
+            continue
         results = data["results"].setdefault(task, {})
         for name, workload in tqdm(in_task.items(), desc=task, unit="workload"):
             results[name] = timed(task, name, workload, options, device)
@@ -106,7 +110,7 @@ def is_chosen(name: str, parts: list[str] | None) -> bool:
 
 def makers(task: str, options: argparse.Namespace) -> dict[str, Maker]:
     """{system: its maker}; what ratios need is always there."""
-    found = SYSTEMS[task] | (peers.installed(task) if options.peers else {})
+    found = (SYSTEMS | curved.SYSTEMS)[task] | (peers.installed(task) if options.peers else {})
     return {name: maker for name, maker in found.items() if name in (PLAIN, WRITE) or is_chosen(name, options.system)}
 
 
@@ -139,7 +143,7 @@ def checked(task: str, name: str, workload: Workload, chosen: dict[str, Maker], 
 
     Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
     """
-    loop = peers.PEERS[task][LOOP]
+    loop = peers.ORACLES[task]
     left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
     differing(name, workload, {s: left.pop(s) for s in OURS if s in left}, loop, None, device, torch.float64)
     failures: dict[str, str] = {}

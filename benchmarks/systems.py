@@ -23,8 +23,9 @@ Maker = Callable[[Workload, nn.Module], Step]
 GRAD1, CLIPPED = "grad1", "clipped"
 PLAIN, WRITE, HOOKS, LOOP = "plain", "write once", "hooks alone", "one backward per sample"
 DEFAULT, SKIPPED, STREAMED = "autograd_hacks", "autograd_hacks, param_grad=False", "autograd_hacks, streaming"
+WITH_PASSES = "autograd_hacks, with its passes"  # of curvature
 REFERENCES = (PLAIN, WRITE, HOOKS)  # they make no per-sample gradients
-OURS = (SKIPPED, DEFAULT, STREAMED)
+OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES)
 MAX_NORM = 1.0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 Model = Callable[..., Any]
 
-MAIN, RECURRENT, OTHER, TINY = "main", "recurrent", "other", "tiny"
+MAIN, RECURRENT, OTHER, TINY, CURVED = "main", "recurrent", "other", "tiny", "second order"
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,28 @@ def multilayer(*widths: int) -> Callable[[], nn.Module]:
     return build
 
 
+def logits_cnn() -> nn.Module:
+    """The tutorial's network up to its logits."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def always(batch: Batch) -> Callable[[int], Batch]:
+    """The same at each step."""
+    return lambda step: batch
+
+
 def transformer(samples: int, positions: int) -> Workload:
     """What time and memory are fitted on."""
     return Workload(lambda: Classifier(64, 2), of_shape(samples, positions, 64), classification)
 
 
 WORKLOADS = {
+    "tutorial CNN to its logits, N 64": Workload(
+        logits_cnn, always(of_shape(64, 1, 28, 28)(0)), classification, CURVED
+    ),
     "tutorial CNN, N 64": Workload(TutorialNet, of_shape(64, 1, 28, 28), classification),
     "MLP 784-512-512-10, N 256": Workload(multilayer(784, 512, 512, 10), of_shape(256, 784), classification),
     "ResNet-18 GroupNorm width 32, N 16": Workload(lambda: resnet18(32), of_shape(16, 3, 32, 32), classification),

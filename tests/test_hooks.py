@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import grad1
+from autograd_hacks import memory
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def address(model: nn.Sequential) -> int:
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad1, "SMALL", 0)
+    monkeypatch.setattr(memory, "SMALL", 0)
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -269,7 +269,7 @@ def test_memory_is_not_reused_where_that_is_turned_off(model: nn.Sequential, mon
     autograd_hacks.compute_grad1(model)
     before = weakref.ref(model[0].weight.grad1)
     with monkeypatch.context() as patched:  # what would be written into it
-        patched.setattr(grad1, "_holders", lambda attributes: pytest.fail("the old rows were looked at"))
+        patched.setattr(memory, "_holders", lambda alone: pytest.fail("the old rows were looked at"))
         step(model, *batch(seed=1))
         autograd_hacks.compute_grad1(model)
     assert before() is None

@@ -9,10 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks import memory
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
 from autograd_hacks.curvature.matvec import LIMIT, check_size
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.forms import Form
 from autograd_hacks.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.hooks import recorder_of
 from autograd_hacks.progress import progress
@@ -113,10 +115,13 @@ class _Accumulator:
             raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {known}")
         self.names = known if parameters is None else [name for name in known if name in parameters]
         self.batch, self.means = 0, dict[str, Mean | None]()
+        self._old: dict[str, list[Tensor]] = {}
 
     def __enter__(self) -> _Accumulator:
-        for parameter in self.model.parameters():  # an earlier curvature must not be taken for this one
-            vars(parameter).pop(ATTRIBUTES[self.kind], None)
+        for name, parameter in self.model.named_parameters():  # an earlier curvature must not be taken for this one
+            old = vars(parameter).pop(ATTRIBUTES[self.kind], None)
+            if self.kind == "kfac" and old is not None and name in self.names:
+                self._old[name] = [old[0]]
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -151,13 +156,20 @@ class _Accumulator:
             return form.second_moment(form.new_sums(form.samples) + 1 / max(1, grads.batch))
         if self.kind == "full":
             return form.cross(form).view(*form.shape, *form.shape).div_(max(1, grads.batch))
-        found = factors_of(form, self.kfac_approx, grads.batches)
+        found = factors_of(form, self.kfac_approx, grads.batches, self._free_memory(name, form))
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
                 f"its rows. {_ELSE}"
             )
         return found
+
+    def _free_memory(self, name: str, form: Form) -> Tensor | None:
+        """An earlier A of a parameter, if nobody holds it."""
+        alone, size = self._old.pop(name, []), form.shape[1:].numel()
+        if not alone or not recorder_of(self.model).reuse or alone[0].nbytes < memory.SMALL:
+            return None
+        return alone[0] if memory.is_free(alone, (size, size), form.new_sums(0)) else None
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:

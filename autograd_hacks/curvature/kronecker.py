@@ -44,21 +44,22 @@ def joined(parts: Sequence[tuple[Factors | None, int]]) -> Factors | None:
     return Factors(a, b, positions)
 
 
-def factors_of(form: Form, kfac_approx: str, batches: Sequence[int]) -> Factors | None:
+def factors_of(form: Form, kfac_approx: str, batches: Sequence[int], out: Tensor | None = None) -> Factors | None:
     """Of a Linear's or a convolution's weight or bias; None where the form has no Kronecker factors.
 
-    batches: the numbers of samples of the micro-batches that the form has the rows of
+    batches: the numbers of samples of the micro-batches that the form has the rows of    out: memory for A, if there is one
     """
     parts = form.parts if isinstance(form, Concatenation) and len(batches) > 1 else [form]
-    found = [(_of_batch(part, kfac_approx, samples), samples) for part, samples in zip(parts, batches)]
+    out = out if len(parts) == 1 else None
+    found = [(_of_batch(part, kfac_approx, samples, out), samples) for part, samples in zip(parts, batches)]
     if any(own is None and not isinstance(part, Zero) for part, (own, _) in zip(parts, found)):
         return None
     return joined(found)
 
 
-def _of_batch(form: Form, kfac_approx: str, samples: int) -> Factors | None:
+def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None) -> Factors | None:
     if isinstance(form, Scaled):
-        own = _of_batch(form.form, kfac_approx, samples)
+        own = _of_batch(form.form, kfac_approx, samples, out)
         return None if own is None else Factors(own.a, own.b * form.factor**2, own.positions)
     inner, rows = (form.form, form.rows) if isinstance(form, Grouping) else (form, None)
     if isinstance(inner, Dense):
@@ -82,7 +83,8 @@ def _of_batch(form: Form, kfac_approx: str, samples: int) -> Factors | None:
     b = gradients[0].new_zeros(2 * gradients[0].shape[1:])
     for gradient in gradients:
         b.addmm_(gradient.mT, gradient, alpha=1 / max(1, samples))
-    return Factors(inputs.mT @ (inputs / max(1, len(inputs))), b, len(inputs))
+    out = out if out is not None and out.dtype == inputs.dtype else None
+    return Factors(torch.mm(inputs.mT, inputs / max(1, len(inputs)), out=out), b, len(inputs))
 
 
 def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
