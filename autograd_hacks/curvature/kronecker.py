@@ -77,14 +77,22 @@ def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None) ->
     if kfac_approx == "reduce":
         labels = None if rows is None else rows[: len(inputs)]
         shares = _added(torch.ones_like(inputs[..., :1]), labels, samples).clamp(min=1)
-        inputs, gradients = _added(inputs, labels, samples) / shares, [_added(b, labels, samples) for b in gradients]
-    else:
-        inputs, gradients = inputs.flatten(0, 1), [b.flatten(0, 1) for b in gradients]
-    b = gradients[0].new_zeros(2 * gradients[0].shape[1:])
+        inputs = (_added(inputs, labels, samples) / shares)[:, None]
+        gradients = [_added(b, labels, samples)[:, None] for b in gradients]
+    positions = inputs.shape[0] * inputs.shape[1]
+    b = gradients[0].new_zeros(2 * gradients[0].shape[2:])
     for gradient in gradients:
-        b.addmm_(gradient.mT, gradient, alpha=1 / max(1, samples))
-    out = out if out is not None and out.dtype == inputs.dtype else None
-    return Factors(torch.mm(inputs.mT, inputs / max(1, len(inputs)), out=out), b, len(inputs))
+        _add_products(b, gradient, 1 / max(1, samples), beta=1)
+    a = inputs.new_empty(2 * inputs.shape[2:]) if out is None or out.dtype != inputs.dtype else out
+    return Factors(_add_products(a, inputs, 1 / max(1, positions), beta=0), b, positions)
+
+
+def _add_products(total: Tensor, x: Tensor, share: float, beta: int) -> Tensor:
+    """beta · total + share · Σₙₜ xₙₜ xₙₜᵀ, in place.  x: N T F"""
+    if x.is_contiguous() or x.shape[1] == 1:
+        rows = x.flatten(0, 1)
+        return total.addmm_(rows.mT, rows, beta=beta, alpha=share)
+    return total.addbmm_(x.mT, x, beta=beta, alpha=share)  # windows lie in memory the other way around, sample by sample
 
 
 def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
