@@ -90,3 +90,29 @@ def assert_quantities(
             same(p.grad, expected, f"clipped gradient of {name}")
     for name, p in model.named_parameters():
         p.grad = kept[name]
+
+
+def assert_rows_of_passes(model: nn.Module, output: Tensor, **tolerance: float) -> None:
+    """The rows of `backprop_hess`: their weighted sums are one backward pass from the weighted vectors, and J v is adjoint.
+
+    output: of the model, N first
+    """
+    z = output.flatten(1)
+    autograd_hacks.backprop_hess(z, "Jacobian", samples=2, generator=torch.Generator().manual_seed(0))
+    grads = autograd_hacks.per_sample_grads(model)
+    draws = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(z.shape, dtype=z.dtype, generator=draws) / 2**0.5 for _ in range(2)]
+    w = torch.randn(2, len(z), dtype=z.dtype)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with autograd_hacks.pause_hooks():
+        pulled = sum(own[:, None] * s for own, s in zip(w, vectors))
+        expected = torch.autograd.grad(z, list(parameters.values()), pulled, materialize_grads=True, allow_unused=True)
+    found = grads.weighted_sum(w.flatten())
+    for name, right in zip(parameters, expected):
+        size = float(right.abs().max()) if right.numel() else 1.0
+        close = {"rtol": 1e-5, "atol": 1e-7 * max(1.0, size)} | tolerance
+        assert_close(found[name], right, msg=lambda m, name=name: f"rows of passes, {name}: {m}", **close)
+    v = {name: torch.randn_like(p) for name, p in parameters.items()}
+    along = grads.dot(v).to(w) @ w.flatten()
+    close = {"rtol": 1e-5, "atol": 1e-6} | tolerance
+    assert_close(along, sum((v[name] * right).sum().to(w) for name, right in zip(parameters, expected)), **close)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time
-from quantities import assert_quantities
+from quantities import assert_quantities, assert_rows_of_passes
 from torch import Tensor
 
 import autograd_hacks
@@ -156,5 +156,6 @@ def test_architecture(
             if samples == 3:
                 tolerance = {} if inside is None else {"rtol": 1e-3, "atol": 1e-5}
                 assert_quantities(net, rows, **tolerance)
+                assert_rows_of_passes(net, net(**batch)[output], **tolerance)
         if not training:
             autograd_hacks.verify(net, samples=1)

@@ -280,3 +280,39 @@ def test_only_what_a_pass_brings_is_kept_for_each() -> None:
         assert len(leaves) == 4
         shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]  # Passes
         assert len(shared) == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "diag", "kfac"])
+def test_batches_that_do_not_reach_a_parameter_count(kind: str) -> None:
+    """In the mean over a loader, and over micro-batches, they have no share in its curvature but their samples count."""
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if len(x) == 4 else self.other(x)
+
+    torch.manual_seed(0)
+    model, x, rest = Switched(), torch.randn(4, 3), torch.randn(2, 3)
+    autograd_hacks.add_hooks(model)
+    attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
+    autograd_hacks.compute_hess_over(model, [x], kind)
+    alone = getattr(model.one.weight, attribute)
+    assert getattr(model.other.weight, attribute) is None
+    autograd_hacks.compute_hess_over(model, [x, rest], kind)
+    over = getattr(model.one.weight, attribute)
+    autograd_hacks.compute_hess_over(model, [rest, x], kind)
+    turned = getattr(model.one.weight, attribute)
+    with autograd_hacks.accumulate(model):
+        autograd_hacks.backprop_hess(model(rest))
+        autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind)
+    appended = getattr(model.one.weight, attribute)
+    for found in (over, turned, appended):
+        if kind == "kfac":
+            assert_close(found[0], alone[0])
+            assert_close(found[1], alone[1] * 4 / 6)
+        else:
+            assert_close(found, alone * 4 / 6)

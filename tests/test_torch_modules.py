@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from quantities import assert_quantities
+from quantities import assert_quantities, assert_rows_of_passes
 from torch import Tensor
 
 import autograd_hacks
@@ -73,6 +73,12 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
         autograd_hacks.compute_grad1(model, "sum")
         rows = {name: p.grad1 for name, p in model.named_parameters()}
         assert_quantities(model, rows, "sum")  # which are compared with autograd's below
+        samples = next(len(own) for own in rows.values() if own is not None)
+        again, axes = run(), axes_of(layer, outputs)
+        if samples and all(x.is_floating_point() and x.ndim and x.shape[axis] == samples for x, axis in zip(again, axes)):
+            assert_rows_of_passes(
+                model, torch.cat([x.movedim(axis, 0).reshape(samples, -1) for x, axis in zip(again, axes)], dim=1)
+            )
     with autograd_hacks.add_hooks(model, param_grad=False):
         kept = [p.grad for p in model.parameters()]
         for step in range(2):  # the second without ordinary gradients
@@ -87,7 +93,6 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
                 elif own is not None:
                     torch.testing.assert_close(p.grad, own.sum(0))
                 torch.testing.assert_close(p.grad1, own, msg=lambda m, name=name: f"{name}: {m}")
-    samples = next(len(own) for own in rows.values() if own is not None)
     if all(x.ndim == 0 for x in outputs):  # a loss
         for name, p in model.named_parameters():
             torch.testing.assert_close(rows[name].sum(0), p.grad)
