@@ -116,7 +116,8 @@ ANNOUNCED: dict[int, Losses] = {}
 def announced(output: Tensor, losses: Losses) -> Iterator[Tensor]:
     """A context in which the hooks know what a backward pass is for, that begins at the tensor which it gives."""
     # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
-    root = output.view_as(output)
+    with torch.enable_grad():
+        root = output.view_as(output)
     tasks: list[int] = []
 
     def announce(_: object) -> None:

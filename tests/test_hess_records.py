@@ -39,6 +39,28 @@ def test_gradients_stay_as_they_are(param_grad: bool) -> None:
     assert x.grad is not None
 
 
+def test_grad_mode_does_not_matter() -> None:
+    """As it doesn't to ``loss.backward()``."""
+    model, x = network()
+    output = model(x)
+    with torch.no_grad():
+        autograd_hacks.backprop_hess(output)
+        autograd_hacks.compute_hess(model)
+    found = model[0].weight.hess
+    autograd_hacks.clear_backprops(model)
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+    assert_close(model[0].weight.hess, found)
+    assert not found.requires_grad
+    losses = (model(x) ** 2).sum(1)
+    with torch.no_grad():
+        autograd_hacks.backward(losses)
+    autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert_close(p.grad1.mean(0), p.grad)
+
+
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_loop_needs_no_clearing(param_grad: bool) -> None:
     model, _ = network(param_grad)
