@@ -67,6 +67,9 @@ class Scaled(Form):
     def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
         self.form.add_weighted_sum(total, w * self.factor, budget)
 
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        return self.form.weighted_sum(w * self.factor, budget)
+
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)

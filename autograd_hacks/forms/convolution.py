@@ -127,6 +127,14 @@ class Convolution(Form):
             weights = w[samples].to(total.dtype).view(-1, *[1] * (self.g.ndim - 1))
             total += self._weight_gradient(part.x, part.g * weights, 1)
 
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        if w.ndim == 1 and not self.like.is_complex():
+            (_, part), *more = self.chunks(budget, self.g.shape[1:].numel())
+            if not more:  # no zeros to be written, and read again
+                weights = w.to(self.sum_dtype).view(-1, *[1] * (self.g.ndim - 1))
+                return self._weight_gradient(part.x, part.g * weights, 1)
+        return super().weighted_sum(w, budget)
+
     def norms(self, budget: int = BUDGET) -> Tensor:
         if not self._prefers_positions():
             return super().norms(budget)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from einops import einsum
@@ -114,10 +114,24 @@ class Outer(Form):
             return super().add_weighted_sum(total, w, budget)
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
-            for samples, part in self.chunks(budget, self.positions * min(self.fan_in, self.fan_out)):
-                left, right, by = part.left, part.right, weights[samples, None, None].to(total.dtype)
-                left, right = (left * by, right) if self.fan_out < self.fan_in else (left, right * by)
-                sums.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+            for samples, part in self._sum_chunks(budget):
+                sums.addmm_(*part._weighted(weights[samples].to(total.dtype)))
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+        if w.ndim == 1:
+            (_, part), *more = self._sum_chunks(budget)
+            if not more:  # no zeros to be written, and read again
+                return torch.mm(*part._weighted(w.to(self.sum_dtype))).view(self.shape)
+        return super().weighted_sum(w, budget)
+
+    def _sum_chunks(self, budget: int) -> Iterator[tuple[slice, Outer]]:
+        return self.chunks(budget, self.positions * min(self.fan_in, self.fan_out))
+
+    def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is the sum, O (N T) and (N T) I, the smaller multiplied by the weights."""
+        by = w[:, None, None]
+        left, right = (self.left * by, self.right) if self.fan_out < self.fan_in else (self.left, self.right * by)
+        return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if self.positions != 1 or about is not None or self.like.is_complex():
