@@ -92,6 +92,8 @@ def readable_segments(parameters: Mapping[str, Tensor], recorder: Recorder) -> l
                 "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
                 "the backward pass."
             )
+        if recorded.losses is not None and not recorded.losses.complete:
+            raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
         if recorded.blind is not None:
             slot, shape = recorded.blind
             raise SamplesMixed(

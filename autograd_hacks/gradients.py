@@ -56,6 +56,8 @@ def per_parameter_forms(
             "inside streaming(model) each layer's record is freed as the pass goes on. Read after that context."
         )
     check_hooked(model, parameters, recorder)
+    for segment in recorder.segments:
+        segment.read = True  # or tried to be
     segments = readable_segments(parameters, recorder)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with outside_inference():
@@ -71,8 +73,6 @@ def _forms_of_segments(
     lazily: bool,
 ) -> dict[str, Form | None]:
     tables = [segment_forms(segment, loss_type) for segment in segments]
-    for segment in segments:
-        segment.read = True
     kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
     for name, parameter in trainable.items() if kept else ():
         for segment, (table, samples) in zip(segments, tables):

@@ -41,7 +41,8 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
         for name, form in forms.items()
     }
     batches = [common_batch_size(segment) for segment in recorder.segments]
-    reduction, hess_type = common_reduction(recorder, loss_type), common_hess_type(recorder)
+    hess_type = common_hess_type(recorder)
+    reduction = common_reduction(recorder, loss_type)
     return PerSampleGrads(filled, samples, reached, reduction, weakref.ref(model), hess_type, batches)
 
 
@@ -208,6 +209,8 @@ class PerSampleGrads(Curvature):
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
         """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
+
+        Of the rows of `backprop_hess` some rows; ``batch`` stays then, so that curvature stays a sum over what it was.
 
         Raises IndexError for a mask of another length, or numbers out of range.
         """

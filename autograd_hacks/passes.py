@@ -23,7 +23,8 @@ class Losses:
     """What `backward(losses)` knows of its pass, or `backprop_hess` of all its passes.
 
     shape: of what it was given, N first    what: that was, for people    hess_type: of `backprop_hess`
-    arrived: what `backprop_hess`'s passes brought to parameters in all
+    complete: whether all its passes have run    arrived: what `backprop_hess`'s passes brought to parameters in all, by the
+    recorder's id
     """
 
     shape: torch.Size
@@ -31,7 +32,8 @@ class Losses:
     what: str
     hess_type: str | None = None
     recorders: list[Receiver] = field(default_factory=list)
-    arrived: dict[Tensor, Tensor] = field(default_factory=dict)
+    complete: bool = True
+    arrived: dict[int, dict[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -98,8 +100,8 @@ class Segment:
             if current.is_hess and other.is_hess and other.losses is not current.losses:
                 raise NothingRecorded(
                     "backprop_hess has run before, and its passes are still in the record, not read yet or of this very "
-                    "forward. Read them first (compute_hess, per_sample_grads) and run the model anew; or call "
-                    "clear_backprops(model); or, for several batches, run them within accumulate(model)."
+                    "forward. Call clear_backprops(model) to throw them away; or read them (compute_hess, per_sample_grads) "
+                    "and run the model anew; or, for several batches, run them within accumulate(model)."
                 )
 
     def can_be_run_again(self) -> bool:

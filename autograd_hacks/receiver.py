@@ -101,7 +101,7 @@ class Receiver:
             losses = ANNOUNCED.get(task)
             self._running = Pass(task, losses, forwards_before=self._unanswered)
             if losses is not None and self._running.is_hess:
-                self._running.arrived = losses.arrived
+                self._running.arrived = losses.arrived.setdefault(id(self), {})
             self._superseded, self._superseded_strays = [], {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
         return self._running

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.passes import Losses, announced
 from autograd_hacks.progress import progress
+from autograd_hacks.rerun import outside_inference
 
 
 def backprop_hess(
@@ -29,7 +32,8 @@ def backprop_hess(
 
     output: (N, C), or (N, T, C) for T positions, logits where there are classes    hess_type: the loss of a sample,
 
-    * ``'CrossEntropy'``: -log softmax(output)[y], for whichever label y, the mean over positions; C passes, or T · C
+    * ``'CrossEntropy'``: -log softmax(output)[y], for whichever label y, the mean over positions; C passes, or T · C, each
+      of which leaves the gradients at all layers' outputs in the record
     * ``'BinaryCrossEntropy'``: with sigmoid(output), the sum over C and the mean over positions; as many
     * ``'LeastSquares'``: ½ ‖output - y‖², the sum over C and the mean over positions; as many
     * ``'Jacobian'``: none; the rows are those of the Jacobian, in the order of the output's entries
@@ -44,14 +48,22 @@ def backprop_hess(
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
     """
-    _check_arguments(output, hess_type, samples)
-    losses = Losses(output.shape, "sum", "the output given to backprop_hess", hess_type)
+    _check_arguments(output, hess_type, samples, generator)
+    samples = None if samples is None else index(samples)
+    losses = Losses(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
     count, vectors = directions(hess_type, output, samples, generator)
-    with announced(output, losses) as root:
-        leaves = list(_leaves(root))
-        if leaves:
-            for s in progress(vectors, "backward passes", "pass", count):
-                torch.autograd.grad(root, leaves, s, retain_graph=True, allow_unused=True)
+    try:
+        with outside_inference(), announced(output, losses) as root:
+            leaves = list(_leaves(root))
+            for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
+                _run(root, leaves, s)
+        losses.complete = True
+    except BaseException as error:
+        for recorder in losses.recorders:
+            recorder.clear(
+                f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step"
+            )
+        raise
     if not losses.recorders:
         raise NothingRecorded(
             f"the output of shape {tuple(output.shape)} given to backprop_hess comes of no hooked layer with parameters "
@@ -60,15 +72,31 @@ def backprop_hess(
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
 
-def _check_arguments(output: Tensor, hess_type: str, samples: int | None) -> None:
+def _run(root: Tensor, leaves: Sequence[Tensor], s: Tensor) -> None:
+    try:
+        torch.autograd.grad(root, leaves, s, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise NothingRecorded(
+            "backprop_hess was given an output whose graph was freed by an earlier backward pass. Run backprop_hess before "
+            "that, which keeps the graph; or that with retain_graph=True."
+        ) from None
+
+
+def _check_arguments(output: Tensor, hess_type: str, samples: int | None, generator: torch.Generator | None) -> None:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(f"backprop_hess was given {kind}; expected the model's output, a floating-point tensor")
     if hess_type not in ROOTS:
         raise ValueError(f"backprop_hess was given hess_type={hess_type!r}; expected one of {', '.join(map(repr, ROOTS))}")
-    if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool)):
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"backprop_hess was given generator={generator!r}; expected a torch.Generator, seeded by manual_seed"
+        )
+    if samples is not None and (not isinstance(samples, SupportsIndex) or isinstance(samples, bool)):
         raise TypeError(f"backprop_hess was given samples={samples!r}; expected a whole number, or None for an exact root")
-    if samples is not None and samples < 1:
+    if samples is not None and index(samples) < 1:
         raise ValueError(f"backprop_hess was given samples={samples}; expected 1 or more, or None for an exact root")
     if output.ndim not in (2, 3):
         raise ValueError(
@@ -76,7 +104,7 @@ def _check_arguments(output: Tensor, hess_type: str, samples: int | None) -> Non
             "positions. Bring classes to the last axis and positions to one: output.flatten(2).mT for (N, C, H, W); and a "
             "single output to (N, 1): output[:, None]."
         )
-    if output.shape[-1] == 0:
+    if 0 in output.shape[1:]:
         raise ValueError(f"backprop_hess was given an output of shape {tuple(output.shape)}, without entries")
     if not output.requires_grad:
         raise NothingRecorded(
@@ -94,6 +122,7 @@ def _leaves(root: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+        if leaf is not None and leaf.requires_grad:
+            yield leaf
         waiting += [after for after, _ in node.next_functions]

@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks import memory
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
-from autograd_hacks.curvature.matvec import LIMIT, check_size
+from autograd_hacks.curvature.matvec import LIMIT, check_limit, check_size
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms import Form
 from autograd_hacks.grads import PerSampleGrads, per_sample_grads
@@ -30,7 +30,7 @@ def compute_hess(
     kind: str = "full",
     kfac_approx: str = "expand",
     parameters: Collection[str] | None = None,
-    limit: int = LIMIT,
+    limit: float = LIMIT,
 ) -> None:
     """Sets the curvature of the batch's mean loss on every parameter that trains, from the passes of `backprop_hess`.
 
@@ -71,7 +71,7 @@ def compute_hess_over(
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
     kfac_approx: str = "expand",
     parameters: Collection[str] | None = None,
-    limit: int = LIMIT,
+    limit: float = LIMIT,
 ) -> None:
     """`compute_hess` for all batches of a loader, as if they were one; every sample counts alike, however large its batch.
 
@@ -79,10 +79,13 @@ def compute_hess_over(
     ``model(batch)``, or ``model(batch[0])`` for a tuple or list
     hess_type, samples, generator: as in `backprop_hess`    the others: as in `compute_hess`
 
-    Raises as they do, and ValueError for a loader without batches.
+    Raises as they do, ValueError for a loader without batches, and RuntimeError inside `accumulate`.
     """
+    recorder = recorder_of(model)
+    if recorder.accumulating:
+        raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
     with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
-        recorder_of(model).clear()
+        recorder.clear()
         total = len(loader) if isinstance(loader, Sized) else None
         for batch in progress(loader, "curvature", "batch", total):
             with torch.enable_grad():
@@ -91,6 +94,18 @@ def compute_hess_over(
             accumulator.add()
         if not accumulator.batch:
             raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
+
+
+def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str]) -> list[str]:
+    """The names among ``known`` that are meant, some of which may be other names of the same parameters."""
+    wanted = [parameters] if isinstance(parameters, str) else list(parameters)
+    by_alias = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(model.get_parameter(name)): name for name in known}
+    unknown = [name for name in wanted if name not in by_alias or id(by_alias[name]) not in first]
+    if unknown:
+        raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {list(known)}")
+    chosen = {first[id(by_alias[name])] for name in wanted}
+    return [name for name in known if name in chosen]
 
 
 def _first(model: nn.Module, batch: Any) -> Tensor:
@@ -102,18 +117,16 @@ class _Accumulator:
     """Adds batches up, and leaves their means on the parameters at its end; nothing where it is left by an error."""
 
     def __init__(
-        self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: int
+        self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: float
     ) -> None:
         if kind not in ATTRIBUTES:
             raise ValueError(f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}")
         if kfac_approx not in APPROXIMATIONS:
             raise ValueError(f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}")
+        check_limit(limit)
         self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
         known = [name for name, p in model.named_parameters() if p.requires_grad]
-        unknown = [] if parameters is None else [name for name in parameters if name not in known]
-        if unknown:
-            raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {known}")
-        self.names = known if parameters is None else [name for name in known if name in parameters]
+        self.names = known if parameters is None else _chosen(model, known, parameters)
         self.batch, self.means = 0, dict[str, Mean | None]()
         self._old: dict[str, list[Tensor]] = {}
 

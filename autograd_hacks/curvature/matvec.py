@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -81,16 +82,25 @@ class Curvature(Mapping[str, Form]):
         self._check_real()
         return self.weighted_sum(self.dot(v) / max(1, self.batch))
 
-    def natural_gradient(self, v: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+    def natural_gradient(self, v: Mapping[str, Tensor], damping: float, limit: float = LIMIT) -> dict[str, Tensor]:
         """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
 
-        v: {name: shape}, a gradient say    damping: λ > 0; v is cut off at about its rounding error over λ
-        Raises as ``dot`` does, and ValueError for a damping that is not above 0.
+        v: {name: shape}, a gradient say    damping: λ > 0; the rounding of v and of JᵀJ is divided by it, so that single
+        precision wants it well above 10⁻⁶ of the largest eigenvalue    limit: bytes that J Jᵀ may have, in double precision
+        Raises as ``dot`` does, ValueError for a damping that is not above 0, BlockTooLarge for too many rows.
         Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
         """
-        if not isinstance(damping, int | float) or isinstance(damping, bool) or not 0 < damping < float("inf"):
+        damping = _number("natural_gradient", damping)
+        if not damping > 0:
             raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0")
         self._check_real()
+        check_limit(limit)
+        if (size := 8 * self.samples**2) > limit:
+            raise BlockTooLarge(
+                f"J Jᵀ has {self.samples:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the limit is "
+                f"{limit / 2**20:,.0f} MiB. Draw vectors, backprop_hess(output, samples=1); or use conjugate gradients, "
+                "scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or raise limit."
+            )
         products, count = self.gram().double(), max(1, self.batch)
         products.diagonal().add_(count * damping)
         along = self.dot(v)
@@ -98,15 +108,19 @@ class Curvature(Mapping[str, Form]):
         spread = self.weighted_sum(inside.to(along.dtype))
         return {name: (v[name].to(spread[name]) - spread[name]) / damping for name in self}
 
-    def block(self, name: str, other: str | None = None, limit: int = LIMIT) -> Tensor:
+    def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
         """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
 
         name, other: the parameters', as ``named_parameters`` has them; one for the diagonal block
         limit: bytes that the block may have
         Raises KeyError for a name that is none of a parameter that trains, BlockTooLarge for a larger block.
         """
+        for each in (name, name if other is None else other):
+            if each not in self:
+                raise KeyError(f"block was given {each!r}; expected the name of a parameter that trains: {', '.join(self)}")
         mine, theirs = self[name], self[name if other is None else other]
         self._check_real()
+        check_limit(limit)
         check_size({f"{name} × {name if other is None else other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
         with self.reading():
             return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
@@ -117,22 +131,32 @@ class Curvature(Mapping[str, Form]):
 
     def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
         """One vector, P, as {name: shape}; the inverse of `to_vector`."""
+        size = sum(form.shape.numel() for form in self.values())
+        if vector.shape != (size,):
+            raise ValueError(
+                f"from_vector was given shape {tuple(vector.shape)}; expected ({size},), a number per parameter"
+            )
         parts = vector.split([form.shape.numel() for form in self.values()])
         return {name: part.view(form.shape) for part, (name, form) in zip(parts, self.items())}
 
     def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
         """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
 
-        damping: λ    Vectors are laid out as `to_vector` and `from_vector` say.
-        Raises ImportError without scipy.
+        damping: λ ≥ 0    Vectors are laid out as `to_vector` and `from_vector` say.
+        Raises ImportError without scipy, ValueError for another damping.
         """
         from scipy.sparse.linalg import LinearOperator
 
+        damping = _number("as_linear_operator", damping)
+        if not damping >= 0:
+            raise ValueError(f"as_linear_operator was given damping={damping!r}; expected 0 or a number above it")
         self._check_real()
         like = next(iter(self.values())).like
         size = sum(form.shape.numel() for form in self.values())
 
         def matvec(x: Any) -> Any:
+            if x.dtype.kind == "c":
+                return matvec(x.real) + 1j * matvec(x.imag)
             v = torch.as_tensor(x.reshape(-1).copy()).to(like.device, dtype)
             return (self.to_vector(self._matvec(self.from_vector(v))) + damping * v).cpu().numpy()
 
@@ -146,7 +170,20 @@ class Curvature(Mapping[str, Form]):
                 raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")
 
 
-def check_size(sizes: Mapping[str, int], form: Form, limit: int) -> None:
+def _number(what: str, damping: Any) -> float:
+    """A damping as a number."""
+    is_number = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
+    if not is_number or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
+        raise ValueError(f"{what} was given damping={damping!r}; expected a number")
+    return float(damping)
+
+
+def check_limit(limit: object) -> None:
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')")
+
+
+def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     """Raises BlockTooLarge for more bytes than a block may have.  sizes: numbers in a block, by its name for people"""
     largest = max(sizes, key=lambda name: sizes[name])
     size = sizes[largest] * form.sum_dtype.itemsize
