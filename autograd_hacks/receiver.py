@@ -89,9 +89,9 @@ class Receiver:
         if parameter in self.watched or is_lazy(parameter) or not parameter.is_leaf:
             return
         if parameter.requires_grad:
-            reference = weakref.ref(parameter)
+            # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
             self.watched[parameter] = (
-                parameter.register_hook(partial(self._arrive, reference)),
+                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
                 parameter.register_post_accumulate_grad_hook(self.skipper.put_back),
             )
 
@@ -193,10 +193,9 @@ class Receiver:
             self._enter(current_task())
             self.strays |= {id(p): (self.forwards, p) for p in parameters}
 
-    def _arrive(self, reference: weakref.ref[Tensor], grad: Tensor | None) -> None:
+    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
-        parameter = reference()
-        if parameter is None or not (Switch.on() and self.attached):
+        if not (Switch.on() and self.attached):
             return
         if self.stream is not None and self._running is not None:
             self.stream.arrived(self._running, parameter, grad)
@@ -214,3 +213,9 @@ class Receiver:
         elif self.stream is None and (self.comparing or self.plan.is_watched(parameter)):
             before = self._running.arrived.get(parameter)
             self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad
+
+
+def _arrive(receiver: weakref.ref[Receiver], parameter: weakref.ref[Tensor], grad: Tensor | None) -> None:
+    heard_by, at = receiver(), parameter()
+    if heard_by is not None and at is not None:
+        heard_by.arrive(at, grad)

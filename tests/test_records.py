@@ -378,3 +378,26 @@ def test_a_record_goes_with_its_model() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("read", ["nothing", "grad1", "clip", "hess"])
+def test_a_hooked_model_that_is_dropped_is_freed(read: str, param_grad: bool) -> None:
+    """Also with a record that nobody has read, and without remove_hooks."""
+    model = mlp()
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(2):
+        output = model(batch()[0])
+        if read == "hess":
+            autograd_hacks.backprop_hess(output)
+            autograd_hacks.compute_hess(model)
+        else:
+            output.sum().backward()
+        if read == "grad1":
+            autograd_hacks.compute_grad1(model)
+        if read == "clip":
+            autograd_hacks.clip_grad1_norm_(model, 1.0)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model, output
+    gc.collect()
+    assert not any(p() is not None for p in parameters)
