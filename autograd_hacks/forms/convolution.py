@@ -80,6 +80,8 @@ class Convolution(Form):
     def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
         if self.samples and self.writes_in_place:
             return self._dense_by_windows(out, factor)
+        if self.shape.numel() < min(self.x.shape[1:].numel(), self.g.shape[1:].numel()):
+            return torch.mul(self.dense(), factor, out=out)  # J is the smallest thing that it can be put into
         return super().dense_times(factor, out)
 
     def __getitem__(self, index: Index) -> Convolution:
