@@ -60,7 +60,12 @@ class Inside(TorchFunctionMode):
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear map of the layer's function."""
-        out, (found, shift) = F.linear(x, weight, bias), (self._find(weight), self._find(bias))
+        if self.off and x.ndim == 3:
+            # As torch does where the weight asks for a gradient, and else for each position apart: 2.4 ms against 3.5.
+            out = F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
+        else:
+            out = F.linear(x, weight, bias)
+        found, shift = self._find(weight), self._find(bias)
         if found is None:
             return out
         return self._note(x, out, Map(dict([found, shift or found]), found[0]))
