@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ TITLES = {
     MATVEC: "A product with the Gauss-Newton matrix", DIAGONAL: "The Gauss-Newton matrix's diagonal, exact",
     FACTORS: "Kronecker factors, from one drawn label for each sample",
 }  # fmt: skip
+
+
+def chart_name(stem: str, task: str) -> str:
+    """A picture's file name."""
+    return "-".join([stem, *re.findall(r"\w+", task)]).lower() + ".png"
 
 
 def machine(data: Data) -> str:

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if file:
         file.with_suffix(".txt").write_text(report.text(data))
         for task in data["results"]:
-            report.chart(data, task, file.with_name(f"{file.stem}-{task}.png"))
+            report.chart(data, task, file.with_name(report.chart_name(file.stem, task)))
     print(report.text(data))
 
 

@@ -49,7 +49,7 @@ def write_benchmark() -> None:
     pages = []
     for file in sorted((here / "benchmark").glob("*.json")):
         data = json.loads(file.read_text())
-        charts = {task: f"_generated/{file.stem}-{task}.png" for task in data["results"]}
+        charts = {task: f"_generated/{report.chart_name(file.stem, task)}" for task in data["results"]}
         for task, chart in charts.items():
             report.chart(data, task, here / chart)
         pages.append(report.page(data, charts))
