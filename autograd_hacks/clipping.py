@@ -65,6 +65,8 @@ def clip_grad1_norm_(
     if grads.loss_type == "mean":
         weights = weights / max(1, grads.samples)
     set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached)
+    for segment in recorder.segments:
+        segment.replaced = True
     return norms
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -42,23 +43,36 @@ def compute_grad1(
         check_ordinary(recorder, "grad1")
         forms = per_parameter_forms(model, parameters, recorder, loss_type, scale)
     except BaseException:
-        for parameter in parameters.values():  # an earlier step's rows must not be taken for this one's
-            vars(parameter).pop("grad1", None)
+        _forget(parameters.values())  # an earlier step's rows must not be taken for this one's
         raise
     is_mean = set_grad and common_reduction(recorder, loss_type) == "mean"
     share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            form = forms.get(name)
-            old = None if form is None else _free_memory(parameter, form, recorder)
-            vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
-            if name in forms:
-                rows = None if form is None else _write(form, parameter, old)
-                vars(parameter)["grad1"] = rows
-                if rows is not None and rows.nbytes >= memory.SMALL:
-                    recorder.written[parameter] = weakref.ref(rows)
-                if set_grad:
-                    parameter.grad = None if rows is None else _total(form, rows, share)
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                _set(parameter, name in forms, forms.get(name), recorder, share if set_grad else None)
+    except BaseException:  # and not some of this step's beside some of the last one's
+        _forget(parameters.values())
+        raise
+
+
+def _forget(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        vars(parameter).pop("grad1", None)
+
+
+def _set(parameter: Tensor, trains: bool, form: Form | None, recorder: Recorder, share: float | None) -> None:
+    """Writes a parameter's rows; and its ordinary gradient, share · Σ rows, where that is a number."""
+    old = None if form is None else _free_memory(parameter, form, recorder)
+    vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
+    if not trains:
+        return
+    rows = None if form is None else _write(form, parameter, old)
+    vars(parameter)["grad1"] = rows
+    if rows is not None and recorder.reuse and rows.nbytes >= memory.SMALL:
+        recorder.written[parameter] = weakref.ref(rows)
+    if share is not None:
+        parameter.grad = None if rows is None else _total(form, rows, share)
 
 
 def _write(form: Form, parameter: Tensor, out: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from autograd_hacks.record import Recorder
 from autograd_hacks.rules.table import parts_of_composites, rule_for
 from autograd_hacks.skipping import check_one_process, check_unwrapped
 from autograd_hacks.survey import SurveyHook
-from autograd_hacks.switch import Switch
+from autograd_hacks.switch import NO_TASK, Switch, current_task
 from autograd_hacks.trees import tensors_of
 
 
@@ -229,7 +229,8 @@ class _ForwardBegins(_Hook):
             self.planner.begin(model, args, kwargs)
             # Not before the sums of a plan's rows were once compared with the gradients that arrived.
             skipper = self.recorder.skipper
-            skipper.skips = not (skipper.param_grad or self.recorder.plan.watched)
+            if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
+                skipper.skips = not (skipper.param_grad or self.recorder.plan.watched)
             if skipper.skips:
                 check_unwrapped()
             self.recorder.begin_unit("", model, args, kwargs)

@@ -53,6 +53,7 @@ class Pass:
     ambiguous: bool = False  # recomputed, and it can't be known which of several forwards
     finished: bool = False
     reached: set[int] = field(default_factory=set)  # the ids of the parameters that its visits bring gradients to
+    owned: set[int] = field(default_factory=set)  # and of those that calls within the model's own forward bring them to
     skipped: set[int] = field(default_factory=set)  # and of those that they would bring them to
     arrived: dict[Tensor, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     blind: tuple[int, tuple[int, ...]] | None = None  # an output of the model in which samples mix, by which it came
@@ -76,6 +77,7 @@ class Segment:
     passes: list[Pass] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
     read: bool = False
+    replaced: bool = False  # whether the library has put something else into .grad
 
     def takes(self, current: Pass, visit: Visit) -> bool:
         """Whether a pass that comes through a visit adds to these.  torch.autograd.grad adds nothing to ``.grad``."""

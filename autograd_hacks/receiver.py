@@ -109,9 +109,8 @@ class Receiver:
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
         ended.let_go()
-        self.plan.watched &= (
-            ended.is_hess
-        )  # until a pass is read, and its plan unchecked; the other passes are still to come
+        # Until a pass is read, and its plan unchecked; but other passes of backprop_hess are still to come.
+        self.plan.watched &= ended.is_hess
         self._running, self._unanswered = None, 0
         self._superseded, self._superseded_strays = [], {}
         self._visited.clear()
@@ -128,10 +127,8 @@ class Receiver:
         ways = {name: way for name, (_, node) in visit.parameters.items() if (way := way_to(node))}
         if grad is None or not ways:  # a gradient on its way to an input alone is none of ours
             return
-        captured, announced = (
-            [visit.parameters[n][0] for n, way in ways.items() if way == CAPTURED],
-            ANNOUNCED.get(current_task()),
-        )
+        captured = [visit.parameters[name][0] for name, way in ways.items() if way == CAPTURED]
+        announced = ANNOUNCED.get(current_task())
         if announced is None or announced.hess_type is None:  # which asks for the parameters' gradients and takes none
             self.skipper.check_captured(captured)
         if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
@@ -148,6 +145,8 @@ class Receiver:
         received.versions.append((grad, version_of(grad)))
         received.reached.update(ways)
         ids = {id(visit.parameters[name][0]) for name in ways}
+        if visit.is_own:
+            current.owned |= ids
         current.skipped |= ids & visit.skipped
         current.reached |= ids - visit.skipped
         self._answered = True
@@ -204,7 +203,7 @@ class Receiver:
         if self._running is None or id(parameter) not in self._running.reached:
             self.strays[id(parameter)] = self.forwards, parameter
             return
-        if not self._running.captures:
+        if not self._running.captures and id(parameter) in self._running.owned:
             self.skipper.keep(parameter)
         if grad.is_meta:
             return

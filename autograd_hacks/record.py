@@ -234,6 +234,7 @@ class Recorder(Receiver):
             parameters=ends_of(parameters),
             outputs=len(outputs),
             forward=self.forwards,
+            is_own=self.in_forward or current_task() != NO_TASK,
             recomputed_in=self._running,
             versions=versions_of([*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]),
             training=layer.training,

@@ -75,6 +75,8 @@ def _largest(x: Tensor) -> Tensor:
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
     """The recorded rows' sums with ``.grad``."""
     passes = [recorded for segment in recorder.segments for recorded in segment.passes]
+    if any(segment.replaced for segment in recorder.segments):
+        return []
     if not passes or not recorder.skipper.param_grad or any(recorded.captures or recorded.is_hess for recorded in passes):
         return []
     comparisons = []

@@ -44,6 +44,7 @@ class Visit:
     parameters: dict[str, tuple[Tensor, Node]]  # those that train and whose rows it gives, each with its end of the graph
     outputs: int
     forward: int  # which forward of the model
+    is_own: bool  # whether it was within that, and the layer not called by itself or by another model
     recomputed_in: Pass | None  # the backward pass that makes this call again, for checkpointing
     versions: Versions
     training: bool

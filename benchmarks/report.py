@@ -181,7 +181,8 @@ def chart(data: Data, task: str, path: Path, columns: int = 4) -> None:
         draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
     for axes in list(figure.axes)[len(results) :]:
         axes.set_visible(False)
-    figure.suptitle(f"{TITLES[task]}, in plain steps; black marks: aims", fontsize=11)
+    between = "\n" if columns < 2 else ", "
+    figure.suptitle(f"{TITLES[task]}{between}in plain steps; black marks: aims", fontsize=11 if columns > 1 else 9)
     figure.savefig(path)
 
 

@@ -100,7 +100,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", type=Path, help="folder for the figures as JSON, the table as text and the charts")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    if options.rounds is None:
+        options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads: expected 1 or more")
+    if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU")
+    systems = {system for tasks in (SYSTEMS, curved.SYSTEMS, peers.PEERS) for own in tasks.values() for system in own}
+    for kind, parts, known in (("workload", options.workload, WORKLOADS), ("system", options.system, systems)):
+        for part in parts or ():
+            if not any(part in name for name in known):
+                parser.error(f"--{kind} {part}: expected a part of one of {', '.join(map(repr, sorted(known)))}")
     return options
 
 

@@ -121,3 +121,13 @@ def test_growth_and_memory():
 def test_peak_counts_what_is_kept_between_steps():
     least = 4 * 4 * sum(p.numel() for p in TINY_MODEL.model().parameters()) / 1e6  # four samples, four bytes
     assert measuring.peak(TINY_MODEL, SYSTEMS[GRAD1][DEFAULT], CPU) > least
+
+
+@pytest.mark.parametrize(
+    "options", [["--workload", "nope"], ["--system", "nope"], ["--rounds", "0"], ["--threads", "0"], ["--device", "tpu"]]
+)
+def test_options_that_make_no_sense(options, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main([*options, "--output", str(tmp_path / "out")])
+    assert "expected" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import memory
+from autograd_hacks import grad1, memory
 
 
 @pytest.fixture
@@ -288,3 +288,38 @@ def test_grad1_of_another_dtype_or_that_needs_grad_is_not_written_into(model: nn
     step(model, *batch())
     assert_right(model, *batch())
     assert not model[2].weight.grad1.requires_grad
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_rows_with_the_users_own_attributes_are_not_written_into(model: nn.Sequential) -> None:
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    model[0].weight.grad1.cached = model[0].weight.grad1.norm()
+    step(model, *batch(seed=1))
+    assert_right(model, *batch(seed=1))
+    assert not hasattr(model[0].weight.grad1, "cached")
+
+
+def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    step(model, *batch(seed=1))
+    right, written = grad1._write, []
+
+    def out_of_memory(*arguments: Any) -> Tensor:
+        written.append(arguments)
+        if len(written) == 2:
+            raise MemoryError
+        return right(*arguments)
+
+    monkeypatch.setattr(grad1, "_write", out_of_memory)
+    with pytest.raises(MemoryError):
+        autograd_hacks.compute_grad1(model)
+    assert not any(hasattr(p, "grad1") for p in model.parameters())
+
+
+def test_verify_after_clipping(model: nn.Sequential) -> None:
+    """Which has put something else into ``.grad``."""
+    step(model, *batch())
+    autograd_hacks.clip_grad1_norm_(model, 1e-3)
+    autograd_hacks.verify(model)

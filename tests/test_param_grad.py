@@ -333,3 +333,37 @@ def test_a_context_gives_the_contract_back() -> None:
     assert model[0].weight.grad is None
     squares(model(x), x).mean().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("other_hooked", [False, True])
+def test_a_layer_that_another_model_trains_keeps_its_gradient(other_hooked: bool) -> None:
+    shared = nn.Linear(3, 3)
+    skipped, other = nn.Sequential(shared, nn.Linear(3, 2)), nn.Sequential(shared, nn.Linear(3, 2))
+    autograd_hacks.add_hooks(skipped, param_grad=False)
+    if other_hooked:
+        autograd_hacks.add_hooks(other)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        other(x).sum().backward()
+        assert shared.weight.grad is not None
+        shared.weight.grad = None
+        skipped[0](x).sum().backward()
+        assert shared.weight.grad is not None
+        shared.weight.grad = None
+        skipped(x).sum().backward()
+        assert shared.weight.grad is None
+        autograd_hacks.compute_grad1(skipped, "sum")
+
+
+def test_checkpoints_whose_backward_comes_after_another() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for _ in range(3):
+        loss = checkpoint(model, x, use_reentrant=False).square().sum()
+        model(y).square().sum().backward()
+        loss.backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            (expected,) = torch.autograd.grad(model(x[:1]).square().sum(), model[0].weight)
+        assert_close(model[0].weight.grad1[0], expected)
