@@ -269,6 +269,25 @@ def test_half_precision(dtype: torch.dtype) -> None:
             assert_close(own, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
 
 
+def test_half_precision_solves_in_single() -> None:
+    """What is left of v after the rows' share was taken out is small, and would have no digits in half."""
+    model, x = network()
+    model.bfloat16()
+    autograd_hacks.backprop_hess(model(x.bfloat16()))
+    grads = autograd_hacks.per_sample_grads(model)
+    rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1).double()
+    v = {
+        name: rows.mean(0).split([p.numel() for p in model.parameters()])[k]
+        for k, (name, p) in enumerate(model.named_parameters())
+    }
+    v = {name: own.view(model.get_parameter(name).shape).bfloat16() for name, own in v.items()}
+    flat = grads.to_vector(v).double()
+    expected = torch.linalg.solve(rows.mT @ rows / 5 + 1e-3 * torch.eye(rows.shape[1]), flat)
+    found = grads.to_vector(grads.natural_gradient(v, 1e-3))
+    assert found.dtype == torch.bfloat16
+    assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("samples", [None, 2])
 def test_batches_of_none(samples: int | None) -> None:
     model, _ = network()

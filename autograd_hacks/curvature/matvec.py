@@ -39,10 +39,6 @@ class Curvature(Mapping[str, Form]):
         """J v."""
 
     @abstractmethod
-    def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
-        """Jᵀ w."""
-
-    @abstractmethod
     def gram(self) -> Tensor:
         """J Jᵀ."""
 
@@ -62,7 +58,7 @@ class Curvature(Mapping[str, Form]):
         """
         if self.hess_type == "Jacobian":
             raise NothingRecorded("the rows are those of a Jacobian, which has no likelihood: use ggn_matvec for JᵀJ v / N")
-        return self._matvec(v)
+        return self._narrowed(self._matvec(v))
 
     def ggn_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, after `backprop_hess`.
@@ -76,11 +72,21 @@ class Curvature(Mapping[str, Form]):
                 "these are the gradients of the samples' losses, of which the empirical Fisher matrix is made "
                 "(fisher_matvec), and not the Gauss-Newton matrix: run backprop_hess(output) instead of loss.backward()."
             )
-        return self._matvec(v)
+        return self._narrowed(self._matvec(v))
 
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """JᵀJ v / N, in what forms add up in: single precision at the least."""
         self._check_real()
-        return self.weighted_sum(self.dot(v) / max(1, self.batch))
+        return self._spread(self.dot(v) / max(1, self.batch))
+
+    def _spread(self, w: Tensor) -> dict[str, Tensor]:
+        """Jᵀ w, in what forms add up in."""
+        with self.reading():
+            return {name: form.weighted_sum(w.to(form.like.device, form.sum_dtype)) for name, form in self.items()}
+
+    def _narrowed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In the parameters' dtypes."""
+        return {name: value.to(self[name].like.dtype) for name, value in found.items()}
 
     def natural_gradient(self, v: Mapping[str, Tensor], damping: float, limit: float = LIMIT) -> dict[str, Tensor]:
         """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
@@ -105,8 +111,8 @@ class Curvature(Mapping[str, Form]):
         products.diagonal().add_(count * damping)
         along = self.dot(v)
         inside = torch.linalg.solve(products, along.double()) if len(products) else along
-        spread = self.weighted_sum(inside.to(along.dtype))
-        return {name: (v[name].to(spread[name]) - spread[name]) / damping for name in self}
+        spread = self._spread(inside)
+        return self._narrowed({name: (v[name].to(spread[name]) - spread[name]) / damping for name in self})
 
     def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
         """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
