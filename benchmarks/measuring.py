@@ -82,9 +82,9 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known | self._seen:
-                self._hold(x.untyped_storage())
+        for storage in [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]:
+            if storage.nbytes() and storage.data_ptr() not in known | self._seen:
+                self._hold(storage)
         return out
 
     def _hold(self, storage: Any) -> None:

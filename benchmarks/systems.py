@@ -61,28 +61,25 @@ def write_once(workload: Workload, model: nn.Module) -> Step:
     return step
 
 
-def hooked(workload: Workload, model: nn.Module, param_grad: bool = True) -> Step:
+def hooked(workload: Workload, model: nn.Module, read: Callable[[nn.Module], Found], param_grad: bool = True) -> Step:
     autograd_hacks.add_hooks(model, param_grad=param_grad)
+    backward = plain(workload, model)
 
     def step(batch: Batch) -> Found:
-        model.zero_grad()
-        workload.losses(model, batch).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        return {name: p.grad1 for name, p in model.named_parameters() if p.grad1 is not None}
+        backward(batch)
+        return read(model)
 
     return step
 
 
-def hooked_clip(workload: Workload, model: nn.Module, param_grad: bool = True) -> Step:
-    autograd_hacks.add_hooks(model, param_grad=param_grad)
+def written(model: nn.Module) -> Found:
+    autograd_hacks.compute_grad1(model)
+    return {name: p.grad1 for name, p in model.named_parameters() if p.grad1 is not None}
 
-    def step(batch: Batch) -> Found:
-        model.zero_grad()
-        workload.losses(model, batch).mean().backward()
-        autograd_hacks.clip_grad1_norm_(model, MAX_NORM)
-        return gradients(model)
 
-    return step
+def clipped(model: nn.Module) -> Found:
+    autograd_hacks.clip_grad1_norm_(model, MAX_NORM)
+    return gradients(model)
 
 
 def streamed_clip(workload: Workload, model: nn.Module) -> Step:
@@ -154,13 +151,13 @@ SYSTEMS: dict[str, dict[str, Maker]] = {
         PLAIN: plain,
         WRITE: write_once,
         HOOKS: hooks_alone,
-        SKIPPED: partial(hooked, param_grad=False),
-        DEFAULT: hooked,
+        SKIPPED: partial(hooked, read=written, param_grad=False),
+        DEFAULT: partial(hooked, read=written),
     },
     CLIPPED: {
         PLAIN: plain,
-        SKIPPED: partial(hooked_clip, param_grad=False),
-        DEFAULT: hooked_clip,
+        SKIPPED: partial(hooked, read=clipped, param_grad=False),
+        DEFAULT: partial(hooked, read=clipped),
         STREAMED: streamed_clip,
     },
 }

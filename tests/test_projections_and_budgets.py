@@ -1,10 +1,8 @@
 """Projections, and the memory that the verbs of a whole model take."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +10,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from measuring import Held
 from test_grads import Language, stepped
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import autograd_hacks
 from autograd_hacks.forms import Dense, Outer, RandomMap
@@ -71,36 +68,6 @@ def test_projections_keep_inner_products(dim: int) -> None:
 
 
 # Memory
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive and were made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage.data_ptr() not in before | self._seen and storage.nbytes():
-                    self._hold(storage.data_ptr(), storage.nbytes(), storage)
-        return out
-
-    def _hold(self, key: int, size: int, storage: Any) -> None:
-        self._seen.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-
-        def let_go() -> None:
-            self.now -= size
-            self._seen.discard(key)
-
-        weakref.finalize(storage, let_go)
 
 
 @contextmanager
