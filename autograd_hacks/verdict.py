@@ -184,5 +184,7 @@ def _mixing(call: Seen) -> str:
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
         "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on "
-        "axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+        "axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...). Or else two of its axes have as "
+        "many entries as there are samples, and nearly nothing changed, behind dead units say, by which to tell them apart: "
+        "give the first batch another size."
     )
