@@ -47,13 +47,18 @@ def compute_grad1(
         raise
     is_mean = set_grad and common_reduction(recorder, loss_type) == "mean"
     share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
+    totals: dict[str, Tensor | None] = {}
     try:
         with torch.no_grad():
             for name, parameter in parameters.items():
-                _set(parameter, name in forms, forms.get(name), recorder, share if set_grad else None)
+                rows = _set(parameter, name in forms, forms.get(name), recorder)
+                if set_grad and name in forms:
+                    totals[name] = None if rows is None else _total(forms[name], rows, share)
     except BaseException:  # and not some of this step's beside some of the last one's
         _forget(parameters.values())
         raise
+    for name, total in totals.items():
+        parameters[name].grad = total
 
 
 def _forget(parameters: Iterable[Tensor]) -> None:
@@ -61,18 +66,17 @@ def _forget(parameters: Iterable[Tensor]) -> None:
         vars(parameter).pop("grad1", None)
 
 
-def _set(parameter: Tensor, trains: bool, form: Form | None, recorder: Recorder, share: float | None) -> None:
-    """Writes a parameter's rows; and its ordinary gradient, share · Σ rows, where that is a number."""
+def _set(parameter: Tensor, trains: bool, form: Form | None, recorder: Recorder) -> Tensor | None:
+    """Writes a parameter's rows, and returns them."""
     old = None if form is None else _free_memory(parameter, form, recorder)
     vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
     if not trains:
-        return
+        return None
     rows = None if form is None else _write(form, parameter, old)
     vars(parameter)["grad1"] = rows
     if rows is not None and recorder.reuse and rows.nbytes >= memory.SMALL:
         recorder.written[parameter] = weakref.ref(rows)
-    if share is not None:
-        parameter.grad = None if rows is None else _total(form, rows, share)
+    return rows
 
 
 def _write(form: Form, parameter: Tensor, out: Tensor | None) -> Tensor:

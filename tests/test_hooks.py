@@ -312,10 +312,14 @@ def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, m
             raise MemoryError
         return right(*arguments)
 
+    for p in model.parameters():
+        p.grad += 1  # so that it would be another if it were set
     monkeypatch.setattr(grad1, "_write", out_of_memory)
+    kept = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(MemoryError):
-        autograd_hacks.compute_grad1(model)
+        autograd_hacks.compute_grad1(model, set_grad=True)
     assert not any(hasattr(p, "grad1") for p in model.parameters())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), kept))
 
 
 def test_verify_after_clipping(model: nn.Sequential) -> None:
