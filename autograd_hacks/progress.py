@@ -13,8 +13,8 @@ _DELAY = 3.0
 
 
 def progress(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
-    """The items, with a bar on standard error that tells how many of ``total`` have been taken."""
-    if importlib.util.find_spec("tqdm") is None:
+    """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken."""
+    if total == 1 or importlib.util.find_spec("tqdm") is None:
         return items
     from tqdm.auto import tqdm
 

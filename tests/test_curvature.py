@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
+from autograd_hacks.curvature.roots import directions
 
 HESS_TYPES = ("CrossEntropy", "BinaryCrossEntropy", "LeastSquares", "Jacobian")
 
@@ -214,7 +215,7 @@ def test_a_relu_network_has_the_exact_hessian(hess_type: str) -> None:
     st.integers(1, 4),
     st.integers(0, 3),
     st.sampled_from(HESS_TYPES),
-    st.sampled_from([nn.ReLU, nn.Tanh, nn.Softplus]),
+    st.sampled_from([nn.LeakyReLU, nn.Tanh, nn.Softplus]),
 )
 def test_any_network(widths: list[int], samples: int, positions: int, hess_type: str, activation: type[nn.Module]) -> None:
     torch.manual_seed(len(widths) + samples)
@@ -243,6 +244,25 @@ def test_random_vectors_in_the_mean(name: str, hess_type: str) -> None:
     assert_close(matrix(grads), each.mean(0))
     assert bool(((each.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
     assert float(error.max()) > 0
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4)])
+@pytest.mark.parametrize("hess_type", ["CrossEntropy", "BinaryCrossEntropy"])
+def test_drawn_vectors_are_gradients_for_labels(hess_type: str, shape: tuple[int, ...]) -> None:
+    """To the digit, which no mean of draws can tell: √(K T) s is p less a label."""
+    z = torch.randn(shape, requires_grad=True)
+    count, drawn = directions(hess_type, z, 7, torch.Generator().manual_seed(0))
+    p = z.softmax(-1) if hess_type == "CrossEntropy" else z.sigmoid()
+    positions = 3 if len(shape) == 3 else 1
+    vectors = list(drawn)
+    assert count == len(vectors) == 7
+    for s in vectors:
+        labels = (p - s * (7 * positions) ** 0.5).detach()
+        assert_close(labels, labels.round(), atol=1e-12, rtol=0)
+        assert_close(labels.round().clamp(0, 1), labels.round())
+        if hess_type == "CrossEntropy":
+            assert_close(labels.sum(-1), torch.ones(shape[:-1]))
+    assert any(not torch.equal(s, vectors[0]) for s in vectors)
 
 
 def test_the_empirical_fisher_matrix() -> None:

@@ -184,3 +184,17 @@ def test_layers_that_are_called_twice_are_refused(samples: int | None) -> None:
         autograd_hacks.compute_hess(model, kind="kfac")
     autograd_hacks.compute_hess(model, kind="diag")
     assert layer.weight.hess_diag.shape == (4, 4)
+
+
+def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> None:
+    for layer, x in [
+        (nn.Linear(200, 2), torch.randn(3, 200)),
+        (nn.Sequential(nn.Conv1d(20, 2, 10), nn.Flatten()), torch.randn(3, 20, 12)),
+    ]:
+        autograd_hacks.add_hooks(layer)
+        for batch in (x / 0, x):
+            autograd_hacks.backprop_hess(layer(batch), "LeastSquares")
+            autograd_hacks.compute_hess(layer, kind="kfac")
+        weight = next(layer.parameters())
+        assert weight.kfac[0].nbytes > 2**16
+        assert bool(weight.kfac[0].isfinite().all())
