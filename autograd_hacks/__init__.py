@@ -5,14 +5,11 @@ loss_fn(model(x), y).backward()
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
+import sys
+
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.clipping import clip_grad1_norm_
-from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
-from autograd_hacks.description import describe
-from autograd_hacks.grad1 import compute_grad1
-from autograd_hacks.grads import PerSampleGrads, per_sample_grads
-from autograd_hacks.hooks import (
+from autograd_hacks.capture import hooks
+from autograd_hacks.capture.hooks import (
     accumulate,
     add_hooks,
     clear_backprops,
@@ -21,10 +18,18 @@ from autograd_hacks.hooks import (
     pause_hooks,
     remove_hooks,
 )
-from autograd_hacks.losses import backward
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.rules.table import is_supported, register_rule
-from autograd_hacks.stream import streaming
-from autograd_hacks.verification import verify
+from autograd_hacks.verbs.clipping import clip_grad1_norm_
+from autograd_hacks.verbs.describe import describe
+from autograd_hacks.verbs.grad1 import compute_grad1
+from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.streaming import streaming
+from autograd_hacks.verbs.verify import verify
+
+sys.modules["autograd_hacks.hooks"] = hooks  # where pickles of hooked models look for what is left of a hook
 
 __all__ = [
     # Hook a model.

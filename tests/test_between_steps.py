@@ -13,8 +13,8 @@ import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.rules import RULES
 from autograd_hacks.rules.linear import linear
-from autograd_hacks.trees import modules_of
-from autograd_hacks.weak import ByTensor
+from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.trees import modules_of
 
 
 class Renamed(nn.Linear):

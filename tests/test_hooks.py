@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks import grad1, memory
+from autograd_hacks.support import memory
+from autograd_hacks.verbs import grad1
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.record import Visit
+from autograd_hacks.capture.records import Visit
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed
-from autograd_hacks.trees import map_tensors, tensors_of
+from autograd_hacks.support.trees import map_tensors, tensors_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks import gradients, replay
 from autograd_hacks.forms import Form
+from autograd_hacks.reading import gate, replay
 from autograd_hacks.rules import RULES, Call
 
 
@@ -187,7 +187,7 @@ def test_verify_fails_what_is_wrong(
         rows = [p.grad1.clone() for p in model.parameters()]
         autograd_hacks.verify(model, samples=4)
         monkeypatch.setitem(RULES, nn.Linear, wrong)
-        monkeypatch.setattr(gradients, "check_sum", lambda *_: None)  # which comes first
+        monkeypatch.setattr(gate, "check_sum", lambda *_: None)  # which comes first
         with pytest.raises(autograd_hacks.errors.VerificationFailed, match=r"0\.weight +weighted sum of rows"):
             autograd_hacks.verify(model)
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads))  # as they were

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.checks import check_batch_size
+from autograd_hacks.capture.passes import Losses, announced
 from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.errors import NothingRecorded
-from autograd_hacks.passes import Losses, announced
-from autograd_hacks.progress import progress
-from autograd_hacks.rerun import outside_inference
+from autograd_hacks.reading.guards import check_batch_size
+from autograd_hacks.support.progress import progress
+from autograd_hacks.support.untouched import outside_inference
 
 
 def backprop_hess(

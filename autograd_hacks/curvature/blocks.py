@@ -9,15 +9,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks import memory
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
-from autograd_hacks.curvature.matvec import LIMIT, check_limit, check_size
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms import Form
-from autograd_hacks.grads import PerSampleGrads, per_sample_grads
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.progress import progress
+from autograd_hacks.support import memory
+from autograd_hacks.support.progress import progress
+from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}
 """What parameters get, by kind."""

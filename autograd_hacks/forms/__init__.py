@@ -4,14 +4,14 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, Sum
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.dense import Dense, Zero
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
-from autograd_hacks.forms.replay import Replay
+from autograd_hacks.forms.replayed import Replay
+from autograd_hacks.forms.rows import Concatenation, Grouping, Scaled, Sum
 
 __all__ = [
     "BUDGET",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
-from autograd_hacks.forms.products import Pair
+from autograd_hacks.forms.positions import Pair
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Form(ABC):
 
     def scaled(self, factor: float | Tensor) -> Form:
         """factor · J, for a number, which each verb multiplies by where it costs least."""
-        from autograd_hacks.forms.composite import Scaled
+        from autograd_hacks.forms.rows import Scaled
 
         return Scaled(self, factor)
 
@@ -246,7 +246,7 @@ class Form(ABC):
 
     def __add__(self, other: Form) -> Form:
         """Row by row, for a parameter that several calls share; the cross terms are kept by every verb."""
-        from autograd_hacks.forms.composite import Sum
+        from autograd_hacks.forms.rows import Sum
 
         return Sum.of([self, other])
 
@@ -255,7 +255,7 @@ class Form(ABC):
 
         rows: N integers in [0, samples)    samples: the number of rows of the result
         """
-        from autograd_hacks.forms.composite import Grouping
+        from autograd_hacks.forms.rows import Grouping
 
         return Grouping(self, rows, samples)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.paired import gram_of_pairs
-from autograd_hacks.forms.products import OneHot
+from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import RandomMap
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import Form
-from autograd_hacks.forms.products import OneHot, Pair, gram_by_positions, norms_by_positions
+from autograd_hacks.forms.positions import OneHot, Pair, gram_by_positions, norms_by_positions
 
 PRODUCTS = 3
 """How much longer a multiplication takes in products of positions than in writing out.  Measured on two cores, for norms by

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, pairs_of
-from autograd_hacks.forms.composite import Concatenation, Grouping
 from autograd_hacks.forms.dense import Dense
 from autograd_hacks.forms.numerics import stretches
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.rows import Concatenation, Grouping
 
 
 class Passes(Concatenation):

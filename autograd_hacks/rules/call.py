@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
-from autograd_hacks.trees import version_of
+from autograd_hacks.support.trees import version_of
 
 
 @dataclass(frozen=True)

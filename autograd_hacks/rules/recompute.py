@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autograd_hacks.errors import StaleRecord, where
 from autograd_hacks.forms import Dense, Form, Outer, Sum
-from autograd_hacks.rerun import with_random_state
 from autograd_hacks.rules.call import Call
+from autograd_hacks.support.untouched import with_random_state
 
 
 @dataclass

@@ -9,7 +9,13 @@ from contextlib import AbstractContextManager
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import (
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.passes import Segment
+from autograd_hacks.capture.records import Received, Visit
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Sum, Zero
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.reading.guards import (
     batch_size,
     check_hooked,
     check_layout,
@@ -22,17 +28,11 @@ from autograd_hacks.checks import (
     reduction,
     row_count,
 )
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Sum, Zero
-from autograd_hacks.layout import Layout
-from autograd_hacks.passes import Segment
-from autograd_hacks.record import Recorder
-from autograd_hacks.replay import Rerun
-from autograd_hacks.rerun import autocast_to, outside_inference
+from autograd_hacks.reading.replay import Rerun
 from autograd_hacks.rules import Call, rule_for
 from autograd_hacks.rules.attention import map_inside
-from autograd_hacks.trees import map_tensors
-from autograd_hacks.visits import Received, Visit
+from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.support.untouched import autocast_to, outside_inference
 
 
 def per_parameter_forms(

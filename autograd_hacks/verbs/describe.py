@@ -8,13 +8,13 @@ from html import escape
 
 import torch.nn as nn
 
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
-from autograd_hacks.gradients import per_parameter_forms
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.plan import Plan, static_units
+from autograd_hacks.probe.plan import Plan, static_units
+from autograd_hacks.reading.gate import per_parameter_forms
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.tables import text_table
+from autograd_hacks.support.tables import text_table
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 

@@ -11,15 +11,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.checks import is_rounding
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
-from autograd_hacks.gradients import per_parameter_forms
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.record import Recorder
-from autograd_hacks.rerun import RandomState, untouched, with_random_state
-from autograd_hacks.switch import Switch
-from autograd_hacks.tables import text_table
-from autograd_hacks.trees import is_packed, map_tensors, tensors_of
+from autograd_hacks.reading.gate import per_parameter_forms
+from autograd_hacks.reading.guards import is_rounding
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.tables import text_table
+from autograd_hacks.support.trees import is_packed, map_tensors, tensors_of
+from autograd_hacks.support.untouched import RandomState, untouched, with_random_state
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.layout import Layout, only_by_sizes
+from autograd_hacks.probe.layout import Layout, only_by_sizes
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 
 MIXING = "samples mix"

@@ -8,6 +8,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.passes import Losses, Pass, Segment
+from autograd_hacks.capture.records import Received, Visit
 from autograd_hacks.errors import (
     BatchSizeError,
     HigherOrderError,
@@ -18,14 +21,11 @@ from autograd_hacks.errors import (
     where,
 )
 from autograd_hacks.forms import BUDGET, Form, Replay
-from autograd_hacks.layout import Layout
-from autograd_hacks.passes import Losses, Pass, Segment
-from autograd_hacks.plan import MIXING
-from autograd_hacks.record import Recorder
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import MIXING
 from autograd_hacks.rules import rule_for
-from autograd_hacks.switch import Switch
-from autograd_hacks.trees import modules_of, version_of
-from autograd_hacks.visits import Received, Visit
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import modules_of, version_of
 
 LOSS_TYPES = ("mean", "sum")
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autograd_hacks.layout import Layout
+from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.table import covered, rule_for
 
 if TYPE_CHECKING:
-    from autograd_hacks.record import Recorder
-    from autograd_hacks.visits import Visit
+    from autograd_hacks.capture.forward import Recorder
+    from autograd_hacks.capture.records import Visit
 
 
 @dataclass(frozen=True)

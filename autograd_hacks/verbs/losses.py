@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autograd_hacks.checks import check_batch_size, check_loss_type
-from autograd_hacks.passes import Losses, announced
+from autograd_hacks.capture.passes import Losses, announced
+from autograd_hacks.reading.guards import check_batch_size, check_loss_type
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:

@@ -1,7 +1,7 @@
 """What the hooks leave behind: who saw which input and which gradient, in which backward pass.  No mathematics.
 
 `Recorder` decides what of it lives how long, together with `Receiver`, which hears of gradients.  See
-`autograd_hacks.visits` for a call's record, and `autograd_hacks.passes` for a backward pass's.
+`autograd_hacks.capture.records` for a call's record, and `autograd_hacks.capture.passes` for a backward pass's.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.ends import ends_of
-from autograd_hacks.inside import Inside, Map, looks_inside
-from autograd_hacks.layout import Layout, for_each_sample
-from autograd_hacks.plan import UNKNOWN, Plan, Unit
-from autograd_hacks.receiver import Receiver
-from autograd_hacks.rerun import RandomState, autocast_dtype, cuda_devices_of, random_state
+from autograd_hacks.capture.attention import Inside, Map, looks_inside
+from autograd_hacks.capture.backward import Receiver
+from autograd_hacks.capture.graph import ends_of
+from autograd_hacks.capture.param_grad import anchored, asking
+from autograd_hacks.capture.records import Replay, Visit, attach, versions_of
+from autograd_hacks.probe.layout import Layout, for_each_sample
+from autograd_hacks.probe.plan import UNKNOWN, Plan, Unit
 from autograd_hacks.rules.attention import count
 from autograd_hacks.rules.table import axes_for, covered, rule_for
-from autograd_hacks.skipping import anchored, asking
-from autograd_hacks.switch import NO_TASK, Switch, current_task
-from autograd_hacks.trees import map_tensors, tensors_of, version_of
-from autograd_hacks.visits import Replay, Visit, attach, versions_of
-from autograd_hacks.weak import ByTensor
+from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.trees import map_tensors, tensors_of, version_of
+from autograd_hacks.support.untouched import RandomState, autocast_dtype, cuda_devices_of, random_state
 
 if TYPE_CHECKING:
-    from autograd_hacks.survey import Survey
+    from autograd_hacks.probe.trace import Survey
 
 Layouts = tuple[Layout | None, ...]
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import check_ordinary
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.forms import Dense, Scaled
-from autograd_hacks.gradients import set_grads
-from autograd_hacks.grads import PerSampleGrads, per_sample_grads
-from autograd_hacks.hooks import recorder_of
+from autograd_hacks.reading.gate import set_grads
+from autograd_hacks.reading.guards import check_ordinary
+from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
-from autograd_hacks.weak import ByTensor
+from autograd_hacks.support.by_tensor import ByTensor
 
 Hear = Callable[[tuple[Tensor | None, ...]], None]
 """What a hook on a node is called with."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autograd_hacks.capture.records import Received, Visit
 from autograd_hacks.errors import NothingRecorded
-from autograd_hacks.switch import current_task
-from autograd_hacks.visits import Received, Visit
+from autograd_hacks.support.switch import current_task
 
 if TYPE_CHECKING:
-    from autograd_hacks.receiver import Receiver
+    from autograd_hacks.capture.backward import Receiver
 
 
 @dataclass(eq=False)

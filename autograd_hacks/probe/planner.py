@@ -9,15 +9,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from autograd_hacks.batch import Batch, BatchDim, Hypothesis, kept_samples
+from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.errors import ProbeFailed
-from autograd_hacks.plan import Plan, static_units
-from autograd_hacks.record import Recorder
-from autograd_hacks.rerun import cuda_devices_of, random_state
+from autograd_hacks.probe.batch import Batch, BatchDim, Hypothesis, kept_samples
+from autograd_hacks.probe.decide import plan_of
+from autograd_hacks.probe.plan import Plan, static_units
+from autograd_hacks.probe.trace import Arguments, Survey
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.survey import Arguments, Survey
-from autograd_hacks.trees import map_tensors, modules_of, tensors_of
-from autograd_hacks.verdict import plan_of
+from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
+from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 
 class Planner:

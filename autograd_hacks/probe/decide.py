@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autograd_hacks.ends import ends_of
+from autograd_hacks.capture.graph import ends_of
 from autograd_hacks.errors import where
-from autograd_hacks.layout import Layout
-from autograd_hacks.plan import MIXING, Plan, Unit, static_units
-from autograd_hacks.probe import Stack
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
+from autograd_hacks.probe.trace import Seen, Survey
+from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.survey import Seen, Survey
 
 
 def plan_of(survey: Survey) -> Plan:

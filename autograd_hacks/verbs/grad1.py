@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks import memory
-from autograd_hacks.checks import check_ordinary, common_reduction
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.forms import Form, Outer
 from autograd_hacks.forms.numerics import accumulation_dtype
-from autograd_hacks.gradients import per_parameter_forms, without_autocast
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.record import Recorder
+from autograd_hacks.reading.gate import per_parameter_forms, without_autocast
+from autograd_hacks.reading.guards import check_ordinary, common_reduction
+from autograd_hacks.support import memory
 
 
 def compute_grad1(

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autograd_hacks.batch import Batch, Hypothesis
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.records import Replay, Visit
 from autograd_hacks.errors import ProbeFailed
-from autograd_hacks.layout import (
+from autograd_hacks.probe.batch import Batch, Hypothesis
+from autograd_hacks.probe.layout import (
     Evidence,
     Layout,
     differs,
@@ -26,15 +28,19 @@ from autograd_hacks.layout import (
     likeliest,
     only_by_sizes,
 )
-from autograd_hacks.plan import Layouts
-from autograd_hacks.probe import Frame, Stack, Tracker
-from autograd_hacks.record import Recorder
-from autograd_hacks.rerun import cuda_devices_of, random_state, untouched, with_other_generators, with_random_state
+from autograd_hacks.probe.plan import Layouts
+from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import axes_for, covered, parts_of_composites, rule_for
-from autograd_hacks.switch import Switch
-from autograd_hacks.trees import is_packed, tensors_of, version_of
-from autograd_hacks.visits import Replay, Visit
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import is_packed, tensors_of, version_of
+from autograd_hacks.support.untouched import (
+    cuda_devices_of,
+    random_state,
+    untouched,
+    with_other_generators,
+    with_random_state,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)

@@ -12,15 +12,15 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.batch import BatchDim
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.param_grad import check_one_process, check_unwrapped
 from autograd_hacks.errors import NothingRecorded
-from autograd_hacks.planner import Planner
-from autograd_hacks.record import Recorder
+from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.probe.planner import Planner
+from autograd_hacks.probe.trace import SurveyHook
 from autograd_hacks.rules.table import parts_of_composites, rule_for
-from autograd_hacks.skipping import check_one_process, check_unwrapped
-from autograd_hacks.survey import SurveyHook
-from autograd_hacks.switch import NO_TASK, Switch, current_task
-from autograd_hacks.trees import tensors_of
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.trees import tensors_of
 
 
 def add_hooks(

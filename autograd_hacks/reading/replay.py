@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autograd_hacks.capture.records import Received, Visit
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.forms import BUDGET
-from autograd_hacks.layout import Layout
-from autograd_hacks.rerun import autocast_to, random_state, untouched, with_random_state
+from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.recompute import is_recomputed
-from autograd_hacks.switch import Switch
-from autograd_hacks.trees import is_packed, map_tensors, tensors_of, version_of
-from autograd_hacks.visits import Received, Visit
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import is_packed, map_tensors, tensors_of, version_of
+from autograd_hacks.support.untouched import autocast_to, random_state, untouched, with_random_state
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """What torch and modules raise for arguments that they can't take."""

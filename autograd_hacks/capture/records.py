@@ -16,15 +16,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.layout import Layout
-from autograd_hacks.rerun import RandomState, cuda_devices_of, random_state
-from autograd_hacks.skipping import anchored
-from autograd_hacks.trees import map_tensors, tensors_of, version_of
+from autograd_hacks.capture.param_grad import anchored
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.support.trees import map_tensors, tensors_of, version_of
+from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state
 
 if TYPE_CHECKING:
-    from autograd_hacks.inside import Map
-    from autograd_hacks.passes import Pass
-    from autograd_hacks.record import Recorder
+    from autograd_hacks.capture.attention import Map
+    from autograd_hacks.capture.forward import Recorder
+    from autograd_hacks.capture.passes import Pass
 
 Versions = list[tuple[Tensor, int]]
 

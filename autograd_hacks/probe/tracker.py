@@ -1,7 +1,7 @@
 """The probe: one more forward, before a signature's first, with half of the samples replaced.
 
 What it leaves says which values follow from the batch, where each parameter is read, and what every module returned; the
-forward after it, compared with that, says where the samples are (`autograd_hacks.survey`).
+forward after it, compared with that, says where the samples are (`autograd_hacks.probe.trace`).
 """
 
 from __future__ import annotations

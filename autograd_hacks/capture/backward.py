@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.ends import CAPTURED, way_to
-from autograd_hacks.layout import Layout
-from autograd_hacks.passes import ANNOUNCED, Pass, Segment
-from autograd_hacks.plan import Plan
-from autograd_hacks.rerun import RandomState
-from autograd_hacks.skipping import Skipper
-from autograd_hacks.switch import Switch, current_task
-from autograd_hacks.trees import tensors_of, version_of
-from autograd_hacks.visits import Received, Visit
-from autograd_hacks.weak import ByTensor
+from autograd_hacks.capture.graph import CAPTURED, way_to
+from autograd_hacks.capture.param_grad import Skipper
+from autograd_hacks.capture.passes import ANNOUNCED, Pass, Segment
+from autograd_hacks.capture.records import Received, Visit
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.switch import Switch, current_task
+from autograd_hacks.support.trees import tensors_of, version_of
+from autograd_hacks.support.untouched import RandomState
 
 if TYPE_CHECKING:
-    from autograd_hacks.stream import Stream
+    from autograd_hacks.verbs.streaming import Stream
 
 
 class Receiver:

@@ -10,15 +10,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import common_batch_size, common_hess_type, common_reduction
-from autograd_hacks.curvature.matvec import Curvature
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
 from autograd_hacks.forms.numerics import row_norms, stretches
-from autograd_hacks.gradients import per_parameter_forms
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.rerun import autocast_to, outside_inference
-from autograd_hacks.trees import version_of
+from autograd_hacks.reading.gate import per_parameter_forms
+from autograd_hacks.reading.guards import common_batch_size, common_hess_type, common_reduction
+from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.untouched import autocast_to, outside_inference
+from autograd_hacks.verbs.matvec import Curvature
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
-from autograd_hacks.trees import is_packed
+from autograd_hacks.support.trees import is_packed
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
 """An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as

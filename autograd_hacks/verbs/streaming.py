@@ -9,16 +9,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.checks import batch_size, check_scale, check_seen, check_sum, readable_segments, reduction
+from autograd_hacks.capture.forward import Recorder
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.passes import Pass, Segment
+from autograd_hacks.capture.records import Visit
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, RandomMap, Sum
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.gradients import forms_of, without_autocast
-from autograd_hacks.grads import check_dim, check_direction, unwrapped
-from autograd_hacks.hooks import recorder_of
-from autograd_hacks.passes import Pass, Segment
-from autograd_hacks.record import Recorder
-from autograd_hacks.visits import Visit
+from autograd_hacks.reading.gate import forms_of, without_autocast
+from autograd_hacks.reading.guards import batch_size, check_scale, check_seen, check_sum, readable_segments, reduction
+from autograd_hacks.verbs.grads import check_dim, check_direction, unwrapped
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""

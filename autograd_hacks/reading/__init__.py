@@ -1,0 +1,1 @@
+"""From records to forms: may they be read, how is the loss scaled, one call after the other."""

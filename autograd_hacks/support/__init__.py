@@ -1,0 +1,1 @@
+"""What everything may use and nothing else is about."""
