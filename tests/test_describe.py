@@ -7,7 +7,7 @@ from test_errors import Scale
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.rules import RULES
+from autograd_hacks.rules import RULES, Rule
 
 
 class Everything(nn.Module):
@@ -100,7 +100,7 @@ def test_sizes_have_units() -> None:
 
 def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Scale(2))
-    monkeypatch.setitem(RULES, Scale, lambda layer, call: None)
+    monkeypatch.setitem(RULES, Scale, Rule(lambda layer, call: None))
     with autograd_hacks.add_hooks(model):
         model(torch.ones(3, 2)).sum().backward()
         assert "returned None" in str(autograd_hacks.describe(model))

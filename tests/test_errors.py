@@ -20,8 +20,8 @@ from autograd_hacks.errors import (
     StaleRecord,
     UnsupportedLayer,
 )
-from autograd_hacks.forms import Dense
-from autograd_hacks.rules import RULES, Call, single_input
+from autograd_hacks.forms import Dense, Outer
+from autograd_hacks.rules import RULES, Call, Rule, single_input
 
 
 @pytest.fixture
@@ -260,6 +260,26 @@ def test_a_registered_rule_covers_the_layer() -> None:
             assert_right(model, *batch())
         finally:
             del RULES[Scale]
+
+
+def test_a_registered_rule_may_cover_what_its_layer_reads_of_a_submodule(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.inner.weight.T
+
+    formula = single_input(lambda layer, x, g: {"inner.weight": Outer(g, x)})
+    monkeypatch.setitem(RULES, Reader, None)  # to be taken out at the end
+    autograd_hacks.register_rule(Reader, Rule(formula, covers=lambda layer: ("inner",)))
+    model = nn.Sequential(mlp(), Reader())
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        assert_right(model, *batch())
+        assert autograd_hacks.describe(model).rows[-1].how.startswith("rule <lambda>")
+        assert autograd_hacks.describe(model).rows[-1].form == "Outer"
 
 
 @pytest.mark.parametrize(

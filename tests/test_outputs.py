@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense
-from autograd_hacks.rules import RULES
+from autograd_hacks.rules import RULES, Rule
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_views_of_every_kind_from_a_layer_of_ones_own(
     view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = Offset(view), torch.randn(4, 3, dtype=torch.float64)
-    monkeypatch.setitem(RULES, Offset, lambda layer, call: {"offset": Dense(slope(call.grad))})
+    monkeypatch.setitem(RULES, Offset, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
     with autograd_hacks.add_hooks(model):
         out = model(x)
         ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()

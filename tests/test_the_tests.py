@@ -59,9 +59,9 @@ def test_a_wrong_rule_fails(
     def sabotage(how: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
             x, g = how(call.args[0], call.grads[0])
-            return rule(layer, replace(call, args=(x,), grads=(g,)))
+            return rule.formula(layer, replace(call, args=(x,), grads=(g,)))
 
-        monkeypatch.setitem(RULES, type(case.layer), wrong)
+        monkeypatch.setitem(RULES, type(case.layer), replace(rule, formula=wrong))
 
     monkeypatch.setattr(gate, "check_sum", lambda *_: None)  # the library's own check, which comes first
     sabotage(none)

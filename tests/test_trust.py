@@ -177,16 +177,15 @@ def test_verify_fails_what_is_wrong(
 
     def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
         inner, g = mistake(call.args[0], call.grads[0])
-        return rule(layer, dataclasses.replace(call, args=(inner,), grads=(g,)))
+        return rule.formula(layer, dataclasses.replace(call, args=(inner,), grads=(g,)))
 
-    vars(wrong)["features"] = vars(rule)["features"]
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         grads = [p.grad.clone() for p in model.parameters()]
         autograd_hacks.compute_grad1(model)
         rows = [p.grad1.clone() for p in model.parameters()]
         autograd_hacks.verify(model, samples=4)
-        monkeypatch.setitem(RULES, nn.Linear, wrong)
+        monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(rule, formula=wrong))
         monkeypatch.setattr(gate, "check_sum", lambda *_: None)  # which comes first
         with pytest.raises(autograd_hacks.errors.VerificationFailed, match=r"0\.weight +weighted sum of rows"):
             autograd_hacks.verify(model)

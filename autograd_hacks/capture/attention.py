@@ -121,7 +121,8 @@ def looks_inside(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     query = args[0] if args else kwargs.get("query")
     return (
         isinstance(layer, nn.MultiheadAttention)
-        and rule_for(layer) is attention
+        and (rule := rule_for(layer)) is not None
+        and rule.formula is attention
         and isinstance(query, Tensor)
         and query.ndim == 3
         and not query.is_nested

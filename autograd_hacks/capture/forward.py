@@ -22,7 +22,7 @@ from autograd_hacks.capture.param_grad import anchored, asking
 from autograd_hacks.capture.records import Replay, Visit, attach, versions_of
 from autograd_hacks.probe.layout import Layout, for_each_sample
 from autograd_hacks.probe.plan import UNKNOWN, Plan, Unit
-from autograd_hacks.rules.attention import count
+from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -99,7 +99,7 @@ class Recorder(Receiver):
             self.skipper.switch_off(layer, own)
         if self.survey is None and path not in self.plan.unplaced and looks_inside(layer, args, kwargs):
             self._place(layer)
-            samples = count(layer, args, kwargs) if self.samples is None else self.samples
+            samples = count_queries(layer, args, kwargs) if self.samples is None else self.samples
             off, replayed = self.skipper.off_in(layer), self._replayed(path)
             self._inside[layer] = Inside(self, path, layer, off, replayed, samples).__enter__()
 
@@ -201,13 +201,12 @@ class Recorder(Receiver):
             self.plan.refused |= dict.fromkeys((id(p) for p in parameters.values()), UNKNOWN)
             return None
         visit = self._visit(path, layer, args, kwargs, parameters, outputs, is_first, layouts)
-        recomputes = getattr(rule, "recomputes", False)
-        visit.results, visit.random_state = [x.detach() for x in outputs] if recomputes else [], random_state
+        visit.results, visit.random_state = [x.detach() for x in outputs] if rule.recomputes else [], random_state
         visit.state = {name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None}
         visit.skipped = frozenset(map(id, off))
         if self.survey is not None:
             self.survey.visited(visit)
-        return attach(self, visit, output, recomputes, off)
+        return attach(self, visit, output, rule.recomputes, off)
 
     def _visit(
         self,

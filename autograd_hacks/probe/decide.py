@@ -173,8 +173,8 @@ class Verdict:
 
 def _mixing(call: Seen) -> str:
     place = where(call.stack[-1].path, call.module)
-    why = getattr(rule_for(call.module), "mixes", None)
-    if why is not None and (told := why(call.module, call.module.training)):
+    rule = rule_for(call.module)
+    if rule is not None and rule.mixes is not None and (told := rule.mixes(call.module, call.module.training)):
         return f"{MIXING}: {place} {told}"
     if call.probed is not None and call.probed.routed:
         return (

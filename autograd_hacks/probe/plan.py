@@ -112,9 +112,8 @@ class Plan:
         """Where the samples are in the model's own outputs."""
         if len(self.model) == len(outputs):
             return self.model
-        axes = getattr(rule_for(model), "axes", None)
-        axes = axes(model) if axes is not None else ()
-        places = [*axes, *[0] * len(outputs)]
+        rule = rule_for(model)
+        places = [*(() if rule is None or rule.axes is None else rule.axes(model)), *[0] * len(outputs)]
         return tuple(Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, places))
 
     def is_watched(self, parameter: Tensor) -> bool:

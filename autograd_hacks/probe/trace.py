@@ -187,7 +187,7 @@ class Survey:
         (buffers, arguments), outputs = begun, tensors_of(output)
         facts = [self.tracker.facts(x) for x in outputs]
         now, rule = _versions(module), rule_for(module)
-        goes_by_input = hasattr(rule, "by_input") or hasattr(rule, "features")
+        goes_by_input = rule is not None and (rule.by_input or rule.features is not None)
         return Probed(
             outputs=[x.detach().clone() for x in outputs],
             inputs=[arguments[0][0].detach().clone()] if goes_by_input and arguments else [],
@@ -199,7 +199,7 @@ class Survey:
 
     def _look_up(self, path: str, module: nn.Module, output: Any, probed: Probed, lookups: set[str]) -> Any:
         """What the caller of a lookup is to get; None for the output itself."""
-        if rule_for(module) is not embedding:
+        if (rule := rule_for(module)) is None or rule.formula is not embedding:
             return None
         self._free[path] = self._free.get(path, True) and not probed.from_batch
         if path not in lookups:
@@ -284,7 +284,7 @@ class Survey:
         samples, rule = self.hypotheses[number].samples, rule_for(self._modules[stack[-1].path])
         by_input = self._evidence(stack[-1], number, lambda probed: probed.inputs)
         fitting: list[Layout] | None = None
-        if not hasattr(rule, "by_input"):
+        if rule is None or not rule.by_input:
             evidence = self._evidence(stack[-1], number, lambda probed: probed.outputs[:1])
             fitting, _ = layouts_that_fit(output.detach(), evidence, axes) if evidence else ([], True)
         if by_input and (fitting is None or len(fitting) > 1):

@@ -193,7 +193,7 @@ def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
         return _apply_rule(visit, received, None, samples)
     layout = visit.layouts[0]
     assert layout is not None  # a call whose samples have no place is no visit by a rule
-    if hasattr(rule_for(visit.layer), "features"):
+    if (rule := rule_for(visit.layer)) is not None and rule.features is not None:
         check_layout(visit, layout, next(grad.shape for grad in received.grads if grad is not None))
         return _apply_rule(visit, received, layout if layout.axis or layout.fold else None, samples)
     rows = row_count(visit, received)
@@ -222,7 +222,7 @@ def _apply_rule(visit: Visit, received: Received, layout: Layout | None, rows: i
         raise UnsupportedLayer(f"{where(visit.path, visit.layer)} has lost its rule since the forward pass; repeat the step")
     try:
         with without_autocast(next(iter(visit.parameters.values()))[0]):
-            forms = rule(visit.layer, _gated(visit, received, layout))
+            forms = rule.formula(visit.layer, _gated(visit, received, layout))
     except (BatchSizeError, SamplesMixed) as error:
         raise type(error)(f"{where(visit.path, visit.layer)} {error}") from None
     if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):

@@ -343,9 +343,9 @@ def batch_size(visit: Visit, received: Received) -> int:
 
 def row_count(visit: Visit, received: Received) -> int:
     """The size of axis 0 of a call's outputs, or what the layer's rule counts where it knows better."""
-    count = None if visit.replay is not None else getattr(rule_for(visit.layer), "samples", None)
-    if count is not None:
-        return int(count(visit.layer, visit.args, visit.kwargs))
+    rule = None if visit.replay is not None else rule_for(visit.layer)
+    if rule is not None and rule.count is not None:
+        return int(rule.count(visit.layer, visit.args, visit.kwargs))
     return next(grad.shape[0] if grad.ndim else 1 for grad in received.grads if grad is not None)
 
 

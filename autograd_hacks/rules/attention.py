@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 
-def count(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
+def count_queries(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
     query = args[0] if args else kwargs["query"]
     return query.shape[0 if layer.batch_first or query.ndim < 3 else 1]
 
@@ -36,8 +36,6 @@ def map_inside(
     return forms
 
 
-@recomputes
-@counts_samples(count, axes=lambda layer: (0 if layer.batch_first else 1, 0))
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
     with torch's own attention between them."""

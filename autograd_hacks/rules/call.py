@@ -1,10 +1,9 @@
-"""What a rule sees of a layer's call, and the helper that spares the common one-tensor rule the ceremony."""
+"""What a rule sees of a layer's call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
-from autograd_hacks.forms import Form
 from autograd_hacks.support.trees import version_of
 
 
@@ -66,72 +64,6 @@ class Call:
                 "gradients depend on it. Read them before optimizer.step(), and before another forward in training mode."
             )
         return tensor.detach()
-
-
-Rule = Callable[[Any, Call], Mapping[str, Form]]
-"""``rule(layer, call)`` returns a form for each of the layer's own parameters."""
-
-
-def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -> Rule:
-    """A rule from ``formula(layer, x, g)``, for a layer of one tensor in, x, and one out, with the gradient g at it."""
-
-    @wraps(formula)
-    def rule(layer: nn.Module, call: Call) -> Mapping[str, Form]:
-        inputs = (*call.args, *call.kwargs.values())
-        if len(inputs) != 1:
-            raise TypeError(
-                f"{where(call.path, layer)} was given {len(inputs)} arguments, but its rule {formula.__name__} is for one. "
-                "Write rule(layer, call) without single_input, which sees all of them."
-            )
-        return formula(layer, inputs[0], call.grad)
-
-    return rule
-
-
-def counts_samples(
-    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int], axes: Callable[[Any], Sequence[int]]
-) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them, and
-    ``axes(layer)`` says where they are in each output."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["samples"], vars(rule)["axes"] = count, axes
-        return rule
-
-    return mark
-
-
-def positionwise(features: Callable[[Any], int]) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer does the same at every position, wherever the batch is: ``features(layer)`` says how many of
-    the output's last axes belong to one position."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["features"] = features
-        return rule
-
-    return mark
-
-
-def mixes(why: Callable[[Any, bool], str | None]) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer may mix samples: ``why(layer, training)`` says so for people, or is None."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["mixes"] = why
-        return rule
-
-    return mark
-
-
-def by_input(rule: Rule) -> Rule:
-    """Marks a rule whose layer may return a loss of the whole batch: its first argument tells where the samples are."""
-    vars(rule)["by_input"] = True
-    return rule
-
-
-def recomputes(rule: Rule) -> Rule:
-    """Marks a rule that recomputes its layer's output, which is kept for it as ``call.outputs``."""
-    vars(rule)["recomputes"] = True
-    return rule
 
 
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:

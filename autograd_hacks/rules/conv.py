@@ -8,7 +8,8 @@ from einops import reduce
 from torch import Tensor
 
 from autograd_hacks.forms import Convolution, Dense, Form
-from autograd_hacks.rules.call import Call, needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.rule import single_input
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

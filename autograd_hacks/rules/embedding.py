@@ -11,11 +11,11 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Form, Lookup
-from autograd_hacks.rules.call import Call, needs_batch, positionwise, recomputes, single_input
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
+from autograd_hacks.rules.rule import single_input
 
 
-@positionwise(features=lambda layer: 1)
 @single_input
 def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
@@ -25,7 +25,6 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     return {"weight": _lookup(layer, index, g)}
 
 
-@recomputes
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     """N bags, g: N D.  A bag's entries get its g, times their weights for 'sum', over their number for 'mean', and for
     'max' in the features where they are the largest."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Dense, Form
-from autograd_hacks.rules.call import Call, mixes, needs_batch, positionwise, single_input
+from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.rule import single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
 
 
-@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, normalised over S."""
@@ -24,7 +24,6 @@ def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
 
 
-@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, divided by the root mean square over S."""
@@ -38,7 +37,7 @@ def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.group_norm(x, layer.num_groups, eps=layer.eps), g)
 
 
-def _why_it_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
+def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
     of_batch = training or not layer.track_running_stats
     if not of_batch or isinstance(layer, nn.modules.instancenorm._InstanceNorm):
         return None
@@ -48,10 +47,9 @@ def _why_it_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str 
     )
 
 
-@mixes(_why_it_mixes)
 def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[str, Form]:
     """BatchNorm and InstanceNorm.  x, g: N C *T, normalised with running statistics, or each instance by its own."""
-    if why := _why_it_mixes(layer, call.training):
+    if why := why_norm_mixes(layer, call.training):
         raise SamplesMixed(why)
     by_instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm)
     of_input = call.training or not layer.track_running_stats

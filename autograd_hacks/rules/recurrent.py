@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.lstm import lstm
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
@@ -22,7 +22,7 @@ State = tuple[Tensor, ...]
 """h, or h and c, each N H"""
 
 
-def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+def count_sequences(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
     x = args[0] if args else kwargs["input"]
     if isinstance(x, PackedSequence):
         return int(x.batch_sizes[0]) if len(x.batch_sizes) else 0
@@ -30,8 +30,6 @@ def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, objec
     return x.shape[0 if layer.batch_first or x.ndim < 3 else 1]
 
 
-@recomputes
-@counts_samples(_count, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1))
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
     step is recomputed as linear maps; a weight's gradient sums over its map's uses."""
@@ -64,7 +62,6 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
         return maps.forms(outputs)
 
 
-@recomputes
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     """x: N I    states: N H.  The step is recomputed as linear maps."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")

@@ -117,8 +117,9 @@ def _how(parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[st
     if units and not is_known:
         return "replay, of what module the first step finds out"
     parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    by_rule = rule is not None and (not units or id(parameter) in plan.by_rule)
-    return " and ".join([*([f"rule {getattr(rule, '__name__', 'of yours')}"] if by_rule else []), *parts])
+    if rule is not None and (not units or id(parameter) in plan.by_rule):
+        parts.insert(0, f"rule {rule.name}")
+    return " and ".join(parts)
 
 
 def _with_unit(size: int | None) -> str:
