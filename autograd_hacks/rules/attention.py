@@ -1,6 +1,6 @@
 """MultiheadAttention: projections of query, key and value, attention between them, and a projection of what it gathered.
 
-The attention itself has no parameters; torch's own function computes it again, between identity projections.
+The attention itself has no parameters.  torch's own function recomputes it, with identity matrices as its projections.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def count_queries(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str,
 def map_inside(
     x: Tensor, g: Tensor, weight: str, rows: Mapping[str, slice], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Form]:
-    """A projection as it ran: x: N T I    g: N T O.  It uses some rows of a weight and of a bias.
+    """The forms of one projection, which uses some rows of a weight and of a bias.
 
-    weight: its weight's name    rows, shapes: of its parameters, by name
+    x: N T I, its input    g: N T O, the gradient at its output    weight: the weight's name
+    rows: the rows that it uses of each parameter, by name    shapes: each parameter's whole shape
     """
     forms: dict[str, Form] = {}
     for name, used in rows.items():
@@ -37,8 +38,8 @@ def map_inside(
 
 
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
-    """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as linear maps,
-    with torch's own attention between them."""
+    """query: T N E    key, value: S N ·, or with N first where batch_first.  The projections are recomputed as
+    linear maps, with torch's own attention between them."""
     query, key, value = (call.argument(place, name) for place, name in enumerate(("query", "key", "value")))
     padding, mask = call.argument(3, "key_padding_mask"), call.argument(5, "attn_mask")
     needs_batch(query, at_least=3, layout="(N, T, E) for batch_first, else (T, N, E)")
@@ -48,7 +49,7 @@ def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
     with recomputing(call):
         q, k, v = _project(layer, maps, query, key, value)
         if layer.bias_k is not None:
-            # Appended here and not by torch's function, so that every sample has a copy of its own.
+            # Appended here and not by torch's function, so that each sample has a copy of its own.
             k, v = (torch.cat([x, maps.copies(name, x.shape[1])]) for x, name in ((k, "bias_k"), (v, "bias_v")))
             padding, mask = (None if x is None else F.pad(x, (0, 1)) for x in (padding, mask))
         gathered, weights = F.multi_head_attention_forward(
@@ -65,7 +66,7 @@ def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:
 
 
 def _project(layer: nn.MultiheadAttention, maps: LinearMaps, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-    """q, k, v: T N E, by as few maps as the inputs allow."""
+    """q, k, v: T N E.  Inputs that are the same tensor share one map."""
     size, bias = layer.embed_dim, None if layer.in_proj_bias is None else "in_proj_bias"
     if not layer._qkv_same_embed_dim:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -73,7 +74,7 @@ def _project(layer: nn.MultiheadAttention, maps: LinearMaps, query: Tensor, key:
             maps(x, name, bias, 1, bias_rows=slice(part * size, (part + 1) * size))
             for part, (x, name) in enumerate(zip((query, key, value), names))
         ]
-    inputs: list[tuple[Tensor, int]] = []  # each input and how many of the projections it is for
+    inputs: list[tuple[Tensor, int]] = []  # each input, and how many projections it goes into
     for x in (query, key, value):
         if inputs and _same(inputs[-1][0], x):
             inputs[-1] = x, inputs[-1][1] + 1

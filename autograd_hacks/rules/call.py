@@ -16,25 +16,27 @@ from autograd_hacks.support.trees import version_of
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer as the gate hands it on, in the parameters' dtype.
+    """One call of a layer, as a formula gets it: in the parameters' dtype."""
 
-    args, kwargs: what the layer's forward was given
-    grads: for each tensor that the layer returned, the gradient of the batch's loss at it, or None where the loss did not
-    reach it
-    training: whether the layer was in training mode    state: its parameters and buffers, for `read`
-    random_state: the generators' states before the call, for layers with dropout inside    outputs: what came out, for
-    layers that are recomputed    precision: autocast's dtype, where the call ran under it
-    """
-
+    #: the layer's name in the model
     path: str
+    #: the layer itself
     layer: nn.Module
+    #: what the layer's forward was given by position
     args: tuple[Any, ...]
+    #: what the layer's forward was given by name
     kwargs: Mapping[str, Any]
+    #: for each tensor that the layer returned, the gradient of the batch's loss at it; None where the loss did not reach it
     grads: tuple[Tensor | None, ...]
+    #: whether the layer was in training mode
     training: bool
+    #: the layer's parameters and buffers with their versions, for `read`
     state: Mapping[str, tuple[Tensor, int]]
+    #: the generators' states before the call, for layers with dropout inside
     random_state: Mapping[str, Tensor] | None
+    #: what the layer returned, for rules that recompute it
     outputs: tuple[Tensor, ...]
+    #: autocast's dtype, where the call ran under it
     precision: torch.dtype | None
 
     @property
@@ -52,9 +54,9 @@ class Call:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def read(self, name: str) -> Tensor:
-        """The layer's own parameter or buffer as it was in the forward pass.
+        """A parameter or buffer of the layer, as it was in the forward pass.
 
-        Raises StaleRecord where it has been changed since.
+        Raises StaleRecord where it has changed since.
         """
         tensor, version = self.state[name]
         *path, own_name = name.split(".")
@@ -67,7 +69,7 @@ class Call:
 
 
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:
-    """Raises for an input with fewer axes than a batch has.  layout: a batch's shape, for people."""
+    """Raises for an input with fewer axes than a batch has.  layout: the shape expected, for people."""
     if x.ndim < at_least:
         raise BatchSizeError(
             f"was given an input without a batch axis, of shape {tuple(x.shape)}; expected {layout}. "

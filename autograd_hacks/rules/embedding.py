@@ -1,4 +1,4 @@
-"""Embedding and EmbeddingBag: tables that are read by index."""
+"""Embedding and EmbeddingBag: tables read by index."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
-    """N bags, g: N D.  A bag's entries get its g, times their weights for 'sum', over their number for 'mean', and for
-    'max' in the features where they are the largest."""
+    """N bags    g: N D.  Each entry of a bag gets the bag's g: for 'sum' times its weight, for 'mean' divided by the number
+    of entries, for 'max' only in the features where it is the largest."""
     _refuse_scale_by_freq(layer)
     index, offsets, weights = (
         call.argument(place, name) for place, name in enumerate(("input", "offsets", "per_sample_weights"))
@@ -53,7 +53,7 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
 
 
 def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
-    """Each feature of a bag goes to the entry in which it is the largest, which the operation itself tells."""
+    """Each feature's gradient goes to the entry that is the largest there; torch's operation returns which one it is."""
     largest = 2  # torch's number for the mode
     weight = call.read("weight")
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
@@ -63,7 +63,7 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
 
 def _lookup(layer: nn.Embedding, index: Tensor, g: Tensor) -> Form:
     if layer.padding_idx is not None:
-        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # and not a product: 0 · NaN is no zero
+        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
     return Lookup(index, g, layer.num_embeddings)
 
 

@@ -1,5 +1,5 @@
-"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised; so the weight's J is g x̂ and the bias's is g, summed over
-the positions that share an entry."""
+"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised.  So J is g x̂ for the weight and g for the bias, summed
+over the positions that share an entry."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
 
 
 def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
-    """Forms for a weight and a bias over the `last` axes, or over the channels, axis 1, where there is no such number."""
+    """Forms for a weight and a bias.  They lie on the `last` axes of x, or on axis 1, the channels, where `last` is None."""
 
     def sum_positions(values: Tensor) -> Tensor:
         shared = range(1, values.ndim - last) if last else range(2, values.ndim)
         return values.sum(tuple(shared)) if len(shared) else values
 
-    # x̂ is nobody else's, and its memory is at hand.
+    # In place where it can be: nobody else holds x̂, and new memory costs more.
     products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
     forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
     if getattr(layer, "bias", None) is not None:

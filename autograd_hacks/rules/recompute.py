@@ -1,5 +1,5 @@
-"""For layers that use several linear maps inside: recompute the layer once as plain linear maps, run one backward pass
-through that, and read the factors of each weight off its map."""
+"""For layers with several linear maps inside: the layer is recomputed once as plain linear maps, one backward pass runs
+through that, and each weight's factors are the input of its map and the gradient at its output."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ from autograd_hacks.support.untouched import with_random_state
 
 @dataclass
 class Use:
-    """One use of a linear map, x of ... I to y of ... O, with some rows of a weight and a bias, or all.
+    """One use of a linear map, from x to y."""
 
-    samples: the sample of each row of x, where these are only some
-    """
-
-    x: Tensor
-    y: Tensor
-    batch_axis: int
-    weight: str
+    x: Tensor  # ... I
+    y: Tensor  # ... O
+    batch_axis: int  # of x and y
+    weight: str  # its name in the layer
     bias: str | None
-    weight_rows: slice | None
+    weight_rows: slice | None  # the rows of the weight that the map uses; None: all
     bias_rows: slice | None
-    samples: Tensor | None
+    samples: Tensor | None  # the sample of each row of x, where x has only some of the samples
 
 
 class LinearMaps:
-    """Linear maps that remember what went in and out.
+    """Linear maps that remember their inputs and outputs.
 
-    call: of the layer that is recomputed, whose weights they use
+    call: the call that is recomputed; the maps use its layer's weights
     """
 
     def __init__(self, call: Call) -> None:
@@ -56,8 +53,11 @@ class LinearMaps:
         bias_rows: slice | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """x Wᵀ + b, for parameters of the layer by name, or rows of them.  x: N I, or with batch_axis 1 T N I; or some of
-        the samples, by their numbers in `rows`, for a weight with no other use."""
+        """x Wᵀ + b, with the layer's parameters of these names, or some rows of them.
+
+        x: N I, or T N I with batch_axis 1    rows: the numbers of the samples in x, where it has only some;
+        the weight must then have no other use
+        """
         matrix, shift = self.call.read(weight), None if bias is None else self.call.read(bias)
         matrix = matrix if weight_rows is None else matrix[weight_rows]
         shift = shift if shift is None or bias_rows is None else shift[bias_rows]
@@ -67,7 +67,7 @@ class LinearMaps:
         return y
 
     def copies(self, name: str, samples: int) -> Tensor:
-        """A parameter of shape (1, 1, F) with a copy for each sample, 1 N F."""
+        """A parameter of shape 1 1 F, copied for each sample: 1 N F."""
         self.copied[name] = _differentiable(self.call.read(name).repeat(1, samples, 1))
         return self.copied[name]
 
@@ -96,37 +96,37 @@ class LinearMaps:
         return forms | {bias: Sum.of(parts) for bias, parts in shifts.items()}
 
     def _spread(self, grad: Tensor, name: str, rows: slice | None) -> Tensor:
-        """The gradient at some rows of a parameter among zeros for its other rows, on the last axis."""
+        """The gradient at all rows of a parameter, on the last axis, from that at some: the others get zeros."""
         if rows is None or rows.stop - rows.start == len(self.call.read(name)):
             return grad
         return F.pad(grad, (rows.start, len(self.call.read(name)) - rows.stop))
 
 
 def _differentiable(y: Tensor) -> Tensor:
-    """y, asking for its gradient even where nothing behind it does."""
+    """y, with requires_grad set even where nothing that it was computed from requires a gradient."""
     return y if y.requires_grad else y.requires_grad_()
 
 
 def _samples_first(x: Tensor, batch_axis: int) -> Tensor:
-    """N T F"""
+    """x: N F, or T N F with batch_axis 1.  Returns N T F."""
     return x[:, None] if x.ndim == 2 else x.movedim(batch_axis, 0)
 
 
 @contextmanager
 def recomputing(call: Call) -> Iterator[None]:
-    """A context to run a layer again in, with the random numbers that the forward pass drew, dropout's."""
+    """A context in which a layer runs again, with the same random numbers (for dropout) as in the forward pass."""
     with torch.enable_grad(), with_random_state(call.random_state or {}):
         yield
 
 
 def check_recomputed(call: Call, outputs: Sequence[Tensor]) -> None:
-    """Raises StaleRecord where recomputed outputs are not those that the forward pass returned."""
+    """Raises StaleRecord where the recomputed outputs differ from those of the forward pass."""
     for seen, out in zip(call.outputs, outputs):
         check_same(call, seen, out)
 
 
 def check_same(call: Call, seen: Tensor, out: Tensor) -> None:
-    """Raises StaleRecord where something recomputed is not what was seen in the forward pass."""
+    """Raises StaleRecord where a recomputed tensor differs from the one seen in the forward pass."""
     if not is_recomputed(seen, out, call.precision):
         raise StaleRecord(
             f"{where(call.path, call.layer)} could not be recomputed as it ran: its outputs came out different. Its "
@@ -136,15 +136,16 @@ def check_same(call: Call, seen: Tensor, out: Tensor) -> None:
 
 
 def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
-    """Whether an output is the one seen before, but for rounding.  precision: autocast's, where it was on"""
-    # Far above rounding, in the coarsest precision that the forward pass used, and far below what other weights do.
+    """Whether an output equals the one seen before, up to rounding.  precision: autocast's dtype, where it was on"""
+    # The tolerance is far above rounding in the coarsest precision that the forward pass used, and far below what changed
+    # weights do.
     if not (seen.is_floating_point() or seen.is_complex()):
         return torch.equal(out, seen)
     eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, precision or seen.dtype))
     factor, out = (1e3 if eps < 1e-6 else 20) * eps, out.detach().to(seen.dtype)
     if not seen.numel():
         return True
-    if _largest(out - seen) <= factor * _largest(seen) < torch.inf:  # the usual case, in few passes over the memory
+    if _largest(out - seen) <= factor * _largest(seen) < torch.inf:  # the usual case, which reads the memory few times
         return True
     tolerance = factor * float(seen.nan_to_num(posinf=0, neginf=0).abs().amax())
     return torch.allclose(out, seen, rtol=0, atol=tolerance, equal_nan=True)

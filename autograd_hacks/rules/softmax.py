@@ -1,5 +1,5 @@
-"""Layers that end in a loss: AdaptiveLogSoftmaxWithLoss and LinearCrossEntropyLoss.  Their losses are recomputed from the
-logits; whatever the reduction, the gradient at a sample's logits is that sample's own."""
+"""Layers that end in a loss: AdaptiveLogSoftmaxWithLoss and LinearCrossEntropyLoss.  The loss is recomputed from the logits,
+which the reduction comes after: so the gradient at a sample's logits belongs to that sample alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def adaptive_log_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss, call: Call) -> Ma
 
 
 def linear_cross_entropy(layer: Any, call: Call) -> Mapping[str, Form]:
-    """x: N I    target: N *S, or N C *S.  The loss is cross entropy between the target and logits N C *S, C·S maps of x."""
+    """x: N I    target: N *S, or N C *S.  The loss is the cross entropy of the target and the logits, N C *S,
+    a linear map of x."""
     x, target = call.argument(0, "input"), call.argument(1, "target")
     needs_batch(x, at_least=2, layout="(N, in_features)")
     maps, weight = LinearMaps(call), None if layer.weight is None else call.read("weight")

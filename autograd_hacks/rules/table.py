@@ -79,8 +79,10 @@ _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"}
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    """The rule of the layer's type or of the nearest base class that has one; None where the layer computes its output
-    in a way of its own, for which the base class's rule would be silently wrong."""
+    """The rule of the layer's type, or of its nearest base class that has one.
+
+    None where the layer has a forward (or weight or bias) of its own: the base class's rule would be silently wrong for it.
+    """
     own = vars(layer)
     if not _COMPUTES.isdisjoint(own) and any(callable(own[n]) or isinstance(own[n], Tensor) for n in _COMPUTES & own.keys()):
         return None
@@ -95,7 +97,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
 
 
 def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of what a rule for the layer gives forms for: its own, and those it reads past their owner."""
+    """{name: parameter} for which the layer's rule gives forms: its own, and those of submodules that it reads itself."""
     parameters = {name: p for name, p in layer._parameters.items() if p is not None}
     # Asked first: most layers have no submodules, and `rule_for` takes 0.4 µs, or 1 in a subclass.
     if layer._modules and (rule := rule_for(layer)) is not None and rule.covers is not None:
@@ -106,7 +108,7 @@ def covered(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def parts_of_composites(model: nn.Module) -> set[nn.Module]:
-    """The layers inside a model whose parameters the rule of a layer around them covers."""
+    """The layers inside a model whose parameters are covered by the rule of a layer that contains them."""
     return {
         layer.get_submodule(part)
         for layer in model.modules()
@@ -116,7 +118,7 @@ def parts_of_composites(model: nn.Module) -> set[nn.Module]:
 
 
 def axes_for(layer: nn.Module, output: Tensor) -> Sequence[int]:
-    """The axes of a layer's first output on which its rule may find the samples, the usual one first."""
+    """The axes of a layer's first output on which the samples may be for its rule to work, the usual one first."""
     rule = rule_for(layer)
     if rule is not None and rule.features is not None:
         return range(max(1, output.ndim - rule.features(layer)))
