@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
-from autograd_hacks.forms.positions import Pair
+from autograd_hacks.forms.positions import Pair, norms_of_pairs, prefers_positions
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -227,6 +227,17 @@ class Form(ABC):
         for _, part in self.chunks(budget):
             blocks = [row_norms(block.matrix()) for _, block in part.blocks(budget)]
             found.append(blocks[0] if len(blocks) == 1 else row_norms(torch.stack(blocks, dim=1)))
+        return torch.cat(found)
+
+    def _norms_by_positions(self, budget: int) -> Tensor | None:
+        """The norms from products over positions; None where writing out is cheaper.  Rows that cancel are written out."""
+        pairs, found = [term.pair for term in self.terms], []
+        if not prefers_positions(pairs, self.shape.numel()):
+            return None
+        for _, part in self.chunks(budget, 2 * sum(right.shape[1] for _, right in pairs) ** 2):
+            norms, exact = norms_of_pairs([term.pair for term in part.terms if term.pair is not None], budget)
+            written = (~exact).nonzero()[:, 0]
+            found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
         return torch.cat(found)
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:

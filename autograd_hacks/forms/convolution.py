@@ -15,7 +15,7 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.dense import Dense
 from autograd_hacks.forms.numerics import stretches
 from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.paired import PRODUCTS
+from autograd_hacks.forms.positions import PRODUCTS
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

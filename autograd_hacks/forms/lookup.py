@@ -9,8 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.paired import gram_of_pairs
-from autograd_hacks.forms.positions import OneHot
+from autograd_hacks.forms.positions import OneHot, gram_of_pairs
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -74,7 +73,7 @@ class Lookup(Form):
         return total
 
     def _gram(self, other: Form, budget: int) -> Tensor:
-        by_positions = gram_of_pairs(self, other, budget)
+        by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
         return super()._gram(other, budget) if by_positions is None else by_positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:

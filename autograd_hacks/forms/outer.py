@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.paired import PRODUCTS, gram_of_pairs, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.positions import PRODUCTS, gram_of_pairs
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -142,14 +142,15 @@ class Outer(Form):
         return total
 
     def _gram(self, other: Form, budget: int) -> Tensor:
-        by_positions = gram_of_pairs(self, other, budget)
+        by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
         return super()._gram(other, budget) if by_positions is None else by_positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes)
-        return norms_of_pairs(self, budget) if prefers_positions(self.terms) else super().norms(budget)
+        by_positions = self._norms_by_positions(budget)
+        return super().norms(budget) if by_positions is None else by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.

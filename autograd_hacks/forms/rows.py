@@ -10,7 +10,6 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.numerics import stretches
-from autograd_hacks.forms.paired import norms_of_pairs, prefers_positions
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -173,7 +172,8 @@ class Sum(Form):
         return bool((square <= 1e4 * torch.finfo(square.dtype).eps * size**2)[size > 0].any())
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        return norms_of_pairs(self, budget) if prefers_positions(self.terms) else super().norms(budget)
+        by_positions = self._norms_by_positions(budget)
+        return super().norms(budget) if by_positions is None else by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         return self._added(lambda term: term.project(random, budget))
