@@ -8,7 +8,7 @@ import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, add
 
 small = st.integers(1, 3)
 
@@ -177,7 +177,7 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
     """Any form, made of others up to `depth` times."""
     kind = draw(st.sampled_from(["leaf", "sum", "grouping", "concatenation", "passes"])) if depth else "leaf"
     if kind == "sum":
-        return draw(forms(samples, shape, depth - 1)) + draw(forms(samples, shape, depth - 1))
+        return add([draw(forms(samples, shape, depth - 1)), draw(forms(samples, shape, depth - 1))])
     if kind == "grouping" and samples:
         many = draw(st.integers(0, 5))
         rows = torch.tensor(draw(st.lists(st.integers(0, samples - 1), min_size=many, max_size=many)), dtype=torch.long)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.forms import scale
 from autograd_hacks.rules import RULES
 from autograd_hacks.rules.linear import linear
 from autograd_hacks.support.by_tensor import ByTensor
@@ -76,7 +77,7 @@ def test_a_rule_registered_between_steps_holds_from_then_on(model: nn.Sequential
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     before = model[0].bias.grad1.clone()
-    monkeypatch.setitem(RULES, nn.Linear, lambda layer, call: {n: f.scaled(2) for n, f in linear(layer, call).items()})
+    monkeypatch.setitem(RULES, nn.Linear, lambda layer, call: {n: scale(f, 2) for n, f in linear(layer, call).items()})
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     assert_close(model[0].bias.grad1, 2 * before)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.forms import Dense, Outer, RandomMap
+from autograd_hacks.forms import Dense, Outer, RandomMap, Scaled, add, group, scale
 
 
 @given(st.integers(0, 99), st.integers(1, 4), st.integers(1, 40), st.integers(0, 2))
@@ -25,7 +25,8 @@ def test_one_projection_for_every_form(seed: int, samples: int, dim: int, number
     outer = Outer(torch.randn(samples, 2, 5).double(), torch.randn(samples, 2, 6).double())
     random = RandomMap("p", outer.shape, dim, number)
     expected = Dense(outer.dense()).project(random)
-    for form in (outer, outer.group(torch.arange(samples), samples), outer[:] + outer.scaled(0.0), outer.scaled(1.0)):
+    grouped = group(outer, torch.arange(samples), samples)
+    for form in (outer, grouped, add([outer[:], scale(outer, 0.0)]), Scaled(outer, 1.0)):
         assert_close(form.project(random), expected)
 
 

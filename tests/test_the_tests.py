@@ -11,7 +11,7 @@ from test_forms import test_every_verb_equals_its_definition as verbs_law
 from test_rules import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
-from autograd_hacks.forms import Convolution, Dense, Form, Outer
+from autograd_hacks.forms import Convolution, Dense, Form, Outer, group
 from autograd_hacks.reading import gate
 from autograd_hacks.rules import RULES, Call
 
@@ -83,7 +83,7 @@ SHAPE = torch.Size((4, 2, 3))
         Outer(G[:, :, 0], X[:, 0], SHAPE),
         Convolution(X, G, SHAPE, [1], [0], [1], 1),
         Dense(torch.randn(3, *SHAPE).double()),
-        Dense(torch.randn(2, *SHAPE).double()) .group(torch.tensor([0, 2]), 3),
+        group(Dense(torch.randn(2, *SHAPE).double()), torch.tensor([0, 2]), 3),
     ],
     ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping"],
 )  # fmt: skip

@@ -11,7 +11,8 @@ from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
-from autograd_hacks.forms.rows import Concatenation, Grouping, Scaled, Sum
+from autograd_hacks.forms.rows import Concatenation, Grouping, group
+from autograd_hacks.forms.sums import Scaled, Sum, add, scale
 
 __all__ = [
     "BUDGET",
@@ -28,4 +29,7 @@ __all__ = [
     "Scaled",
     "Sum",
     "Zero",
+    "add",
+    "group",
+    "scale",
 ]

@@ -40,8 +40,8 @@ class Form(ABC):
     shape: torch.Size
     writes_in_place = True
     """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
-    is_composite = False
-    """Whether the form is made of others, which know more than it does."""
+    parts: Sequence[Form] = ()
+    """The forms that it is made of, if it is."""
     cuts_well = False
     """Whether `block` is as cheap as a part of the whole."""
     held: tuple[Tensor, ...] = ()
@@ -76,12 +76,6 @@ class Form(ABC):
         """factor · J written out, as `dense` writes J."""
         return self.multiplied(factor).dense(out)
 
-    def scaled(self, factor: float | Tensor) -> Form:
-        """factor · J, for a number, which each verb multiplies by where it costs least."""
-        from autograd_hacks.forms.rows import Scaled
-
-        return Scaled(self, factor)
-
     @abstractmethod
     def block(self, rows: slice) -> Form:
         """J for some entries of the parameter's first axis."""
@@ -97,8 +91,8 @@ class Form(ABC):
         return 0.0
 
     def leaves(self) -> Iterator[Form]:
-        """The forms that this is made of, in the end."""
-        yield self
+        """The forms that this is made of, in the end; itself, if of none."""
+        yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
 
     def matrix(self) -> Tensor:
         """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
@@ -195,7 +189,7 @@ class Form(ABC):
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
         Returns (N, M)."""
-        if other.is_composite and not self.is_composite:
+        if other.parts and not self.parts:
             return other.gram(self, budget).mT.conj()
         return self._gram(other, budget)
 
@@ -254,21 +248,6 @@ class Form(ABC):
                     else:
                         found[samples, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
         return found
-
-    def __add__(self, other: Form) -> Form:
-        """Row by row, for a parameter that several calls share; the cross terms are kept by every verb."""
-        from autograd_hacks.forms.rows import Sum
-
-        return Sum.of([self, other])
-
-    def group(self, rows: Tensor, samples: int) -> Form:
-        """Relabelled: row k of the result is the sum of the rows n with rows[n] == k.
-
-        rows: N integers in [0, samples)    samples: the number of rows of the result
-        """
-        from autograd_hacks.forms.rows import Grouping
-
-        return Grouping(self, rows, samples)
 
     def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
         """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for

@@ -13,7 +13,7 @@ from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.passes import Segment
 from autograd_hacks.capture.records import Received, Visit
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Sum, Zero
+from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Zero, add, group
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.guards import (
     batch_size,
@@ -81,7 +81,7 @@ def _forms_of_segments(
     recorder.plan.checked |= kept
     recorder.plan.watched = not recorder.plan.checked
     scaled = scale if isinstance(scale, Tensor) or scale != 1 else None
-    tables = tables if scaled is None else [({p: f.scaled(1 / scaled) for p, f in t.items()}, n) for t, n in tables]
+    tables = tables if scaled is None else [({p: Scaled(f, 1 / scaled) for p, f in t.items()}, n) for t, n in tables]
     return {
         name: _stack([table.get(parameter) for table, _ in tables], [samples for _, samples in tables], parameter)
         for name, parameter in trainable.items()
@@ -119,13 +119,13 @@ def segment_forms(segment: Segment, loss_type: str | None) -> tuple[dict[Tensor,
                 own = Scaled(form, form.samples) if is_mean and form.samples != 1 else form
                 parameter = visit.parameters[name][0]
                 if is_hess:
-                    table[visit, parameter] = table[visit, parameter] + own if (visit, parameter) in table else own
+                    table[visit, parameter] = add([table[visit, parameter], own]) if (visit, parameter) in table else own
                 else:
                     found.setdefault(parameter, []).append(own)
         passes.append(table)
     samples = common_batch_size(segment)
     if not is_hess:
-        return {parameter: Sum.of(forms) for parameter, forms in found.items()}, samples
+        return {parameter: add(forms) for parameter, forms in found.items()}, samples
     return _stacked_passes(passes, samples), samples * len(passes)
 
 
@@ -136,7 +136,7 @@ def _stacked_passes(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samples:
     found: dict[Tensor, list[Form]] = {}
     for key in passes[0]:
         found.setdefault(key[1], []).append(Passes.of([table[key] for table in passes]))
-    return {parameter: Sum.of(forms) for parameter, forms in found.items()}
+    return {parameter: add(forms) for parameter, forms in found.items()}
 
 
 def _stacked_parameters(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samples: int) -> dict[Tensor, Form]:
@@ -147,7 +147,7 @@ def _stacked_parameters(passes: Sequence[dict[tuple[Visit, Tensor], Form]], samp
     found = {}
     for parameter in dict.fromkeys(parameter for table in tables for parameter in table):
         zero = [Zero(samples, parameter.shape, parameter)]
-        found[parameter] = Passes.of([Sum.of(table.get(parameter, zero)) for table in tables])
+        found[parameter] = Passes.of([add(table.get(parameter, zero)) for table in tables])
     return found
 
 
@@ -201,7 +201,7 @@ def forms_of(visit: Visit, received: Received) -> Mapping[str, Form]:
     if not layout.fold:
         return forms
     device = next(grad.device for grad in received.grads if grad is not None)
-    return {name: form.group(layout.rows(rows, samples, device), samples) for name, form in forms.items()}
+    return {name: group(form, layout.rows(rows, samples, device), samples) for name, form in forms.items()}
 
 
 def _forms_inside(visit: Visit, received: Received) -> Mapping[str, Form]:

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Form, Lookup
+from autograd_hacks.forms import Form, Lookup, group
 from autograd_hacks.rules.call import Call, needs_batch, positionwise, recomputes, single_input
 from autograd_hacks.rules.recompute import check_recomputed
 
@@ -50,7 +50,7 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
         values = values / sizes.clamp(min=1)[bags, None]
     elif weights is not None:
         values = values * weights[:, None]
-    return {"weight": Lookup(index[:, None], values[:, None], layer.num_embeddings).group(bags, len(offsets))}
+    return {"weight": group(Lookup(index[:, None], values[:, None], layer.num_embeddings), bags, len(offsets))}
 
 
 def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:

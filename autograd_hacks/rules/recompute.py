@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import StaleRecord, where
-from autograd_hacks.forms import Dense, Form, Outer, Sum
+from autograd_hacks.forms import Dense, Form, Outer, add, group
 from autograd_hacks.rules.call import Call
 from autograd_hacks.support.untouched import with_random_state
 
@@ -92,8 +92,8 @@ class LinearMaps:
             left = torch.cat([grad for _, grad in uses], dim=1)
             right = torch.cat([_samples_first(use.x, use.batch_axis) for use, _ in uses], dim=1)
             form, samples = Outer(left, right), uses[0][0].samples
-            forms[weight] = form if samples is None else form.group(samples, self.samples)
-        return forms | {bias: Sum.of(parts) for bias, parts in shifts.items()}
+            forms[weight] = form if samples is None else group(form, samples, self.samples)
+        return forms | {bias: add(parts) for bias, parts in shifts.items()}
 
     def _spread(self, grad: Tensor, name: str, rows: slice | None) -> Tensor:
         """The gradient at some rows of a parameter among zeros for its other rows, on the last axis."""

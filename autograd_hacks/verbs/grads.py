@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
+from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero, group
 from autograd_hacks.forms.numerics import row_norms, stretches
 from autograd_hacks.reading.gate import per_parameter_forms
 from autograd_hacks.reading.guards import common_batch_size, common_hess_type, common_reduction
@@ -205,7 +205,7 @@ class PerSampleGrads(Curvature):
             groups = len(known)
         elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
             raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
-        return self.with_forms({n: form.group(ids.to(form.like.device), groups) for n, form in self.items()}, groups)
+        return self.with_forms({n: group(form, ids.to(form.like.device), groups) for n, form in self.items()}, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
         """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)

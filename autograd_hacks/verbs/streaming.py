@@ -14,7 +14,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.passes import Pass, Segment
 from autograd_hacks.capture.records import Visit
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
-from autograd_hacks.forms import Form, RandomMap, Sum
+from autograd_hacks.forms import Form, RandomMap, add, scale
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.reading.gate import forms_of, without_autocast
 from autograd_hacks.reading.guards import batch_size, check_scale, check_seen, check_sum, readable_segments, reduction
@@ -136,16 +136,16 @@ class Stream:
                 forms = self._forms[visit] = self._read(visit, current)
             for name in [name for name in forms if visit.parameters[name][0] is parameter]:
                 form = forms.pop(name)
-                terms.append(form.scaled(form.samples) if is_mean and form.samples != 1 else form)
+                terms.append(scale(form, form.samples) if is_mean else form)
         if terms:
-            form = Sum.of(terms)
+            form = add(terms)
             if grad is not None and self.recorder.plan.watched:
                 current.arrived = {parameter: grad.detach()}
                 name = self.names.get(id(parameter), "a parameter")
                 segment = Segment([current])
                 check_sum(name, parameter, form, segment, self.loss_type, form.samples, self.recorder, lazily=True)
                 current.arrived = {}
-            self._take(parameter, form if isinstance(self.factor, float) and self.factor == 1 else form.scaled(self.factor))
+            self._take(parameter, scale(form, self.factor))
         for visit in [visit for visit, forms in self._forms.items() if not forms]:
             del self._forms[visit]
             if not self.recorder.plan.watched:  # else the largest gradient is still to be told
