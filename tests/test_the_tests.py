@@ -11,7 +11,7 @@ from test_forms import test_every_verb_equals_its_definition as verbs_law
 from test_rules import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
-from autograd_hacks.forms import Convolution, Dense, Form, Outer, group
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, group
 from autograd_hacks.reading import gate
 from autograd_hacks.rules import RULES, Call
 
@@ -84,8 +84,11 @@ SHAPE = torch.Size((4, 2, 3))
         Convolution(X, G, SHAPE, [1], [0], [1], 1),
         Dense(torch.randn(3, *SHAPE).double()),
         group(Dense(torch.randn(2, *SHAPE).double()), torch.tensor([0, 2]), 3),
+        Scaled(Outer(G[:, :, 0], X[:, 0], SHAPE), 3.0),
+        Sum([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
+        Concatenation([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
     ],
-    ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping"],
+    ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping", "Scaled", "Sum", "Concatenation"],
 )  # fmt: skip
 def test_a_wrong_verb_fails(form: Form, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verbs_law.hypothesis.inner_test((form, form))

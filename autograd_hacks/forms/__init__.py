@@ -3,7 +3,7 @@
 The base class `Form` defines every verb through `dense` and indexing; the other forms only make verbs faster or smaller.
 """
 
-from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.base import BUDGET, Form, put
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.dense import Dense, Zero
 from autograd_hacks.forms.lookup import Lookup
@@ -31,5 +31,6 @@ __all__ = [
     "Zero",
     "add",
     "group",
+    "put",
     "scale",
 ]

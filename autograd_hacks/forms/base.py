@@ -27,6 +27,13 @@ def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
 
 
+def put(rows: Tensor, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    """factor · rows, into ``out`` where that is given, as `Form.dense` returns them; ``rows`` itself if nothing is to do."""
+    if isinstance(factor, Tensor) or factor != 1:
+        return torch.mul(rows, factor, out=out)
+    return rows if out is None else out.copy_(rows)
+
+
 class Form(ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
@@ -57,8 +64,8 @@ class Form(ABC):
         """Some tensor of the rows' dtype and device."""
 
     @abstractmethod
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        """J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        """factor · J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
@@ -67,14 +74,6 @@ class Form(ABC):
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Form:
         """The same rows, computed in another dtype; the form itself where it has that."""
-
-    @abstractmethod
-    def multiplied(self, factor: float | Tensor) -> Form:
-        """factor · J, for a number, put into the smallest thing that it can be put into."""
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        """factor · J written out, as `dense` writes J."""
-        return self.multiplied(factor).dense(out)
 
     @abstractmethod
     def block(self, rows: slice) -> Form:
@@ -158,22 +157,19 @@ class Form(ABC):
             found[samples] += written @ v[rows].flatten()
         return found
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         """Jᵀ w: the samples' gradients added up with weights.
 
-        w: N, or (K, N) for K sums at once.  Returns shape, or ``(K, *shape)``.
+        w: N, or (K, N) for K sums at once    total: what an earlier call returned, to add to in place
+        Returns shape, or ``(K, *shape)``.
         """
-        total = self.new_sums(*w.shape[:-1], *self.shape)
-        self.add_weighted_sum(total, w, budget)
-        return total
-
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        """Adds Jᵀ w to ``total`` in place, which is what `weighted_sum` returns."""
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
         entries = self.shape[0] if self.shape else 1
         sums = total.view(len(weights), entries, self.shape[1:].numel())
         for samples, rows, written in self._written(budget):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
+        return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
@@ -189,13 +185,10 @@ class Form(ABC):
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
         Returns (N, M)."""
-        if other.parts and not self.parts:
-            return other.gram(self, budget).mT.conj()
-        return self._gram(other, budget)
-
-    def _gram(self, other: Form, budget: int) -> Tensor:
-        """By writing out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
-        written twice; or else some samples."""
+        if other.parts and not self.parts:  # a form made of others knows more
+            return other.gram(self, budget).mH
+        # Written out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
+        # written twice; or else some samples.
         mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
         width = self.sum_dtype.itemsize
         size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
@@ -208,12 +201,11 @@ class Form(ABC):
             pieces = stretches(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)
             for rows in pieces:
-                total += self.block(rows)._gram(other.block(rows), budget)
+                total += self.block(rows).gram(other.block(rows), budget)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
-            halves = stretches(self.samples, (self.samples + 1) // 2)
-            return torch.cat([self[half]._gram(other, budget) for half in halves])
-        return other._gram(self, budget).mH
+            return torch.cat([self[half].gram(other, budget) for half in _halves(self.samples)])
+        return torch.cat([self.gram(other[half], budget) for half in _halves(other.samples)], dim=1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
@@ -277,3 +269,7 @@ class Form(ABC):
     def merge(cls, forms: Sequence[Form]) -> Form:
         """The sum of forms with one `merge_key`, as one form of the same kind."""
         raise NotImplementedError(f"{cls.__name__} has a merge_key but no merge")
+
+
+def _halves(samples: int) -> list[slice]:
+    return stretches(samples, (samples + 1) // 2)

@@ -51,17 +51,16 @@ class Composite(Form):
     def block(self, rows: slice) -> Form:
         return self._of([part.block(rows) for part in self.parts])
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return self._of([part.multiplied(factor) for part in self.parts])
-
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self._join(part.dot(v, budget) for part in self.parts)
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         for part, own in zip(self.parts, self._split(w)):
-            part.add_weighted_sum(total, own, budget)
+            total = part.weighted_sum(own, budget, total)
+        assert total is not None  # there is a part
+        return total
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:

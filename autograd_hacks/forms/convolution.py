@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import grad as weight_gradients
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index, put
 from autograd_hacks.forms.dense import Dense
 from autograd_hacks.forms.numerics import stretches
 from autograd_hacks.forms.outer import Outer
@@ -64,25 +64,22 @@ class Convolution(Form):
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         if self.writes_in_place:
-            return self._dense_by_windows(out, 1.0)
+            return self._dense_by_windows(out, factor)
+        x, g = self.x, self.g
+        if min(x.numel(), g.numel()) < self.samples * self.shape.numel():  # with the factor folded into the smallest tensor
+            x, g = self._times(factor)
+            factor = 1.0
         # One ordinary weight gradient in which every sample is a group of its own.
         rows = self._weight_gradient(
-            rearrange(self.x, "n c ... -> 1 (n c) ..."),
-            rearrange(self.g, "n o ... -> 1 (n o) ..."),
+            rearrange(x, "n c ... -> 1 (n c) ..."),
+            rearrange(g, "n o ... -> 1 (n o) ..."),
             self.samples,
         ).view(self.samples, *self.shape)
-        return rows if out is None else out.copy_(rows)
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        if self.samples and self.writes_in_place:
-            return self._dense_by_windows(out, factor)
-        if self.shape.numel() < min(self.x.shape[1:].numel(), self.g.shape[1:].numel()):
-            return torch.mul(self.dense(), factor, out=out)  # J is the smallest thing that it can be put into
-        return super().dense_times(factor, out)
+        return put(rows, out, factor)
 
     def __getitem__(self, index: Index) -> Convolution:
         return self._like(self.x[index], self.g[index])
@@ -97,10 +94,11 @@ class Convolution(Form):
         block.shape = torch.Size((block.g.shape[1], *self.shape[1:]))
         return block
 
-    def multiplied(self, factor: float | Tensor) -> Form:
+    def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The factors, the smaller one of them multiplied by a number."""
         if self.x.numel() < self.g.numel():
-            return self._like(self.x * factor, self.g)
-        return self._like(self.x, self.g * factor)
+            return put(self.x, None, factor), self.g
+        return self.x, put(self.g, None, factor)
 
     def _like(self, x: Tensor, g: Tensor) -> Convolution:
         return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
@@ -121,21 +119,16 @@ class Convolution(Form):
         chunks = self.chunks(budget, 2 * self.g.shape[1:].numel())
         return torch.cat([(part.tangent(1, v.to(self.sum_dtype)) * part.g).flatten(1).sum(1) for _, part in chunks])
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.
         if w.ndim == 2 or self.like.is_complex():
-            return super().add_weighted_sum(total, w, budget)
+            return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
-            weights = w[samples].to(total.dtype).view(-1, *[1] * (self.g.ndim - 1))
-            total += self._weight_gradient(part.x, part.g * weights, 1)
-
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 1 and not self.like.is_complex():
-            (_, part), *more = self.chunks(budget, self.g.shape[1:].numel())
-            if not more:  # no zeros to be written, and read again
-                weights = w.to(self.sum_dtype).view(-1, *[1] * (self.g.ndim - 1))
-                return self._weight_gradient(part.x, part.g * weights, 1)
-        return super().weighted_sum(w, budget)
+            weights = w[samples].to(self.sum_dtype).view(-1, *[1] * (self.g.ndim - 1))
+            found = self._weight_gradient(part.x, part.g * weights, 1)
+            total = found.contiguous() if total is None else total.add_(found)
+        assert total is not None  # there is a chunk
+        return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if not self._prefers_positions():
@@ -188,14 +181,14 @@ class Convolution(Form):
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)
         if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [Outer(*part.factors()).dense_times(factor) for part in self._window_chunks()]
+            products = [Outer(*part.factors()).dense(factor=factor) for part in self._window_chunks()]
             return torch.cat(products).view(self.samples, *self.shape)
         rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
         start = 0
         for part in self._window_chunks():
             left, right = part.factors()
             piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
-            Outer(left, right).dense_times(factor, piece)
+            Outer(left, right).dense(piece, factor)
             start += part.samples
         return rows
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form, Index, put
 
 
 class Dense(Form):
@@ -29,13 +29,9 @@ class Dense(Form):
     def row_size(self) -> int:
         return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        return self.values.clone() if out is None else out.copy_(self.values)
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None or out.dtype != self.values.dtype:
-            return super().dense_times(factor, out)
-        return torch.mul(self.values, factor, out=out)
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        rows = put(self.values, out, factor)
+        return rows.clone() if rows is self.values else rows
 
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
@@ -48,9 +44,6 @@ class Dense(Form):
 
     def block(self, rows: slice) -> Form:
         return Dense(self.values[:, rows])
-
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Dense(self.values * factor)
 
     def merge_key(self) -> Hashable:
         return Dense
@@ -78,7 +71,7 @@ class Zero(Form):
     def row_size(self) -> int:
         return 0
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         return self._like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
 
     def matrix(self) -> Tensor:
@@ -94,20 +87,17 @@ class Zero(Form):
     def block(self, rows: slice) -> Form:
         return Zero(self.samples, torch.Size((len(range(*rows.indices(self.shape[0]))), *self.shape[1:])), self._like)
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return self
-
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples)
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        pass
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        return self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         zeros = self.new_sums(*self.shape).abs()
         return zeros if about is None else zeros + w.to(zeros.dtype).sum() * about.abs().square()
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples, other.samples)
 
     def norms(self, budget: int = BUDGET) -> Tensor:

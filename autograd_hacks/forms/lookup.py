@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
+from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of, put
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.positions import OneHot, gram_of_pairs
 from autograd_hacks.forms.projection import RandomMap
@@ -30,9 +30,10 @@ class Lookup(Form):
     def like(self) -> Tensor:
         return self.g
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        values = put(self.g, None, factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
-        rows.view(self.samples * self.entries, self.shape[1]).index_add_(0, self._slots(), self.g.flatten(0, 1))
+        rows.view(self.samples * self.entries, self.shape[1]).index_add_(0, self._slots(), values.flatten(0, 1))
         return rows
 
     def __getitem__(self, index: Index) -> Form:
@@ -48,19 +49,18 @@ class Lookup(Form):
             torch.where(inside, self.index - first, 0), self.g.masked_fill(~inside[..., None], 0), max(0, last - first)
         )
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Lookup(self.index, self.g * factor, self.entries)
-
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         v = v.to(self.sum_dtype)
         pieces = self.chunks(budget, 2 * self.held_size())
         return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             for samples, part in self.chunks(budget, self.held_size()):
                 values = part.g * weights[samples, None, None].to(total.dtype)
                 each.index_add_(0, part.index.flatten(), values.flatten(0, 1))
+        return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if about is not None:
@@ -72,9 +72,9 @@ class Lookup(Form):
             total.index_add_(0, slots % self.entries, touched.abs().square() * weights[:, None])
         return total
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
-        return super()._gram(other, budget) if by_positions is None else by_positions
+        return super().gram(other, budget) if by_positions is None else by_positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         found = []

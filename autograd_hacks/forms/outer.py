@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from einops import einsum
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
+from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of, put
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.positions import PRODUCTS, gram_of_pairs
 from autograd_hacks.forms.projection import RandomMap
@@ -40,27 +40,20 @@ class Outer(Form):
     def like(self) -> Tensor:
         return self.left
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        return self._product(self.left, self.right, 1.0, out)
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        if isinstance(factor, Tensor) or self._is_multiplied():
-            return self._product(*self._times(factor), 1.0, out)
-        return self._product(self.left, self.right, factor, out)  # the matrix kernel multiplies by it for nothing
-
-    def _product(self, left: Tensor, right: Tensor, factor: float, out: Tensor | None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        if self._is_multiplied():
+        is_multiplied = self.positions == 1 and not self._outgrows_the_cache()
+        left, right = self.left, self.right
+        if isinstance(factor, Tensor) or (is_multiplied and factor != 1):
+            (left, right), factor = self._times(factor), 1.0
+        if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
-        else:
+        else:  # the matrix kernel multiplies by it for nothing
             nothing = left.new_zeros(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
-
-    def _is_multiplied(self) -> bool:
-        return self.positions == 1 and not self._outgrows_the_cache()
 
     def _outgrows_the_cache(self) -> bool:
         """Whether a matrix kernel beats a multiplication even for one position.
@@ -83,14 +76,11 @@ class Outer(Form):
         left = self.left[..., rows]
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Outer(*self._times(factor), self.shape)
-
     def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         """The factors, the smaller one of them multiplied by a number."""
         if self.fan_out < self.fan_in:
-            return self.left * factor, self.right
-        return self.left, self.right * factor
+            return put(self.left, None, factor), self.right
+        return self.left, put(self.right, None, factor)
 
     def saving(self) -> float:
         if self.positions == 1:
@@ -108,24 +98,21 @@ class Outer(Form):
                 found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
         return torch.cat(found)
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
-            return super().add_weighted_sum(total, w, budget)
-        for each, weights in pairs_of(total, w):
-            sums = each.view(self.fan_out, self.fan_in)
-            for samples, part in self._sum_chunks(budget):
-                sums.addmm_(*part._weighted(weights[samples].to(total.dtype)))
-
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 1:
-            (_, part), *more = self._sum_chunks(budget)
+            return super().weighted_sum(w, budget, total)
+        size = self.positions * min(self.fan_in, self.fan_out)
+        if w.ndim == 1 and total is None:
+            (_, part), *more = self.chunks(budget, size)
             if not more:  # no zeros to be written, and read again
                 return torch.mm(*part._weighted(w.to(self.sum_dtype))).view(self.shape)
-        return super().weighted_sum(w, budget)
-
-    def _sum_chunks(self, budget: int) -> Iterator[tuple[slice, Outer]]:
-        return self.chunks(budget, self.positions * min(self.fan_in, self.fan_out))
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        for each, weights in pairs_of(total, w):
+            sums = each.view(self.fan_out, self.fan_in)
+            for samples, part in self.chunks(budget, size):
+                sums.addmm_(*part._weighted(weights[samples].to(total.dtype)))
+        return total
 
     def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is the sum, O (N T) and (N T) I, the smaller multiplied by the weights."""
@@ -138,12 +125,12 @@ class Outer(Form):
             return super().second_moment(w, about, budget)
         total = self.new_sums(*self.shape)
         for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
-            Outer(part.left.square(), part.right.square(), self.shape).add_weighted_sum(total, w[samples], budget // 2)
+            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
         return total
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
-        return super()._gram(other, budget) if by_positions is None else by_positions
+        return super().gram(other, budget) if by_positions is None else by_positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:

@@ -53,7 +53,8 @@ class Passes(Concatenation):
             found.append(along)
         return torch.cat(found, dim=1).flatten()
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
             for piece in stretches(self.each, budget // (4 * self._size())):
@@ -63,7 +64,8 @@ class Passes(Concatenation):
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
                 form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
-                form.add_weighted_sum(each, weights.new_ones(form.samples), budget // 2)
+                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+        return total
 
     def _factors(self, piece: slice) -> Iterator[Tensor]:
         """What differs, of some samples, pass by pass: N F."""
@@ -73,11 +75,11 @@ class Passes(Concatenation):
         """Bytes of a sample's factor."""
         return max(1, self.parts[0].held[self.varying].shape[1:].numel() * self.sum_dtype.itemsize)
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         first, second = self.parts[0], other.parts[0] if isinstance(other, Passes) else other
         if isinstance(first, Outer) and isinstance(second, Outer) and first.positions == second.positions == 1:
-            return super()._gram(other, budget)
-        return Form._gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
+            return super().gram(other, budget)
+        return Form.gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

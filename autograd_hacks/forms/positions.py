@@ -123,7 +123,7 @@ def _wide(pair: Pair) -> Pair:
     """In the dtype that sums are taken in."""
     left, right = pair
     dtype = accumulation_dtype(right.dtype)
-    return left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype)
+    return pair if right.dtype == dtype else (left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype))
 
 
 def _at(factor: Factor, index: slice | tuple[slice, slice]) -> Factor:

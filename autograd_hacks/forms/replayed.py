@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form, Index, pairs_of
+from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of, put
 from autograd_hacks.forms.dense import Dense
 
 
@@ -64,10 +64,11 @@ class Replay(Form):
     def row_size(self) -> int:
         return self.source.row_size
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        # Not in place: two parameters' rows may be one tensor, as of a token and a position that are added.
-        rows = self.source.rows(self.name, self.index, keep=False)
-        return rows.to(self.dtype, copy=True) if out is None else out.copy_(rows)
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        found = self.source.rows(self.name, self.index, keep=False)
+        rows = put(found.to(self.dtype), out, factor)
+        # Two parameters' rows may be one tensor, as of a token and a position that are added.
+        return rows.clone() if rows is found else rows
 
     def matrix(self) -> Tensor:
         rows = self.source.rows(self.name, self.index, keep=True)
@@ -88,15 +89,14 @@ class Replay(Form):
     def block(self, rows: slice) -> Form:
         return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Dense(self.dense() * factor)
-
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # A backward pass for each sum, or about one for each sample; the sums of the former don't lead back to the weights.
         differentiable = w.requires_grad and torch.is_grad_enabled()
         if differentiable or (w.ndim == 2 and 2 * len(w) > self.samples):
-            return super().add_weighted_sum(total, w, budget)
+            return super().weighted_sum(w, budget, total)
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             if self.index is not None:
                 weights = weights.new_zeros(self.all_samples).index_add(0, self.index, weights)
             each += self.source.weighted_sum(self.name, weights)
+        return total

@@ -51,10 +51,10 @@ class Grouping(Composite):
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         total = self.like.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
         for piece in stretches(self.form.samples, max(1, self.samples)):  # as much again as the result
-            total.index_add_(0, self.rows[piece], self.form[piece].dense())
+            total.index_add_(0, self.rows[piece], self.form[piece].dense(factor=factor))
         return total
 
     def __getitem__(self, index: Index) -> Form:
@@ -99,11 +99,11 @@ class Concatenation(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Concatenation(parts)
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is None:
-            return torch.cat([part.dense() for part in self.parts])
+            return torch.cat([part.dense(factor=factor) for part in self.parts])
         for part, piece in zip(self.parts, out.split([part.samples for part in self.parts])):
-            part.dense(piece)
+            part.dense(piece, factor)
         return out
 
     def __getitem__(self, index: Index) -> Form:

@@ -62,17 +62,11 @@ class Scaled(Composite):
     def saving(self) -> float:
         return self.form.saving()
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        return self.form.dense_times(self.factor, out)
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        return self.form.dense(out, self.factor * factor)
 
     def __getitem__(self, index: Index) -> Form:
         return Scaled(self.form[index], self.factor)
-
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return self.form.multiplied(self.factor * factor)
-
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        return self.form.weighted_sum(w * self.factor, budget)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
@@ -115,21 +109,21 @@ class Sum(Composite):
     def saving(self) -> float:
         return sum(part.saving() for part in self.parts)
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        total = self.parts[0].dense(out)
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        total = self.parts[0].dense(out, factor)
         for part in self.parts[1:]:
-            total = torch.add(total, part.dense(), out=out)
+            total = torch.add(total, part.dense(factor=factor), out=out)
         return total
 
     def __getitem__(self, index: Index) -> Form:
         return Sum([part[index] for part in self.parts])
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Scaled):
             return other.gram(self, budget).mH
         if any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
-            return Form._gram(self, other, budget)
-        return super()._gram(other, budget)
+            return Form.gram(self, other, budget)
+        return super().gram(other, budget)
 
     def _cancels(self, budget: int) -> bool:
         """Whether some row's terms are so much longer than it is that its inner products would have lost their digits."""
