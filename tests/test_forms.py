@@ -174,6 +174,8 @@ def test_a_nan_stays_in_its_row() -> None:
     left[1, 0, 0] = torch.nan
     for form in (Outer(left, torch.randn(3, 2, 8)), Dense(left), Outer(left[:, :1], torch.randn(3, 1, 8))):
         assert form.norms().isnan().tolist() == [False, True, False]
+        # Of unequal numbers of rows: sample 0 has the first, sample 1 the others, sample 2 none.
+        assert group(form, torch.tensor([0, 1, 1]), 3).norms().isnan().tolist() == [False, True, False]
 
 
 @given(st.integers(0, 999), st.integers(1, 6))
@@ -188,6 +190,11 @@ def test_cancelling_positions_keep_their_digits_in_float32(seed: int, decades: i
     # What writing out in float32 can lose, a few times eps of the terms that cancel; the products lose its square root.
     rounding = 4 * torch.finfo(torch.float32).eps * (exact.left.norm(dim=2) * exact.right.norm(dim=2)).sum(1)
     assert ((form.norms() - expected).abs() <= 1e-4 * expected + rounding).all()
+
+
+def test_a_form_is_defined_by_three_methods() -> None:
+    """The laws above hold for such a form too, which is drawn among the others."""
+    assert Form.__abstractmethods__ == {"dense", "__getitem__", "like"}
 
 
 def test_outer_refuses_factors_that_do_not_match() -> None:

@@ -1,4 +1,4 @@
-"""The base class of all forms, which defines every verb."""
+"""The base class of all forms, which defines every verb, and the form that writes its rows down."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
-from autograd_hacks.forms.positions import Pair, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
+from autograd_hacks.forms.positions import Pair
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -20,18 +20,6 @@ BUDGET = 64 * 2**20
 """Bytes that a verb may take beside its result, unless it is told another number."""
 
 Index = slice | Tensor
-
-
-def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each sum of a weighted sum, as a view, with its weights, N."""
-    yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
-
-
-def put(rows: Tensor, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-    """factor · rows, into ``out`` where that is given, as `Form.dense` returns them; ``rows`` itself if nothing is to do."""
-    if isinstance(factor, Tensor) or factor != 1:
-        return torch.mul(rows, factor, out=out)
-    return rows if out is None else out.copy_(rows)
 
 
 class Form(ABC):
@@ -55,8 +43,6 @@ class Form(ABC):
     """The tensors that it is made of, samples first, unless it is made of forms."""
     pair: Pair | None = None
     """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
-    varies: Sequence[int] = ()
-    """The places in ``held`` in which `varied` can put another factor, and that `tangent` can go without."""
 
     @property
     @abstractmethod
@@ -71,13 +57,15 @@ class Form(ABC):
     def __getitem__(self, index: Index) -> Form:
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
-    @abstractmethod
     def to(self, dtype: torch.dtype) -> Form:
         """The same rows, computed in another dtype; the form itself where it has that."""
+        if self.like.dtype == dtype:
+            return self
+        return Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
 
-    @abstractmethod
     def block(self, rows: slice) -> Form:
         """J for some entries of the parameter's first axis."""
+        return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
     @property
     def terms(self) -> Sequence[Form]:
@@ -99,9 +87,7 @@ class Form(ABC):
 
     def wide(self) -> Self:
         """The form in the dtype that its verbs add up in."""
-        form = self.to(self.sum_dtype)
-        assert isinstance(form, type(self))
-        return form
+        return self.to(self.sum_dtype)  # type: ignore[return-value]  # or rows written out, whose verbs are the base class's
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -204,8 +190,8 @@ class Form(ABC):
                 total += self.block(rows).gram(other.block(rows), budget)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
-            return torch.cat([self[half].gram(other, budget) for half in _halves(self.samples)])
-        return torch.cat([self.gram(other[half], budget) for half in _halves(other.samples)], dim=1)
+            return torch.cat([self[half].gram(other, budget) for half in stretches(self.samples, (self.samples + 1) // 2)])
+        return torch.cat([self.gram(other[half], budget) for half in stretches(other.samples, (other.samples + 1) // 2)], 1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
@@ -215,30 +201,13 @@ class Form(ABC):
             found.append(blocks[0] if len(blocks) == 1 else row_norms(torch.stack(blocks, dim=1)))
         return torch.cat(found)
 
-    def _norms_by_positions(self, budget: int) -> Tensor | None:
-        """The norms from products over positions; None where writing out is cheaper.  Rows that cancel are written out."""
-        pairs, found = [term.pair for term in self.terms], []
-        if not prefers_positions(pairs, self.shape.numel()):
-            return None
-        for _, part in self.chunks(budget, 2 * sum(right.shape[1] for _, right in pairs) ** 2):
-            norms, exact = norms_of_pairs([term.pair for term in part.terms if term.pair is not None], budget)
-            written = (~exact).nonzero()[:, 0]
-            found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
-        return torch.cat(found)
-
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         """J R, for a map R that is drawn and not stored; see `RandomMap`.  Returns (N, dim)."""
         found = self.new_sums(self.samples, random.dim)
         row = self.row_size() + RandomMap.COLUMNS * min(random.fans)
         for samples, part in self.chunks(budget, row):
             for rows, block in part.blocks(budget):
-                written = block.matrix().view(part.samples, rows.stop - rows.start, random.fans[1])
-                for columns, left, right in random.columns(found):
-                    # Products for a sample, dim · O · I and then dim · min(O, I): the longer axis goes first.
-                    if random.fans[0] < random.fans[1]:
-                        found[samples, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
-                    else:
-                        found[samples, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
+                random.add_to(found[samples], block.matrix(), rows)
         return found
 
     def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
@@ -252,24 +221,49 @@ class Form(ABC):
             total.addmm_(mine.mT, theirs.to(total.dtype))
         return total
 
-    def varied(self, place: int, factor: Tensor) -> Self:
-        """The form with another factor, for one of the places that it `varies` in; J is linear in it."""
-        raise NotImplementedError(f"{type(self).__name__} has no factors to be changed")
-
-    def tangent(self, place: int, v: Tensor) -> Tensor:
-        """What gives J v by its inner product with a factor, sample by sample: of the shape of ``held[place]``, without
-        looking at it.  v: shape"""
-        raise NotImplementedError(f"{type(self).__name__} has no tangents")
-
     def merge_key(self) -> Hashable:
         """Forms with the same key, unless that is None, can be added by `merge`."""
         return None
 
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        """The sum of forms with one `merge_key`, as one form of the same kind."""
-        raise NotImplementedError(f"{cls.__name__} has a merge_key but no merge")
+    def merge(self, others: Sequence[Form]) -> Form:
+        """The sum of this and others with the same `merge_key`, as one form of their kind."""
+        raise NotImplementedError(f"{type(self).__name__} has a merge_key but no merge")
 
 
-def _halves(samples: int) -> list[slice]:
-    return stretches(samples, (samples + 1) // 2)
+class Dense(Form):
+    """J itself: for small parameters such as biases and affine norms.
+
+    values: ``(N, *shape)``
+    """
+
+    cuts_well = True
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
+        self.held = (values,)
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
+
+    def row_size(self) -> int:
+        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        rows = put(self.values, out, factor)
+        return rows.clone() if rows is self.values else rows
+
+    def matrix(self) -> Tensor:
+        return self.values.reshape(self.samples, self.shape.numel())
+
+    def __getitem__(self, index: Index) -> Form:
+        return Dense(self.values[index])
+
+    def block(self, rows: slice) -> Form:
+        return Dense(self.values[:, rows])
+
+    def merge_key(self) -> Hashable:
+        return Dense
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        return Dense(torch.stack([form.held[0] for form in (self, *others)]).sum(0))

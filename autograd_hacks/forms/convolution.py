@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import grad as weight_gradients
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, put
-from autograd_hacks.forms.dense import Dense
-from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import PRODUCTS
 from autograd_hacks.forms.projection import RandomMap
@@ -29,7 +29,7 @@ _WEIGHT_GRADIENT = {
 _WINDOWS = 2**20
 
 
-class Convolution(Form):
+class Convolution(Factored):
     """Row n of J is the ordinary weight gradient of sample n alone; the operation's own kernels are the verbs.
 
     x: ``(N, C, *S)``    g: ``(N, O, *L)``, the gradient at the output    shape: the weight's, ``(O, C / groups, *K)``
@@ -50,12 +50,13 @@ class Convolution(Form):
     ) -> None:
         self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
-        self.held = x, g
+        self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
         self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
 
-    @property
-    def like(self) -> Tensor:
-        return self.x
+    def _of(self, *held: Tensor) -> Convolution:
+        x, g = held
+        shape = torch.Size((g.shape[1], *self.shape[1:]))
+        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups)
 
     @property
     def cuts_well(self) -> bool:  # type: ignore[override]
@@ -69,10 +70,9 @@ class Convolution(Form):
             return self.x.new_zeros(0, *self.shape) if out is None else out
         if self.writes_in_place:
             return self._dense_by_windows(out, factor)
-        x, g = self.x, self.g
-        if min(x.numel(), g.numel()) < self.samples * self.shape.numel():  # with the factor folded into the smallest tensor
-            x, g = self._times(factor)
-            factor = 1.0
+        x, g = self.held
+        if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
+            (x, g), factor = self._times(factor), 1.0
         # One ordinary weight gradient in which every sample is a group of its own.
         rows = self._weight_gradient(
             rearrange(x, "n c ... -> 1 (n c) ..."),
@@ -81,30 +81,10 @@ class Convolution(Form):
         ).view(self.samples, *self.shape)
         return put(rows, out, factor)
 
-    def __getitem__(self, index: Index) -> Convolution:
-        return self._like(self.x[index], self.g[index])
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.x.dtype == dtype else self._like(self.x.to(dtype), self.g.to(dtype))
-
     def block(self, rows: slice) -> Form:
         if self.groups > 1:
-            return Dense(self.dense()[:, rows])
-        block = self._like(self.x, self.g[:, rows])
-        block.shape = torch.Size((block.g.shape[1], *self.shape[1:]))
-        return block
-
-    def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The factors, the smaller one of them multiplied by a number."""
-        if self.x.numel() < self.g.numel():
-            return put(self.x, None, factor), self.g
-        return self.x, put(self.g, None, factor)
-
-    def _like(self, x: Tensor, g: Tensor) -> Convolution:
-        return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
-
-    def varied(self, place: int, factor: Tensor) -> Convolution:
-        return self._like(self.x, factor)
+            return super().block(rows)
+        return self.varied(1, self.g[:, rows])
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         forward = _FORWARD[len(self.kernel)]
@@ -124,8 +104,8 @@ class Convolution(Form):
         if w.ndim == 2 or self.like.is_complex():
             return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
-            weights = w[samples].to(self.sum_dtype).view(-1, *[1] * (self.g.ndim - 1))
-            found = self._weight_gradient(part.x, part.g * weights, 1)
+            x, g = part._times(w[samples].to(self.sum_dtype))
+            found = self._weight_gradient(x, g, 1)
             total = found.contiguous() if total is None else total.add_(found)
         assert total is not None  # there is a chunk
         return total

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 from einops import einsum
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of, put
-from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.positions import PRODUCTS, gram_of_pairs
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.factored import Paired, norms_by_positions
+from autograd_hacks.forms.numerics import pairs_of, row_norms
+from autograd_hacks.forms.positions import PRODUCTS
 from autograd_hacks.forms.projection import RandomMap
 
 
-class Outer(Form):
+class Outer(Paired):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
 
     left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
@@ -35,16 +36,17 @@ class Outer(Form):
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
         self.held = self.pair = self.left, self.right
+        self.smallest = 0 if self.fan_out < self.fan_in else 1
 
-    @property
-    def like(self) -> Tensor:
-        return self.left
+    def _of(self, *held: Tensor) -> Outer:
+        left, right = held
+        return Outer(left, right, self.shape)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
         is_multiplied = self.positions == 1 and not self._outgrows_the_cache()
-        left, right = self.left, self.right
-        if isinstance(factor, Tensor) or (is_multiplied and factor != 1):
+        left, right = self.held
+        if is_multiplied or isinstance(factor, Tensor):
             (left, right), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
@@ -64,23 +66,11 @@ class Outer(Form):
         size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
         return self.left.is_cpu and size > 128 * 2**20
 
-    def __getitem__(self, index: Index) -> Form:
-        return Outer(self.left[index], self.right[index], self.shape)
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.left.dtype == dtype else Outer(self.left.to(dtype), self.right.to(dtype), self.shape)
-
     def block(self, rows: slice) -> Form:
         if self.shape[:1] != (self.fan_out,):
             raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
         left = self.left[..., rows]
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
-
-    def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The factors, the smaller one of them multiplied by a number."""
-        if self.fan_out < self.fan_in:
-            return put(self.left, None, factor), self.right
-        return self.left, put(self.right, None, factor)
 
     def saving(self) -> float:
         if self.positions == 1:
@@ -106,18 +96,17 @@ class Outer(Form):
         if w.ndim == 1 and total is None:
             (_, part), *more = self.chunks(budget, size)
             if not more:  # no zeros to be written, and read again
-                return torch.mm(*part._weighted(w.to(self.sum_dtype))).view(self.shape)
+                return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
             for samples, part in self.chunks(budget, size):
-                sums.addmm_(*part._weighted(weights[samples].to(total.dtype)))
+                sums.addmm_(*part._matrices(weights[samples].to(total.dtype)))
         return total
 
-    def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is the sum, O (N T) and (N T) I, the smaller multiplied by the weights."""
-        by = w[:, None, None]
-        left, right = (self.left * by, self.right) if self.fan_out < self.fan_in else (self.left, self.right * by)
+    def _matrices(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is Jᵀ w, O (N T) and (N T) I."""
+        left, right = self._times(w)
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
@@ -128,15 +117,11 @@ class Outer(Form):
             Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
         return total
 
-    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
-        return super().gram(other, budget) if by_positions is None else by_positions
-
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes)
-        by_positions = self._norms_by_positions(budget)
+        by_positions = norms_by_positions(self, budget)
         return super().norms(budget) if by_positions is None else by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
@@ -149,23 +134,9 @@ class Outer(Form):
                 found[samples, columns] = ((part.left @ left.mT) * (part.right @ right.mT)).sum(1)
         return found
 
-    def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
-        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
-        left = self.left[rows] * present[..., None, None]
-        return Outer(left.flatten(1, 2), self.right[rows].flatten(1, 2), self.shape)
-
-    def varied(self, place: int, factor: Tensor) -> Outer:
-        return Outer(*((factor, self.right) if place == 0 else (self.left, factor)), self.shape)
-
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
 
     def merge_key(self) -> Hashable:
         return Outer, self.fan_out, self.fan_in, self.shape
-
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        outers = [form for form in forms if isinstance(form, Outer)]
-        left, right = (torch.cat([getattr(form, side) for form in outers], dim=1) for side in ("left", "right"))
-        return Outer(left, right, outers[0].shape)

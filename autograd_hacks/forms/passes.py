@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, pairs_of
-from autograd_hacks.forms.dense import Dense
-from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.base import BUDGET, Dense, Form
+from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.numerics import pairs_of, stretches
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.rows import Concatenation, Grouping
 
@@ -23,7 +23,9 @@ class Passes(Concatenation):
     parts: see ``of``    varying: the place in ``held`` of the factor that differs
     """
 
-    def __init__(self, parts: Sequence[Form], varying: int) -> None:
+    parts: Sequence[Factored]
+
+    def __init__(self, parts: Sequence[Factored], varying: int) -> None:
         super().__init__(parts)
         self.varying, self.each = varying, parts[0].samples
 
@@ -36,7 +38,9 @@ class Passes(Concatenation):
         if len(groupings) == len(parts) and all(_same(own.rows, groupings[0].rows) for own in groupings):
             rows = torch.cat([own.rows + k * first.samples for k, own in enumerate(groupings)])
             return Grouping(Passes.of([own.form for own in groupings]), rows, len(parts) * first.samples)
-        for varying in first.varies if all(type(part) is type(first) for part in parts) else ():
+        if not isinstance(first, Factored) or any(type(part) is not type(first) for part in parts):
+            return Concatenation(parts)
+        for varying in first.varies:
             if all(_same(first.held[1 - varying], part.held[1 - varying]) for part in parts[1:]):
                 return Passes([first.varied(varying, part.held[varying]) for part in parts], varying)
         return Concatenation(parts)

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of, put
-from autograd_hacks.forms.dense import Dense
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.numerics import pairs_of, put
 
 
 class Source(Protocol):
@@ -85,9 +85,6 @@ class Replay(Form):
 
     def saving(self) -> float:
         return float("inf")  # the module is run once and not twice
-
-    def block(self, rows: slice) -> Form:
-        return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # A backward pass for each sum, or about one for each sample; the sums of the former don't lead back to the weights.

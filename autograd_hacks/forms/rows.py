@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Composite
+from autograd_hacks.forms.factored import Paired
 from autograd_hacks.forms.numerics import stretches
 
 
@@ -63,7 +64,7 @@ class Grouping(Composite):
         return Grouping(self.form[positions], new_rows, len(wanted))
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if not hasattr(self.form, "side_by_side") or not len(self.rows):
+        if not isinstance(self.form, Paired) or not len(self.rows):
             return super().norms(budget)
         counts, found = self._counts(), []
         order = self.rows.argsort(stable=True)

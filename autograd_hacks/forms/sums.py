@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Composite
+from autograd_hacks.forms.factored import norms_by_positions
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -32,7 +33,7 @@ def add(forms: Sequence[Form]) -> Form:
     alike: dict[Hashable, list[Form]] = {}
     for position, term in enumerate(term for form in forms for term in form.terms):
         alike.setdefault(term.merge_key() or position, []).append(term)
-    merged = [group[0] if len(group) == 1 else type(group[0]).merge(group) for group in alike.values()]
+    merged = [group[0] if len(group) == 1 else group[0].merge(group[1:]) for group in alike.values()]
     return merged[0] if len(merged) == 1 else Sum(merged)
 
 
@@ -132,5 +133,5 @@ class Sum(Composite):
         return bool((square <= 1e4 * torch.finfo(square.dtype).eps * size**2)[size > 0].any())
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        by_positions = self._norms_by_positions(budget)
+        by_positions = norms_by_positions(self, budget)
         return super().norms(budget) if by_positions is None else by_positions

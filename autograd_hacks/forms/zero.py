@@ -1,56 +1,12 @@
-"""J itself."""
+"""The form of a parameter that the loss did not reach."""
 
 from __future__ import annotations
-
-from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, put
-
-
-class Dense(Form):
-    """J itself: for small parameters such as biases and affine norms.
-
-    values: ``(N, *shape)``
-    """
-
-    cuts_well = True
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
-        self.held = (values,)
-
-    @property
-    def like(self) -> Tensor:
-        return self.values
-
-    def row_size(self) -> int:
-        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
-
-    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        rows = put(self.values, out, factor)
-        return rows.clone() if rows is self.values else rows
-
-    def matrix(self) -> Tensor:
-        return self.values.reshape(self.samples, self.shape.numel())
-
-    def __getitem__(self, index: Index) -> Form:
-        return Dense(self.values[index])
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.values.dtype == dtype else Dense(self.values.to(dtype))
-
-    def block(self, rows: slice) -> Form:
-        return Dense(self.values[:, rows])
-
-    def merge_key(self) -> Hashable:
-        return Dense
-
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        return Dense(torch.stack([form.values for form in forms if isinstance(form, Dense)]).sum(0))
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.projection import RandomMap
 
 
 class Zero(Form):
@@ -103,5 +59,5 @@ class Zero(Form):
     def norms(self, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples).abs()
 
-    def project(self, random: object, budget: int = BUDGET) -> Tensor:
-        return self.new_sums(self.samples, random.dim)  # type: ignore[attr-defined]  # a RandomMap, as the base class says
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples, random.dim)
