@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
-from autograd_hacks.forms.positions import Pair
+from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -221,6 +221,13 @@ class Form(ABC):
             total.addmm_(mine.mT, theirs.to(total.dtype))
         return total
 
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        """What the rows are sums of outer products of; None for what else they may be.
+
+        others: further passes, forms that differ from this in the gradient alone, whose rows are to come below
+        """
+        return None
+
     def merge_key(self) -> Hashable:
         """Forms with the same key, unless that is None, can be added by `merge`."""
         return None
@@ -261,6 +268,13 @@ class Dense(Form):
 
     def block(self, rows: slice) -> Form:
         return Dense(self.values[:, rows])
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        """What the rows are sums of outer products of; None for what else they may be.
+
+        others: further passes, forms that differ from this in the gradient alone, whose rows are to come below
+        """
+        return None
 
     def merge_key(self) -> Hashable:
         return Dense

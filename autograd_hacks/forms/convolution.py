@@ -15,7 +15,7 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.positions import PRODUCTS
+from autograd_hacks.forms.positions import PRODUCTS, Positions
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -114,20 +114,24 @@ class Convolution(Factored):
         if not self._prefers_positions():
             return super().norms(budget)
         pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide().factors(), self.shape).norms(budget) for part in pieces])
+        return torch.cat([Outer(*part.wide()._as_product(), self.shape).norms(budget) for part in pieces])
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         if not self._prefers_positions():
             return super().project(random, budget)
         pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide().factors(), self.shape).project(random, budget) for part in pieces])
+        return torch.cat([Outer(*part.wide()._as_product(), self.shape).project(random, budget) for part in pieces])
 
     def _prefers_positions(self) -> bool:
         """Whether a matrix product's cheap way, by positions, is open and cheaper than writing out; see `Outer.norms`."""
         fan_out, fan_in = self.shape[0], self.shape[1:].numel()
         return self.groups == 1 and PRODUCTS * self.positions * (fan_out + fan_in) < fan_out * fan_in
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        lefts = [form.held[1].flatten(2).mT for form in (self, *others)]
+        return (lefts, self._as_product()[1], None) if self.groups == 1 else None
+
+    def _as_product(self) -> tuple[Tensor, Tensor]:
         """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""
         x = F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
@@ -161,12 +165,12 @@ class Convolution(Factored):
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)
         if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [Outer(*part.factors()).dense(factor=factor) for part in self._window_chunks()]
+            products = [Outer(*part._as_product()).dense(factor=factor) for part in self._window_chunks()]
             return torch.cat(products).view(self.samples, *self.shape)
         rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
         start = 0
         for part in self._window_chunks():
-            left, right = part.factors()
+            left, right = part._as_product()
             piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
             Outer(left, right).dense(piece, factor)
             start += part.samples

@@ -38,7 +38,7 @@ class Factored(Form):
     smallest: int
     """The place in ``held`` of the smallest factor that J is linear in."""
     varies: Sequence[int]
-    """The places in ``held`` that `tangent` knows."""
+    """The places in ``held`` that `tangent` knows, that of the gradient first."""
 
     @abstractmethod
     def _of(self, *held: Tensor) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from einops import einsum
@@ -11,7 +11,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
-from autograd_hacks.forms.positions import PRODUCTS
+from autograd_hacks.forms.positions import PRODUCTS, Positions
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -137,6 +137,9 @@ class Outer(Paired):
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        return [form.held[0] for form in (self, *others)], self.right, None
 
     def merge_key(self) -> Hashable:
         return Outer, self.fan_out, self.fan_in, self.shape

@@ -11,6 +11,7 @@ from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import pairs_of, stretches
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.rows import Concatenation, Grouping
 
 
@@ -70,6 +71,10 @@ class Passes(Concatenation):
                 form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
                 form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
         return total
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        first, *more = self.parts
+        return first.factors(more) if self.varying == first.varies[0] else None
 
     def _factors(self, piece: slice) -> Iterator[Tensor]:
         """What differs, of some samples, pass by pass: N F."""

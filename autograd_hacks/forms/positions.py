@@ -35,6 +35,10 @@ Factor = Tensor | OneHot
 Pair = tuple[Factor, Tensor]
 """A left and a right factor: row n of J is Σₜ left[n, t] ⊗ right[n, t]."""
 
+Positions = tuple[Sequence[Tensor], Tensor, Tensor | None]
+"""For each of K passes a left factor (M, T, O); the right factor of all, (M, T, I); and the sample of each of the M rows, if
+several of them are one's.  Row k · N + n of J is Σₘₜ lefts[k][m, t] ⊗ right[m, t] over the m of sample n."""
+
 
 def prefers_positions(pairs: Sequence[Pair | None], numbers: int) -> TypeGuard[Sequence[Pair]]:
     """Whether the norms of a sum of forms, of so many numbers a row, are best taken from products over all their positions.

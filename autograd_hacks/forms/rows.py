@@ -12,6 +12,7 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.factored import Paired
 from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.positions import Positions
 
 
 def group(form: Form, rows: Tensor, samples: int) -> Form:
@@ -62,6 +63,12 @@ class Grouping(Composite):
         wanted = torch.arange(self.samples, device=self.rows.device)[index]
         new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
         return Grouping(self.form[positions], new_rows, len(wanted))
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        if (found := self.form.factors()) is None or found[2] is not None:
+            return None
+        lefts, right, _ = found
+        return lefts, right, self.rows[: len(right)]  # those of one pass
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if not isinstance(self.form, Paired) or not len(self.rows):

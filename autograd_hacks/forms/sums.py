@@ -10,6 +10,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.factored import norms_by_positions
+from autograd_hacks.forms.positions import Positions
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -68,6 +69,12 @@ class Scaled(Composite):
 
     def __getitem__(self, index: Index) -> Form:
         return Scaled(self.form[index], self.factor)
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        if (found := self.form.factors()) is None:
+            return None
+        lefts, right, rows = found
+        return [left * self.factor for left in lefts], right, rows
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor

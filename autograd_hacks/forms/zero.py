@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -42,6 +45,10 @@ class Zero(Form):
 
     def block(self, rows: slice) -> Form:
         return Zero(self.samples, torch.Size((len(range(*rows.indices(self.shape[0]))), *self.shape[1:])), self._like)
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        left, right = (self.new_sums(0, 1, size) for size in (self.shape[0], self.shape[1:].numel()))
+        return [left], right, None
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples)
