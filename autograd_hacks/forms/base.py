@@ -12,6 +12,7 @@ from torch import Tensor
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.source import Source
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -39,6 +40,8 @@ class Form(ABC):
     """The forms that it is made of, if it is."""
     cuts_well = False
     """Whether `block` is as cheap as a part of the whole."""
+    sums_cheaply = False
+    """Whether a weighted sum is less work than to read the rows, where they are written."""
     held: tuple[Tensor, ...] = ()
     """The tensors that it is made of, samples first, unless it is made of forms."""
     pair: Pair | None = None
@@ -71,6 +74,20 @@ class Form(ABC):
     def terms(self) -> Sequence[Form]:
         """The forms whose sum this is: itself, unless it is made of several."""
         return [self]
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What runs modules again for its rows, each once."""
+        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
+
+    def release(self) -> None:
+        """Frees what has been worked out for a reading."""
+        for part in self.parts:
+            part.release()
+
+    def written(self, out: Tensor) -> Form:
+        """The same form with its rows written into ``out``, but for a factor."""
+        return Dense(self.dense(out))
 
     def saving(self) -> float:
         """Multiplications for a sample and an entry that norms and a weighted sum share, if both read rows that were written

@@ -42,11 +42,16 @@ class Composite(Form):
     def cuts_well(self) -> bool:  # type: ignore[override]
         return all(part.cuts_well for part in self.parts)
 
+    @property
+    def sums_cheaply(self) -> bool:  # type: ignore[override]
+        return all(part.sums_cheaply for part in self.parts)
+
     def row_size(self) -> int:
         return max(part.row_size() for part in self.parts)
 
     def to(self, dtype: torch.dtype) -> Form:
-        return self._of([part.to(dtype) for part in self.parts])
+        parts = [part.to(dtype) for part in self.parts]
+        return self if all(now is part for now, part in zip(parts, self.parts)) else self._of(parts)
 
     def block(self, rows: slice) -> Form:
         return self._of([part.block(rows) for part in self.parts])

@@ -72,6 +72,10 @@ class Outer(Paired):
         left = self.left[..., rows]
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
 
+    @property
+    def sums_cheaply(self) -> bool:  # type: ignore[override]
+        return self.positions == 1
+
     def saving(self) -> float:
         if self.positions == 1:
             return 0.0

@@ -47,6 +47,8 @@ class Passes(Concatenation):
         return Concatenation(parts)
 
     def to(self, dtype: torch.dtype) -> Form:
+        if self.like.dtype == dtype:
+            return self
         first = self.parts[0].to(dtype)
         return Passes([first.varied(self.varying, p.held[self.varying].to(dtype)) for p in self.parts], self.varying)
 

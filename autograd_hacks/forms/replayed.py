@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.numerics import pairs_of, put
-
-
-class Source(Protocol):
-    """Something that runs a call again.  Samples are those at an index, or all."""
-
-    @property
-    def row_size(self) -> int:
-        """How many numbers the rows of all its parameters have for a sample."""
-
-    def prepare(self) -> None:
-        """Works the rows out, for what is asked next."""
-
-    def forget(self) -> None:
-        """Frees the rows that were worked out."""
-
-    def doubt(self) -> None:
-        """Works the rows out in the way that takes least for granted, where another was taken."""
-
-    def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
-        """A parameter's rows, ``(N, *shape)``.  keep: whether they will be asked for again"""
-
-    def weighted_sum(self, name: str, w: Tensor) -> Tensor:
-        """The parameter's gradient where sample n's counts w[n]-fold.  w: N, of all samples.  Returns shape."""
+from autograd_hacks.forms.source import Source
 
 
 class Replay(Form):
@@ -82,6 +60,13 @@ class Replay(Form):
         if dtype == self.dtype:
             return self
         return Replay(self.source, self.name, self.all_samples, self.shape, self._like, self.index, dtype)
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        return [self.source]
+
+    def release(self) -> None:
+        self.source.forget()
 
     def saving(self) -> float:
         return float("inf")  # the module is run once and not twice

@@ -67,6 +67,9 @@ class Scaled(Composite):
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         return self.form.dense(out, self.factor * factor)
 
+    def written(self, out: Tensor) -> Form:
+        return Scaled(self.form.written(out), self.factor)
+
     def __getitem__(self, index: Index) -> Form:
         return Scaled(self.form[index], self.factor)
 

@@ -20,7 +20,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     where,
 )
-from autograd_hacks.forms import Form, Replay
+from autograd_hacks.forms import Form
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import MIXING
 from autograd_hacks.rules import rule_for
@@ -180,12 +180,12 @@ def check_sum(
         or not all(parameter in recorded.arrived for recorded in passes)
     ):
         return
-    replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
-    if replays and lazily and recorder.plan.checked:
+    sources = form.sources
+    if sources and lazily and recorder.plan.checked:
         return
-    for term in replays:
+    for source in sources:
         if not lazily:
-            term.source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
+            source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
     scales = [samples if reduction(recorded, loss_type) == "mean" else 1 for recorded in passes]
     expected = sum(recorded.arrived[parameter].to_dense() * scale for recorded, scale in zip(passes, scales))
     assert isinstance(expected, Tensor)
@@ -198,16 +198,16 @@ def check_sum(
     def adds_up() -> bool:
         with torch.no_grad():
             ones = expected.new_ones(samples)
-            total = Form.weighted_sum(form, ones) if replays else form.weighted_sum(ones)  # of rows, and by no other way
+            total = Form.weighted_sum(form, ones) if sources else form.weighted_sum(ones)  # of rows, and by no other way
             # A gradient that is zero but for rounding, as a bias's before a normalisation, has no digits to compare.
             total = total.to(expected.dtype)
             return is_rounding((total - expected).abs().max(), expected.abs().max(), largest, (expected.dtype, *used))
 
     if adds_up():
         return
-    for term in replays:
-        term.source.doubt()
-    if replays and adds_up():
+    for source in sources:
+        source.doubt()
+    if sources and adds_up():
         for unit in recorder.plan.units.values():
             unit.doubted |= any(parameter is p for p in unit.parameters.values())
         return

@@ -7,7 +7,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.forms import Dense, Scaled
 from autograd_hacks.reading.gate import set_grads
 from autograd_hacks.reading.guards import check_ordinary
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
@@ -84,10 +83,9 @@ def written_where_it_saves(grads: PerSampleGrads, budget: int, memory: dict[str,
             form = grads[name]
             size = form.samples * form.shape.numel() * form.like.element_size()
             if form.saving() > READING and size <= left:
-                inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
                 old, shape = before.get(name), (form.samples, *form.shape)
-                kind = shape, inner.like.dtype, inner.like.device
+                kind = shape, form.like.dtype, form.like.device
                 fits = old is not None and (old.shape, old.dtype, old.device) == kind
-                memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
-                found[name], left = Scaled(Dense(memory[name]), factor), left - size
+                memory[name] = old if fits and old is not None else form.like.new_empty(shape)
+                found[name], left = form.written(memory[name]), left - size
     return grads.with_forms(found, grads.samples)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.forms import Form, Outer
+from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import per_parameter_forms, without_autocast
 from autograd_hacks.reading.guards import check_ordinary, common_reduction
@@ -88,7 +88,7 @@ def _write(form: Form, parameter: Tensor, out: Tensor | None) -> Tensor:
 
 def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    if form is not None and all(isinstance(leaf, Outer) and leaf.positions == 1 for leaf in form.leaves()):
+    if form is not None and form.sums_cheaply:
         with without_autocast(rows):
             return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero, group
+from autograd_hacks.forms import BUDGET, Form, RandomMap, Zero, group
 from autograd_hacks.forms.numerics import row_norms, stretches
+from autograd_hacks.forms.source import Source
 from autograd_hacks.reading.gate import per_parameter_forms
 from autograd_hacks.reading.guards import common_batch_size, common_hess_type, common_reduction
 from autograd_hacks.support.trees import version_of
@@ -256,9 +257,8 @@ class PerSampleGrads(Curvature):
             try:
                 yield
             finally:
-                for leaf in (leaf for form in self.values() for leaf in form.leaves()):
-                    if isinstance(leaf, Replay):
-                        leaf.source.forget()
+                for form in self.values():
+                    form.release()
 
     def _by_rows(self, verb: Callable[[str, Form], Tensor], budget: int) -> dict[str, Tensor]:
         """A verb that returns something for each sample, of every form."""
@@ -296,18 +296,14 @@ class PerSampleGrads(Curvature):
         Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run
         once for these and not once for each parameter.
         """
-        together: dict[frozenset[int], list[str]] = {}
-        sizes: dict[frozenset[int], int] = {}
+        together: dict[frozenset[Source], list[str]] = {}
         for name, form in self.items():
-            replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
-            sources = frozenset(id(leaf.source) for leaf in replays)
-            together.setdefault(sources, []).append(name)
-            sizes[sources] = sum({id(leaf.source): leaf.source.row_size for leaf in replays}.values())
+            together.setdefault(frozenset(form.sources), []).append(name)
         for sources, names in together.items():
             if not sources:
                 yield names, None
                 continue
-            each = sizes[sources] * max(self[name].like.element_size() for name in names)
+            each = sum(source.row_size for source in sources) * max(self[name].like.element_size() for name in names)
             for samples in stretches(self.samples, budget // max(1, each)):
                 yield names, None if samples == slice(0, self.samples) else samples
 
