@@ -71,11 +71,6 @@ class Form(ABC):
         return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
     @property
-    def terms(self) -> Sequence[Form]:
-        """The forms whose sum this is: itself, unless it is made of several."""
-        return [self]
-
-    @property
     def sources(self) -> Sequence[Source]:
         """What runs modules again for its rows, each once."""
         return list(dict.fromkeys(source for part in self.parts for source in part.sources))

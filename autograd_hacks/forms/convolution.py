@@ -15,7 +15,7 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.positions import PRODUCTS, Positions
+from autograd_hacks.forms.positions import Positions, cost_of_products
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -91,9 +91,7 @@ class Convolution(Factored):
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def saving(self) -> float:
-        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        by_positions = PRODUCTS * self.positions**2 * (fan_out + fan_in) / max(1, fan_out * fan_in)
-        return min(self.positions, by_positions if self.groups == 1 else self.positions)
+        return self.positions * min(1.0, self._cost_of_products())
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         chunks = self.chunks(budget, 2 * self.g.shape[1:].numel())
@@ -111,37 +109,41 @@ class Convolution(Factored):
         return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if not self._prefers_positions():
+        if self._cost_of_products() >= 1:
             return super().norms(budget)
-        pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide()._as_product(), self.shape).norms(budget) for part in pieces])
+        return torch.cat([product.norms(budget) for _, product in self._products(budget)])
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        if not self._prefers_positions():
+        if self._cost_of_products() >= 1:
             return super().project(random, budget)
-        pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide()._as_product(), self.shape).project(random, budget) for part in pieces])
+        return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
 
-    def _prefers_positions(self) -> bool:
-        """Whether a matrix product's cheap way, by positions, is open and cheaper than writing out; see `Outer.norms`."""
-        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        return self.groups == 1 and PRODUCTS * self.positions * (fan_out + fan_in) < fan_out * fan_in
+    def _cost_of_products(self) -> float:
+        """As `cost_of_products` says it; as much as writing out where groups don't allow them."""
+        fans = self.shape[0], self.shape[1:].numel()
+        return cost_of_products(self.positions, fans) if self.groups == 1 else 1.0
 
     def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        lefts = [form.held[1].flatten(2).mT for form in (self, *others)]
-        return (lefts, self._as_product()[1], None) if self.groups == 1 else None
+        if self.groups > 1:
+            return None
+        _, whole = next(self._products(self.samples * self._window_size()))
+        return [whole.left, *(form.held[1].flatten(2).mT for form in others)], whole.right, None
 
-    def _as_product(self) -> tuple[Tensor, Tensor]:
-        """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""
-        x = F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
-        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
-            x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
-        n = len(self.kernel)
-        windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
-        windows = windows.flatten(1, 1 + n).flatten(2)
-        left = self.g.unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
-        return left.mT, windows.mT
+    def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
+        """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
+        n, sides = len(self.kernel), [pad for pad in reversed(self.padding) for _ in range(2)]
+        for piece in stretches(self.samples, budget // self._window_size()):
+            x = F.pad(self.x[piece], sides)
+            for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
+                x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+            x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
+            windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
+            left = self.g[piece].unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
+            yield piece, Outer(left.mT, windows.flatten(1, 1 + n).flatten(2).mT)
+
+    def _window_size(self) -> int:
+        """Bytes of a sample's windows, at the most."""
+        return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
 
     @property
     def writes_in_place(self) -> bool:  # type: ignore[override]
@@ -157,23 +159,14 @@ class Convolution(Factored):
         windows = self.groups * self.shape[1:].numel() * self.positions
         return windows <= self.x.shape[1:].numel() + self.g.shape[1:].numel() + 3 * self.shape.numel()
 
-    def _window_chunks(self, budget: int = _WINDOWS * 8) -> Iterator[Convolution]:
-        row = max(1, self.groups * self.shape[1:].numel() * self.positions)
-        for piece in stretches(self.samples, budget // (8 * row)):
-            yield self[piece]
-
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)
         if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [Outer(*part._as_product()).dense(factor=factor) for part in self._window_chunks()]
+            products = [product.dense(factor=factor) for _, product in self._products()]
             return torch.cat(products).view(self.samples, *self.shape)
         rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
-        start = 0
-        for part in self._window_chunks():
-            left, right = part._as_product()
-            piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
-            Outer(left, right).dense(piece, factor)
-            start += part.samples
+        for piece, product in self._products():
+            product.dense(rows[piece].view(product.samples, *product.shape), factor)
         return rows
 
     def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:

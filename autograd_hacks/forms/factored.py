@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.positions import gram_of_pairs, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.positions import gram_of_pairs, norms_of_pairs, prefer_products
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -21,11 +21,11 @@ def norms_by_positions(form: Form, budget: int) -> Tensor | None:
 
     Rows whose positions cancel are written out.
     """
-    pairs, found = [term.pair for term in form.terms], []
-    if not prefers_positions(pairs, form.shape.numel()):
+    pairs, found = [term.pair for term in form.parts or [form]], []
+    if not prefer_products(pairs):
         return None
     for _, part in form.chunks(budget, 2 * sum(right.shape[1] for _, right in pairs) ** 2):
-        norms, exact = norms_of_pairs([term.pair for term in part.terms if term.pair is not None], budget)
+        norms, exact = norms_of_pairs([term.pair for term in part.parts or [part] if term.pair is not None], budget)
         written = (~exact).nonzero()[:, 0]
         found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
     return torch.cat(found)

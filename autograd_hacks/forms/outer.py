@@ -11,7 +11,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
-from autograd_hacks.forms.positions import PRODUCTS, Positions
+from autograd_hacks.forms.positions import Positions, cost_of_products
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -77,10 +77,8 @@ class Outer(Paired):
         return self.positions == 1
 
     def saving(self) -> float:
-        if self.positions == 1:
-            return 0.0
-        by_positions = PRODUCTS * self.positions**2 * (self.fan_out + self.fan_in) / max(1, self.fan_out * self.fan_in)
-        return min(self.positions, by_positions)
+        shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
+        return 0.0 if self.positions == 1 else shared
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         v = v.to(self.sum_dtype).reshape(self.fan_out, self.fan_in)

@@ -40,39 +40,38 @@ Positions = tuple[Sequence[Tensor], Tensor, Tensor | None]
 several of them are one's.  Row k · N + n of J is Σₘₜ lefts[k][m, t] ⊗ right[m, t] over the m of sample n."""
 
 
-def prefers_positions(pairs: Sequence[Pair | None], numbers: int) -> TypeGuard[Sequence[Pair]]:
-    """Whether the norms of a sum of forms, of so many numbers a row, are best taken from products over all their positions.
+def cost_of_products(positions: int, fans: tuple[int, int]) -> float:
+    """How long products between T positions take, where writing the row out takes 1.
 
-    Multiplications for a sample: T·T·(O + I) for products over positions, each `PRODUCTS` times as long; T·O·I to write out.
+    Multiplications for a sample: T·T·(O + I) for products, each `PRODUCTS` times as long; T·O·I to write out.  fans: O and I
     """
+    return PRODUCTS * positions * sum(fans) / max(1, fans[0] * fans[1])
+
+
+def prefer_products(pairs: Sequence[Pair | None]) -> TypeGuard[Sequence[Pair]]:
+    """Whether the norms of a sum of forms are best taken from products between all their positions."""
     known = [pair for pair in pairs if pair is not None]
     if len(known) < len(pairs) or known[0][1].is_complex():
         return False
     fans, positions = {_fans(pair) for pair in known}, sum(right.shape[1] for _, right in known)
-    return len(fans) == 1 and PRODUCTS * positions * sum(min(fans)) < numbers
+    return len(fans) == 1 and cost_of_products(positions, min(fans)) < 1
 
 
 def own_products(a: Factor, b: Factor) -> Tensor:
     """⟨a[n, t], b[n, s]⟩ for two factors of the same samples.  Returns N T S."""
-    if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return a.index[:, :, None] == b.index[:, None, :]
-    if isinstance(a, OneHot):
-        assert isinstance(b, Tensor)
-        return b.mT.gather(1, a.index[:, :, None].expand(-1, -1, b.shape[1]))
     if isinstance(b, OneHot):
-        return own_products(b, a).mT
+        return a.index[:, :, None] == b.index[:, None, :] if isinstance(a, OneHot) else own_products(b, a).mT
+    if isinstance(a, OneHot):
+        return b.mT.gather(1, a.index[:, :, None].expand(-1, -1, b.shape[1]))
     return a @ b.mT
 
 
 def all_products(a: Factor, b: Factor) -> Tensor:
     """⟨a[n, t], b[m, s]⟩ for the factors of N and of M samples.  Returns N T M S."""
-    if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return a.index[:, :, None, None] == b.index
-    if isinstance(a, OneHot):
-        assert isinstance(b, Tensor)
-        return b[..., a.index].permute(2, 3, 0, 1)
     if isinstance(b, OneHot):
-        return all_products(b, a).permute(2, 3, 0, 1)
+        return a.index[:, :, None, None] == b.index if isinstance(a, OneHot) else all_products(b, a).permute(2, 3, 0, 1)
+    if isinstance(a, OneHot):
+        return b[..., a.index].permute(2, 3, 0, 1)
     return torch.tensordot(a, b, dims=([2], [2]))
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.factored import norms_by_positions
-from autograd_hacks.forms.positions import Positions
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -32,7 +31,8 @@ def add(forms: Sequence[Form]) -> Form:
     if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:
         return Scaled(add([form.form for form in scaled]), scaled[0].factor)
     alike: dict[Hashable, list[Form]] = {}
-    for position, term in enumerate(term for form in forms for term in form.terms):
+    terms = [term for form in forms for term in (form.parts if isinstance(form, Sum) else [form])]
+    for position, term in enumerate(terms):
         alike.setdefault(term.merge_key() or position, []).append(term)
     merged = [group[0] if len(group) == 1 else group[0].merge(group[1:]) for group in alike.values()]
     return merged[0] if len(merged) == 1 else Sum(merged)
@@ -73,12 +73,6 @@ class Scaled(Composite):
     def __getitem__(self, index: Index) -> Form:
         return Scaled(self.form[index], self.factor)
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        if (found := self.form.factors()) is None:
-            return None
-        lefts, right, rows = found
-        return [left * self.factor for left in lefts], right, rows
-
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
@@ -109,10 +103,6 @@ class Sum(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Sum(parts)
-
-    @property
-    def terms(self) -> Sequence[Form]:
-        return self.parts
 
     def row_size(self) -> int:
         return max(self.shape.numel(), super().row_size())
