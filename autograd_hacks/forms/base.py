@@ -26,7 +26,9 @@ Index = slice | Tensor
 class Form(ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
-    samples: N    shape: the parameter's shape, which the rows have when written out
+    A form sets ``samples``, N, and ``shape``, the parameter's, and defines `dense`, rows by index, and `like`.  All else
+    follows from these; an override may be faster or smaller, never different.
+
     Every verb can be differentiated, but for ``dense(out=...)``.  All but ``dense`` add half precision up in single, and
     return that, and take no more than ``budget`` bytes beside their result, as far as one entry of the parameter's first
     axis allows.
@@ -34,18 +36,6 @@ class Form(ABC):
 
     samples: int
     shape: torch.Size
-    writes_in_place = True
-    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
-    parts: Sequence[Form] = ()
-    """The forms that it is made of, if it is."""
-    cuts_well = False
-    """Whether `block` is as cheap as a part of the whole."""
-    sums_cheaply = False
-    """Whether a weighted sum is less work than to read the rows, where they are written."""
-    held: tuple[Tensor, ...] = ()
-    """The tensors that it is made of, samples first, unless it is made of forms."""
-    pair: Pair | None = None
-    """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
 
     @property
     @abstractmethod
@@ -60,46 +50,90 @@ class Form(ABC):
     def __getitem__(self, index: Index) -> Form:
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
+    # What it is made of.
+
+    parts: Sequence[Form] = ()
+    """The forms that it is made of, if any."""
+    held: tuple[Tensor, ...] = ()
+    """The tensors that it is made of, if any; readers raise where one of them was overwritten."""
+    pair: Pair | None = None
+    """The left and right factor of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
+
+    def leaves(self) -> Iterator[Form]:
+        """The forms that this is made of, in the end; itself, if of none."""
+        yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        """The outer products whose sums the rows are, if they are that.
+
+        others: further passes, forms that differ from this one in the gradient alone
+        """
+        return None
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Whatever runs modules again for these rows, each once."""
+        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
+
+    def release(self) -> None:
+        """Frees what a reading has worked out."""
+        for part in self.parts:
+            part.release()
+
+    # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
+
+    writes_in_place = True
+    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
+    cuts_well = False
+    """Whether `block` takes as much less time and memory as it is smaller."""
+    sums_cheaply = False
+    """Whether a weighted sum takes less time than reading rows that are written out."""
+
+    def saving(self) -> float:
+        """Multiplications for a sample and an entry that are saved by writing the rows once for norms and weighted sum."""
+        return 0.0
+
+    def row_size(self) -> int:
+        """How many numbers are written to write out one row."""
+        return self.shape.numel()
+
+    def held_size(self) -> int:
+        """How many numbers are held for a sample, which `to` copies."""
+        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
+
+    # The same rows in another way.
+
     def to(self, dtype: torch.dtype) -> Form:
         """The same rows, computed in another dtype; the form itself where it has that."""
         if self.like.dtype == dtype:
             return self
         return Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
 
+    def wide(self) -> Self:
+        """The form in the dtype that its verbs add up in."""
+        return self.to(self.sum_dtype)  # type: ignore[return-value]  # or rows written out, whose verbs are the base class's
+
     def block(self, rows: slice) -> Form:
         """J for some entries of the parameter's first axis."""
         return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
-
-    @property
-    def sources(self) -> Sequence[Source]:
-        """What runs modules again for its rows, each once."""
-        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
-
-    def release(self) -> None:
-        """Frees what has been worked out for a reading."""
-        for part in self.parts:
-            part.release()
-
-    def written(self, out: Tensor) -> Form:
-        """The same form with its rows written into ``out``, but for a factor."""
-        return Dense(self.dense(out))
-
-    def saving(self) -> float:
-        """Multiplications for a sample and an entry that norms and a weighted sum share, if both read rows that were written
-        out once."""
-        return 0.0
-
-    def leaves(self) -> Iterator[Form]:
-        """The forms that this is made of, in the end; itself, if of none."""
-        yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
 
     def matrix(self) -> Tensor:
         """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
-    def wide(self) -> Self:
-        """The form in the dtype that its verbs add up in."""
-        return self.to(self.sum_dtype)  # type: ignore[return-value]  # or rows written out, whose verbs are the base class's
+    def written(self, out: Tensor) -> Form:
+        """The form with its rows written into ``out``; a factor stays outside."""
+        return Dense(self.dense(out))
+
+    def merge_key(self) -> Hashable:
+        """Forms with the same key, unless that is None, can be added by `merge`."""
+        return None
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        """The sum of this and others with the same `merge_key`, as one form of their kind."""
+        raise NotImplementedError(f"{type(self).__name__} has a merge_key but no merge")
+
+    # Some rows at a time.
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -110,26 +144,16 @@ class Form(ABC):
         """Zeros to add up in."""
         return torch.zeros(shape, dtype=self.sum_dtype, device=self.like.device)
 
-    def row_size(self) -> int:
-        """How many numbers are written out for a sample when its row is."""
-        return self.shape.numel()
-
-    def held_size(self) -> int:
-        """How many numbers the form holds for a sample, which `to` copies."""
-        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
-
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
-
-        row: numbers that are written out for a sample, `row_size` unless told
-        """
+        row: how many numbers are written for a sample, `row_size` unless told"""
         each = self.row_size() if row is None else row
         if self.like.dtype != self.sum_dtype:
             each += self.held_size()
         each = max(1, each) * self.sum_dtype.itemsize
         for piece in stretches(self.samples, budget // each):
             part = self if piece == slice(0, self.samples) else self[piece]
-            yield piece, part.wide()  # type: ignore[misc]  # rows of a form are a form of its kind, or verbs are called again
+            yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
         """The entries of the parameter's first axis with their forms, as many at a time as can be written out."""
@@ -146,6 +170,8 @@ class Form(ABC):
         for samples, part in self.chunks(budget // 2):  # while the next is written, who asked still has the one before
             for rows, block in part.blocks(budget // 2):
                 yield samples, rows, block.matrix()
+
+    # The verbs.
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
@@ -233,21 +259,6 @@ class Form(ABC):
             total.addmm_(mine.mT, theirs.to(total.dtype))
         return total
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        """What the rows are sums of outer products of; None for what else they may be.
-
-        others: further passes, forms that differ from this in the gradient alone, whose rows are to come below
-        """
-        return None
-
-    def merge_key(self) -> Hashable:
-        """Forms with the same key, unless that is None, can be added by `merge`."""
-        return None
-
-    def merge(self, others: Sequence[Form]) -> Form:
-        """The sum of this and others with the same `merge_key`, as one form of their kind."""
-        raise NotImplementedError(f"{type(self).__name__} has a merge_key but no merge")
-
 
 class Dense(Form):
     """J itself: for small parameters such as biases and affine norms.
@@ -280,13 +291,6 @@ class Dense(Form):
 
     def block(self, rows: slice) -> Form:
         return Dense(self.values[:, rows])
-
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        """What the rows are sums of outer products of; None for what else they may be.
-
-        others: further passes, forms that differ from this in the gradient alone, whose rows are to come below
-        """
-        return None
 
     def merge_key(self) -> Hashable:
         return Dense

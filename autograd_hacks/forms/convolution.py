@@ -51,16 +51,12 @@ class Convolution(Factored):
         self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
         self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
-        self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
+        self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
 
     def _of(self, *held: Tensor) -> Convolution:
         x, g = held
         shape = torch.Size((g.shape[1], *self.shape[1:]))
         return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups)
-
-    @property
-    def cuts_well(self) -> bool:  # type: ignore[override]
-        return self.groups == 1
 
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write

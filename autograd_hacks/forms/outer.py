@@ -36,7 +36,7 @@ class Outer(Paired):
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
         self.held = self.pair = self.left, self.right
-        self.smallest = 0 if self.fan_out < self.fan_in else 1
+        self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
 
     def _of(self, *held: Tensor) -> Outer:
         left, right = held
@@ -71,10 +71,6 @@ class Outer(Paired):
             raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
         left = self.left[..., rows]
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
-
-    @property
-    def sums_cheaply(self) -> bool:  # type: ignore[override]
-        return self.positions == 1
 
     def saving(self) -> float:
         shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
