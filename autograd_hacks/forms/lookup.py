@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired
-from autograd_hacks.forms.numerics import pairs_of, row_norms
+from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import RandomMap
 
@@ -73,7 +73,7 @@ class Lookup(Paired):
             slots, touched = part._touched()
             samples, norms = slots // self.entries, row_norms(touched)
             largest = norms.new_zeros(part.samples).scatter_reduce(0, samples, norms.detach(), "amax")
-            scale = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
+            scale = divisors(largest)
             shares = (norms / scale[samples]) ** 2
             found.append(norms.new_zeros(part.samples).index_add(0, samples, shares).sqrt() * scale)
         return torch.cat(found)

@@ -27,15 +27,12 @@ def row_norms(rows: Tensor) -> Tensor:
     if smallest <= low and high < info.max:  # and not NaN
         return norms
     again = (~(found < info.max) | (found < smallest)).nonzero()[:, 0]
-    scale = row_scales(rows[again])
+    scale = divisors(torch.linalg.vector_norm(rows[again].detach(), torch.inf, dim=1))
     return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
 
 
-def row_scales(rows: Tensor) -> Tensor:
-    """Each row's largest magnitude, (N, P) -> N, or 1 for a row that division by it would spoil (0, ∞, NaN)."""
-    if not rows.shape[1]:
-        return torch.ones(rows.shape[0], dtype=rows.dtype, device=rows.device).abs()
-    largest = torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1)
+def divisors(largest: Tensor) -> Tensor:
+    """Largest magnitudes, to divide by: 1 for those that would spoil what they divide (0, ∞, NaN)."""
     return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
 
 
