@@ -164,7 +164,7 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
         index = torch.randint(entries, (samples, positions))
         return Lookup(index, torch.randn(samples, positions, features, dtype=torch.float64), entries)
     _, channels, kernel = shape
-    # Without groups, so that one shape fits all kinds; test_rules draws the groups.
+    # Without groups, so that one shape fits all kinds; the laws of rules draw the groups.
     stride, padding, dilation = draw(small), draw(st.integers(0, 2)), draw(small)
     length = (positions - 1) * stride + (kernel - 1) * dilation + 1 + draw(st.integers(0, stride - 1))
     padding = min(padding, (length - 1) // 2)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 from strategies import Case
-from test_forms import test_every_verb_equals_its_definition as verbs_law
-from test_rules import test_rule_equals_one_backward_per_sample as rows_law
+from test_form_laws import test_every_verb_equals_its_definition as verbs_law
+from test_rule_laws import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
 from autograd_hacks.forms import Convolution, Dense, Form, Outer

@@ -1,4 +1,4 @@
-"""What the strategies of test_rules don't draw: several inputs, refusals, and what a layer's own state has to do with it."""
+"""What the strategies don't draw: several inputs, refusals, and what a layer's own state has to do with it."""
 
 import pytest
 import torch

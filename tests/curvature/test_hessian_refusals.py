@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from test_hess_records import network
+from test_hessian_passes import network
 from torch import Tensor
 from torch.testing import assert_close
 

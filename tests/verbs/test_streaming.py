@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn as nn
+from test_budgets import at_most
 from test_param_grad import MODELS, Tied, squares
-from test_projections_and_budgets import at_most
 from torch import Tensor
 from torch.testing import assert_close
 
