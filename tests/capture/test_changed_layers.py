@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn as nn
-from test_records import assert_right, batch, mlp, step
+from steps import assert_right, batch, mlp, step
 from torch.testing import assert_close
 
 import autograd_hacks

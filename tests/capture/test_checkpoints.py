@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, mlp, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint

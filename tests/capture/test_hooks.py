@@ -4,26 +4,19 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, mlp, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.support import memory
 from autograd_hacks.verbs import grad1
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 def traces(model: nn.Module) -> dict[str, Any]:

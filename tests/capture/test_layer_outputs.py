@@ -1,12 +1,12 @@
 """What users do to a layer's output, and tensors of unusual kinds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -14,13 +14,6 @@ import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 from autograd_hacks.forms import Dense
 from autograd_hacks.rules import RULES
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 class Offset(nn.Module):

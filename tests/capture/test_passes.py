@@ -1,25 +1,17 @@
 """Several losses, forwards and models: which backward passes belong together."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, mlp, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.capture.records import Visit
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential) -> None:

@@ -3,47 +3,17 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample
+from steps import assert_right, batch, mlp, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-
-
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return (out - y).pow(2).flatten(1).sum(1)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batch(n: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(seed)
-    return torch.randn(n, 3, dtype=torch.float64), torch.randn(n, 2, dtype=torch.float64)
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
-
-
-def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    squares(model(x), y).mean().backward()
-
-
-def assert_right(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    autograd_hacks.compute_grad1(model)
-    with autograd_hacks.pause_hooks():
-        assert_rows(model, one_backward_per_sample(model, squares, x, y))
 
 
 def test_a_plain_training_loop_needs_no_clearing(model: nn.Module) -> None:

@@ -3,25 +3,17 @@
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, NothingRecorded, UnseenGradient
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 @pytest.mark.parametrize("critic", [nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn as nn
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, mlp, squares, step
 from torch import Tensor
 
 import autograd_hacks
@@ -22,13 +22,6 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.forms import Dense
 from autograd_hacks.rules import RULES, Call, single_input
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 @contextmanager

@@ -1,24 +1,15 @@
 """Losses and micro-batches: what the scale of a row is, and which rows there are."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample
-from test_records import assert_right, batch, mlp, squares, step
+from steps import assert_right, batch, squares, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-
-
-@pytest.fixture
-def model() -> Iterator[nn.Sequential]:
-    model = mlp()
-    with autograd_hacks.add_hooks(model):
-        yield model
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 1, 0)])
