@@ -2,14 +2,10 @@
 
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample
+from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 
 import autograd_hacks
-
-
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return (out - y).pow(2).flatten(1).sum(1)
 
 
 def mlp() -> nn.Sequential:

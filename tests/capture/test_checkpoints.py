@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample
-from steps import assert_right, batch, mlp, squares, step
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, mlp, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint

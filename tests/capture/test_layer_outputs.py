@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample
-from steps import assert_right, batch, squares, step
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, step
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -84,7 +84,7 @@ def test_in_place_operations_on_an_output_that_is_a_view() -> None:
             return once(layer(x)) + layer(x + 1).relu_().sum((1, 2))
 
         with autograd_hacks.pause_hooks():
-            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+            assert_rows(layer, one_backward_per_sample(layer, lambda out: out, x, run=run))
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,12 @@ def test_in_place_operations_on_an_output_that_is_a_view() -> None:
 def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
     model, x = nn.Sequential(layer, nn.ReLU(inplace=True)).double(), torch.randn(shape, dtype=torch.float64)
 
-    def losses(out: Tensor, y: Tensor) -> Tensor:
-        return out.pow(2).flatten(1).sum(1)
-
     for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
         x = x.to(memory_format=memory_format)
         with autograd_hacks.add_hooks(model):
-            losses(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(model, losses, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 @pytest.mark.parametrize("which", ["out", "state", "both"])
@@ -121,22 +118,22 @@ def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
             h.mul_(2)
         if which != "state":
             out += 1
-        return out.pow(2).sum((1, 2)) + h[0].pow(2).sum(1)
+        return squares((out, h[0]))
 
     with autograd_hacks.add_hooks(layer):
         autograd_hacks.backward(run(x))
         autograd_hacks.compute_grad1(layer)
         with autograd_hacks.pause_hooks():
-            assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out, x, x, run))
+            assert_rows(layer, one_backward_per_sample(layer, lambda out: out, x, run=run))
 
 
 def test_channels_last_where_every_axis_has_length_one() -> None:
     layer = nn.Conv2d(3, 1, 2, padding=1).double()
     x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
     with autograd_hacks.add_hooks(layer):
-        layer(x).pow(2).sum().backward()
+        squares(layer(x)).sum().backward()
         autograd_hacks.compute_grad1(layer, "sum")
-        assert_rows(layer, one_backward_per_sample(layer, lambda out, y: out.pow(2).flatten(1).sum(1), x, x))
+        assert_rows(layer, one_backward_per_sample(layer, squares, x))
 
 
 @pytest.mark.parametrize(
@@ -155,13 +152,10 @@ def test_channels_last_where_every_axis_has_length_one() -> None:
 def test_complex_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
     layer, x = layer.to(torch.complex128), torch.randn(shape, dtype=torch.complex128)
 
-    def losses(out: Tensor, y: Tensor) -> Tensor:
-        return (out.abs() ** 2).flatten(1).sum(1)
-
     with autograd_hacks.add_hooks(layer):
-        losses(layer(x), x).mean().backward()
+        squares(layer(x)).mean().backward()
         autograd_hacks.compute_grad1(layer)
-        assert_rows(layer, one_backward_per_sample(layer, losses, x, x))
+        assert_rows(layer, one_backward_per_sample(layer, squares, x))
 
 
 def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:

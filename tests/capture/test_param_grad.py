@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import assert_rows, one_backward_per_sample
+from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -16,10 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped, UnseenGradient
-
-
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return out.square().flatten(1).sum(1)
 
 
 class Tied(nn.Module):
@@ -96,12 +92,12 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
     with autograd_hacks.add_hooks(model, param_grad=False):
         for step in range(3):
             x = batch()
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             assert all(p.grad is None and p.requires_grad for p in model.parameters())
             autograd_hacks.compute_grad1(model, set_grad=step == 2)
             grads = autograd_hacks.per_sample_grads(model)
             with autograd_hacks.pause_hooks():
-                rows = one_backward_per_sample(model, squares, x, x)
+                rows = one_backward_per_sample(model, squares, x)
             assert_rows(model, rows)
             assert_close(grads.norms(), torch.cat([r.flatten(1) for r in rows.values()], 1).norm(dim=1))  # type: ignore[union-attr]
         for p in model.parameters():
@@ -111,7 +107,7 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
             assert_close(p.grad, p.grad1.mean(0))
         autograd_hacks.verify(model) if name != "reentrant" else None
     model.zero_grad()
-    squares(model(x), x).mean().backward()
+    squares(model(x)).mean().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -123,7 +119,7 @@ def test_autograd_computes_none() -> None:
     for param_grad in (True, False):
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
             for _ in range(2):
-                loss = squares(model(x), x).mean()
+                loss = squares(model(x)).mean()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     loss.backward()
             counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
@@ -136,7 +132,7 @@ def test_a_gradient_that_was_there_stays() -> None:
         p.grad = torch.ones_like(p)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             assert all((p.grad == 1).all() for p in model.parameters())
 
 
@@ -152,7 +148,7 @@ def test_flags_after_an_exception() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 2)), torch.randn(3, 4)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
         with pytest.raises(RuntimeError, match="mat1"):
             model(torch.randn(3, 5))
         assert all(p.requires_grad for p in model.parameters())
@@ -161,17 +157,17 @@ def test_flags_after_an_exception() -> None:
             model(x)
         assert all(p.requires_grad for p in model.parameters())
         model[1].fails = False
-        squares(model(x), x).mean().backward()
+        squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 def test_gradient_past_the_owner_is_noticed_in_every_step() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for step in range(5):
-            loss = squares(model(x), x).mean()
+            loss = squares(model(x)).mean()
             (loss + model[0].weight.square().sum() if step % 2 else loss).backward()
             if step % 2:
                 with pytest.raises(UnseenGradient, match=r"0\.weight"):
@@ -185,15 +181,15 @@ def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
             with pytest.raises(ParamGradSkipped, match=r"weighted_sum"):
-                torch.autograd.grad(squares(model(x), x).mean(), list(model.parameters()))
+                torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
             with pytest.raises(HigherOrderError, match="create_graph"):
-                squares(model(x), x).mean().backward(create_graph=True)
-            (by_input,) = torch.autograd.grad(squares(model(x), x).sum(), x)
+                squares(model(x)).mean().backward(create_graph=True)
+            (by_input,) = torch.autograd.grad(model(x).square().sum(), x)
             assert_close(by_input, 2 * model(x) @ model[1].weight @ model[0].weight)
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x.detach(), x))
+                assert_rows(model, one_backward_per_sample(model, squares, x.detach()))
 
 
 def test_functional_call_with_other_tensors() -> None:
@@ -201,15 +197,15 @@ def test_functional_call_with_other_tensors() -> None:
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
             others = {name: p * 2 for name, p in model.named_parameters()}
-            squares(functional_call(model, others, (x,)), x).mean().backward()
+            squares(functional_call(model, others, (x,))).mean().backward()
             assert all(p.grad is not None for p in model.parameters())
             with pytest.raises(UnseenGradient):
                 autograd_hacks.compute_grad1(model)
             model.zero_grad()
-            squares(functional_call(model, dict(model.named_parameters()), (x,)), x).mean().backward()
+            squares(functional_call(model, dict(model.named_parameters()), (x,))).mean().backward()
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x, x))
+                assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 def test_attention_keeps_to_the_way_with_gradients() -> None:
@@ -228,7 +224,7 @@ def test_autocast_and_micro_batches() -> None:
                 for part in (x[:2], x[2:]):
                     with torch.autocast("cpu", torch.bfloat16):
                         out = model(part)
-                    squares(out.float(), part).mean().backward()
+                    squares(out.float()).mean().backward()
         autograd_hacks.compute_grad1(model, set_grad=True)
         assert all(p.grad1.shape[0] == 6 and p.grad1.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
         for p in model.parameters():
@@ -242,7 +238,7 @@ def test_hooks_added_again_take_the_other_contract() -> None:
         autograd_hacks.add_hooks(model, param_grad=param_grad)
         for _ in range(2):
             model.zero_grad()
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             assert all((p.grad is not None) == param_grad for p in model.parameters())
 
 
@@ -275,7 +271,7 @@ def test_wrappers_over_processes_are_refused() -> None:
         with pytest.raises(ParamGradSkipped, match="DistributedDataParallel"):
             autograd_hacks.add_hooks(wrapped, param_grad=False)
         autograd_hacks.add_hooks(inside, param_grad=False)
-        squares(inside(x), x).sum().backward()
+        squares(inside(x)).sum().backward()
         with pytest.raises(ParamGradSkipped, match="DistributedDataParallel"):
             wrapped(x)
         from torch.distributed.fsdp import fully_shard
@@ -293,9 +289,9 @@ def test_a_penalty_on_input_gradients_is_noticed_in_every_step() -> None:
         for step in range(4):
             if step % 2:
                 with pytest.raises(HigherOrderError):
-                    torch.autograd.grad(squares(model(x), x).sum(), x, create_graph=True)
+                    torch.autograd.grad(squares(model(x)).sum(), x, create_graph=True)
             else:
-                squares(model(x), x).mean().backward()
+                squares(model(x)).mean().backward()
                 autograd_hacks.compute_grad1(model)
 
 
@@ -303,11 +299,11 @@ def test_functional_call_with_leaves_fills_theirs() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-            squares(functional_call(model, others, (x,)), x).mean().backward()
+            squares(functional_call(model, others, (x,))).mean().backward()
             assert all(p.grad is not None for p in others.values())
-            own = torch.autograd.grad(squares(functional_call(model, others, (x,)), x).mean(), list(others.values()))
+            own = torch.autograd.grad(squares(functional_call(model, others, (x,))).mean(), list(others.values()))
             assert all(torch.equal(p.grad, g) for p, g in zip(others.values(), own))
 
 
@@ -317,7 +313,7 @@ def test_hooks_of_the_users_on_parameters_see_gradients() -> None:
     model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(3):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
             assert_close(model[0].weight.grad1.mean(0), seen[-1] if seen[-1].shape == (5, 4) else seen[-2])
             assert model[0].weight.grad is None
@@ -329,9 +325,9 @@ def test_a_context_gives_the_contract_back() -> None:
     autograd_hacks.add_hooks(model)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
     assert model[0].weight.grad is None
-    squares(model(x), x).mean().backward()
+    squares(model(x)).mean().backward()
     assert model[0].weight.grad is not None
 
 

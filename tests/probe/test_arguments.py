@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample
+from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -15,17 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import autograd_hacks
 
 
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return out.square().flatten(1).sum(1)
-
-
 def check(model: nn.Module, x: Tensor, *others: Any, run: Callable[..., Tensor] | None = None) -> None:
     """A step of a hooked model against one backward pass per sample, where the other arguments are no batch."""
     model.zero_grad()
-    squares(model(x, *others), x).sum().backward()
+    squares(model(x, *others)).sum().backward()
     autograd_hacks.compute_grad1(model, "sum")
     with autograd_hacks.pause_hooks():
-        assert_rows(model, one_backward_per_sample(model, squares, x, x, run or (lambda x: model(x, *others))))
+        assert_rows(model, one_backward_per_sample(model, squares, x, run=run or (lambda x: model(x, *others))))
 
 
 class Mixed(nn.Module):
@@ -76,10 +72,10 @@ def test_positions_before_the_batch() -> None:
         for samples in (3, 4, 3):
             x = torch.randint(9, (samples, 4))
             model.zero_grad()
-            squares(model(places, x), x).sum().backward()
+            squares(model(places, x)).sum().backward()
             autograd_hacks.compute_grad1(model, "sum")
             with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x, x, lambda x: model(places, x)))
+                assert_rows(model, one_backward_per_sample(model, squares, x, run=lambda x: model(places, x)))
 
 
 class Cache:
@@ -148,12 +144,12 @@ def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool
         expected[name] = torch.zeros(4, *p.shape, dtype=torch.float64)
     for n in range(4):
         model.zero_grad()
-        squares(model(x[n : n + 1], lengths[n : n + 1]), x).sum().backward()
+        squares(model(x[n : n + 1], lengths[n : n + 1])).sum().backward()
         for name, p in model.named_parameters():
             expected[name][n] = p.grad
     model.zero_grad()
     with autograd_hacks.add_hooks(model):
-        squares(model(x) if counts else model(x, lengths), x).sum().backward()
+        squares(model(x) if counts else model(x, lengths)).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, expected)
 

@@ -7,15 +7,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
 from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import ProbeFailed, SamplesMixed, UnseenGradient
-
-
-def squares(out: Tensor, *_: Tensor) -> Tensor:
-    return (out.pow(2) + out.sin()).flatten(1).sum(1)
 
 
 def check(model: nn.Module, *batches: Tensor, **options: Any) -> None:
@@ -25,7 +21,7 @@ def check(model: nn.Module, *batches: Tensor, **options: Any) -> None:
             squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x, x))
+                assert_rows(model, one_backward_per_sample(model, squares, x))
             autograd_hacks.verify(model, samples=1)
 
 
@@ -261,7 +257,7 @@ def test_samples_that_are_all_alike_are_probed_when_they_no_longer_are() -> None
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 class Stateful(nn.Module):
@@ -366,7 +362,7 @@ def test_layers_that_are_skipped_at_first() -> None:
                 squares(model(x)).mean().backward()
                 autograd_hacks.compute_grad1(model)
                 with autograd_hacks.pause_hooks():
-                    assert_rows(model, one_backward_per_sample(model, squares, x, x))
+                    assert_rows(model, one_backward_per_sample(model, squares, x))
     model, x = Skipping().double(), torch.randn(4, 4, 3).double()
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
@@ -378,7 +374,7 @@ def test_layers_that_are_skipped_at_first() -> None:
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:

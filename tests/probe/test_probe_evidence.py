@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time
-from test_probe import check, squares
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from test_probe import check
 from torch import Tensor
 
 import autograd_hacks
@@ -126,7 +126,7 @@ def test_weights_of_zero_hide_no_axis(folded: bool, steps: int) -> None:
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 def test_a_dead_layer_hides_no_axis() -> None:
@@ -159,7 +159,7 @@ def test_a_large_feature_hides_no_change() -> None:
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x, x))
+            assert_rows(model, one_backward_per_sample(model, squares, x))
 
 
 def test_positions_of_which_only_the_first_counts() -> None:

@@ -3,25 +3,20 @@
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample
+from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
 
 
-def losses(out: Tensor, y: Tensor) -> Tensor:
-    flat = out.flatten(1)
-    return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)).sum(1) + y * (flat**2).sum(1)
-
-
 def check(model: nn.Module, x: Tensor) -> None:
     """One step through the model against one backward for each sample."""
     y = torch.arange(1.0, len(x) + 1, dtype=torch.float64)
     with autograd_hacks.add_hooks(model):
-        losses(model(x), y).mean().backward()
+        squares(model(x), y).mean().backward()
         autograd_hacks.compute_grad1(model)
-        assert_rows(model, one_backward_per_sample(model, losses, x, y))
+        assert_rows(model, one_backward_per_sample(model, squares, x, y))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -45,11 +40,11 @@ def test_bags_with_offsets(mode: str, padding_idx: int | None, include_last_offs
 
     y = torch.arange(1.0, len(bags) + 1, dtype=torch.float64)
     with autograd_hacks.add_hooks(layer):
-        losses(run(range(len(bags))), y).mean().backward()
+        squares(run(range(len(bags))), y).mean().backward()
         autograd_hacks.compute_grad1(layer)
         with autograd_hacks.pause_hooks():
             expected = [
-                torch.autograd.grad(losses(run(range(n, n + 1)), y[n : n + 1]).sum(), [layer.weight])[0]
+                torch.autograd.grad(squares(run(range(n, n + 1)), y[n : n + 1]).sum(), [layer.weight])[0]
                 for n in range(len(bags))
             ]
         torch.testing.assert_close(layer.weight.grad1, torch.stack(expected))
@@ -60,10 +55,10 @@ def test_weighted_bags_in_two_dimensions() -> None:
     layer, weights = nn.EmbeddingBag(4, 2, mode="sum", dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     index, y = torch.randint(4, (3, 5)), torch.ones(3, dtype=torch.float64)
     with autograd_hacks.add_hooks(layer):
-        losses(layer(index, per_sample_weights=weights), y).sum().backward()
+        squares(layer(index, per_sample_weights=weights), y).sum().backward()
         autograd_hacks.compute_grad1(layer, "sum")
         for n in range(3):
-            alone = losses(layer(index[n : n + 1], per_sample_weights=weights[n : n + 1]), y[:1]).sum()
+            alone = squares(layer(index[n : n + 1], per_sample_weights=weights[n : n + 1]), y[:1]).sum()
             torch.testing.assert_close(layer.weight.grad1[n], torch.autograd.grad(alone, [layer.weight])[0])
 
 

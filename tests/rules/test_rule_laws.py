@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import assert_rows, one_backward_per_sample
+from oracle import assert_rows, one_backward_per_sample, squares
 from strategies import Case, filled_layers, layers
 from torch import Tensor
 from torch.testing import assert_close
@@ -17,14 +17,8 @@ import autograd_hacks
 loss_types = st.sampled_from(["mean", "sum"])
 
 
-def losses(out: Tensor, y: Tensor) -> Tensor:
-    """A loss for each sample that no two positions and no two samples share."""
-    flat = out.flatten(1) if out.ndim > 1 else out[:, None]
-    weights = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)
-    return (flat * weights).sum(1) + y * (flat**2).sum(1)
-
-
 def targets(case: Case) -> Tensor:
+    """Another for each sample, so that no two share a loss."""
     return torch.arange(1, len(case.x) + 1, dtype=torch.float64)
 
 
@@ -32,7 +26,7 @@ def grad1_of(case: Case, loss_type: str, x: Tensor | None = None, y: Tensor | No
     x, y = case.x if x is None else x, targets(case) if y is None else y
     case.layer.zero_grad()
     with autograd_hacks.add_hooks(case.layer):
-        per_sample = losses(case.layer(x), y)
+        per_sample = squares(case.layer(x), y)
         (per_sample.mean() if loss_type == "mean" else per_sample.sum()).backward()
         autograd_hacks.compute_grad1(case.layer, loss_type)
         return {name: p.grad1 for name, p in case.layer.named_parameters()}
@@ -46,10 +40,10 @@ EVEN_SAME = Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), tor
 def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str) -> None:
     grad1_of(case, loss_type)  # so that the record of an earlier step is there to be replaced
     with autograd_hacks.add_hooks(case.layer):
-        per_sample = losses(case.layer(case.x), targets(case))
+        per_sample = squares(case.layer(case.x), targets(case))
         (per_sample.mean() if loss_type == "mean" else per_sample.sum()).backward()
         autograd_hacks.compute_grad1(case.layer, loss_type)
-        assert_rows(case.layer, one_backward_per_sample(case.layer, losses, case.x, targets(case)))
+        assert_rows(case.layer, one_backward_per_sample(case.layer, squares, case.x, targets(case)))
 
 
 @given(layers, loss_types)
@@ -97,7 +91,7 @@ def test_hooks_change_neither_outputs_nor_gradients(case: Case) -> None:
     def step() -> list[Tensor]:
         case.layer.zero_grad()
         out = case.layer(case.x)
-        losses(out, targets(case)).sum().backward()
+        squares(out, targets(case)).sum().backward()
         return [out.detach(), *[p.grad for p in case.layer.parameters()]]
 
     before = step()
@@ -125,9 +119,9 @@ def test_grad1_has_the_parameters_dtype(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).to(dtype)
     x = torch.randn(4, 2, 4, 4, dtype=dtype)
     with autograd_hacks.add_hooks(model):
-        model(x).pow(2).sum().backward()
+        squares(model(x)).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
-        expected = one_backward_per_sample(model, lambda out, y: out.pow(2).sum(1), x, x)
+        expected = one_backward_per_sample(model, squares, x)
         tolerance = 20 * torch.finfo(dtype).eps  # in these precisions an einsum and a convolution differ by a few eps
         for name, p in model.named_parameters():
             assert p.grad1.dtype == dtype
@@ -139,7 +133,7 @@ def test_autocast_gives_grad1_in_the_parameters_dtype() -> None:
     with autograd_hacks.add_hooks(model):
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x)
-        out.float().pow(2).sum(1).mean().backward()
+        squares(out.float()).mean().backward()
         autograd_hacks.compute_grad1(model)
         for p in model.parameters():
             assert p.grad1.dtype == torch.float32

@@ -7,19 +7,13 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_rows, one_loss_at_a_time
+from oracle import assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, StaleRecord
-
-
-def mix(*outputs: Tensor) -> Tensor:
-    """N losses of outputs with samples first."""
-    flat = torch.cat([out.flatten(1) for out in outputs], 1)
-    return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)).sum(1) + flat.pow(2).sum(1) / 2
 
 
 def check(model: nn.Module, losses: Callable[[], Tensor]) -> None:
@@ -63,7 +57,7 @@ def test_recurrent_layers(layer: nn.RNNBase, samples: int, steps: int, with_stat
         out, last = layer(x if layer.batch_first else x.transpose(0, 1), states)
         out = out if layer.batch_first else out.transpose(0, 1)
         ends = [part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,))]
-        return mix(*{"all": [out, *ends], "sequence": [out], "last": ends[-1:]}[used])
+        return squares({"all": (out, *ends), "sequence": out, "last": ends[-1]}[used])
 
     check(layer, losses)
 
@@ -77,7 +71,7 @@ def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool
     def losses() -> Tensor:
         out, last = layer(pack_sequence(sequences, enforce_sorted=is_sorted), states)
         padded, _ = pad_packed_sequence(out, batch_first=True)
-        return mix(padded, *[part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,))])
+        return squares((padded, *(part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,)))))
 
     check(layer, losses)
 
@@ -93,14 +87,14 @@ def test_cells(kind: type[nn.RNNCellBase], bias: bool, given_state: bool) -> Non
         state = ((h, h.cos()) if kind is nn.LSTMCell else h) if given_state else None
         for t in range(3):  # used at several steps, whose rows add
             state = cell(x[:, t], state)
-        return mix(*(state if isinstance(state, tuple) else (state,)))
+        return squares(state)
 
     check(cell, losses)
 
 
 def test_a_relu_cell() -> None:
     cell, x = nn.RNNCell(2, 3, nonlinearity="relu").double(), torch.randn(4, 2).double()
-    check(cell, lambda: mix(cell(x)))
+    check(cell, lambda: squares(cell(x)))
 
 
 def test_a_sequence_classifier_in_a_training_loop() -> None:
@@ -116,7 +110,7 @@ def test_a_sequence_classifier_in_a_training_loop() -> None:
     model = Classifier().double()
     for length in (3, 5):
         tokens = torch.randint(7, (4, length))
-        check(model, lambda tokens=tokens: mix(model(tokens)))
+        check(model, lambda tokens=tokens: squares(model(tokens)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -137,7 +131,7 @@ def test_a_dropout_that_is_set_after_add_hooks() -> None:
     layer, x = nn.MultiheadAttention(4, 2, dropout=0, batch_first=True).double(), torch.randn(3, 5, 4).double()
     with autograd_hacks.add_hooks(layer):
         layer.dropout = 0.5
-        check(layer, lambda: mix(layer(x, x, x)[0]))
+        check(layer, lambda: squares(layer(x, x, x)[0]))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
@@ -158,7 +152,7 @@ def test_truncated_backpropagation_through_time() -> None:
         for chunk in x.split(2):
             out, state = layer(chunk, state)
             out.mul_(0.5)  # the user's to overwrite
-            mix(out.transpose(0, 1)).mean().backward()
+            squares(out.transpose(0, 1)).mean().backward()
             autograd_hacks.compute_grad1(layer)
             for p in layer.parameters():
                 assert_close(p.grad1.mean(0), p.grad)
@@ -245,7 +239,7 @@ def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
             q, k, v, key_padding_mask=padding, need_weights=need_weights, attn_mask=attn_mask,
             average_attn_weights=average, is_causal=mask == "causal",
         )  # fmt: skip
-        return mix(order(out), *([] if weights is None else [weights]))
+        return squares(order(out) if weights is None else (order(out), weights))
 
     check(layer, losses)
 
@@ -259,10 +253,10 @@ def test_transformer_layers(batch_first: bool, norm_first: bool) -> None:
     x, memory = torch.randn(3, 5, 4).double(), torch.randn(3, 2, 4).double()
     model = nn.ModuleList([encoder, decoder]).double()
     if batch_first:
-        check(model, lambda: mix(decoder(encoder(x), encoder(memory))))
+        check(model, lambda: squares(decoder(encoder(x), encoder(memory))))
     else:
         layer = nn.TransformerEncoderLayer(4, 2, 6, norm_first=norm_first).double()
-        check(layer, lambda: mix(layer(torch.arange(60.0).sin().view(5, 3, 4).double()).transpose(0, 1)))
+        check(layer, lambda: squares(layer(torch.arange(60.0).sin().view(5, 3, 4).double()).transpose(0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -292,6 +286,6 @@ def test_a_packed_batch_padded_by_length() -> None:
 
     def losses() -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return mix(layer(packed)[1].transpose(0, 1))
+        return squares(layer(packed)[1].transpose(0, 1))
 
     check(layer, losses)

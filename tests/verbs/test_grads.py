@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import one_backward_per_sample
+from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from torch import Tensor
 from torch.testing import assert_close
@@ -16,10 +16,6 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, StaleRecord
 from autograd_hacks.forms import Outer
-
-
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return out.square().flatten(1).sum(1)
 
 
 class Language(nn.Module):
@@ -47,7 +43,7 @@ class Token(nn.Module):
 
 def stepped(model: nn.Module, x: Tensor) -> autograd_hacks.PerSampleGrads:
     autograd_hacks.add_hooks(model)
-    squares(model(x), x).mean().backward()
+    squares(model(x)).mean().backward()
     return autograd_hacks.per_sample_grads(model)
 
 
@@ -65,9 +61,9 @@ def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
         with autograd_hacks.add_hooks(model):
             if not samples:
                 model(x.new_ones(3, *x.shape[1:]))  # a signature that the probe has seen
-            squares(model(x), x).sum().backward()
+            squares(model(x)).sum().backward()
             with autograd_hacks.pause_hooks():
-                rows = one_backward_per_sample(model, squares, x, x)
+                rows = one_backward_per_sample(model, squares, x)
             for budget in (2**26, 1000):
                 assert_quantities(model, rows, "sum", budget)
 
@@ -80,9 +76,9 @@ def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.accumulate(model):
             for part in (x[:2], x[2:]):
-                squares(model(part), part).mean().backward()
+                squares(model(part)).mean().backward()
         with autograd_hacks.pause_hooks():
-            rows = one_backward_per_sample(model, squares, x, x)
+            rows = one_backward_per_sample(model, squares, x)
         assert rows["spare.weight"] is None
         assert_quantities(model, rows)
 
@@ -93,7 +89,7 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
     norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
     for name, p in model.named_parameters():
         assert_close(sums[name], p.grad)
-    squares(model(x * 2), x).mean().backward()
+    squares(model(x * 2)).mean().backward()
     assert_close(grads.norms(), norms)
     autograd_hacks.clear_backprops(model)
     assert_close(grads.norms(), norms)
@@ -267,7 +263,7 @@ def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Mo
 
     def step() -> None:
         out = model(x)
-        squares(out[0] if isinstance(out, tuple) else out, x).mean().backward()
+        squares(out[0] if isinstance(out, tuple) else out).mean().backward()
 
     step()
     step()
@@ -289,7 +285,7 @@ def test_autocast_around_the_first_reading() -> None:
         x = torch.randn(6, 4)
         autograd_hacks.add_hooks(model)
         for _ in range(2):
-            squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
             with torch.autocast("cpu", torch.bfloat16):
                 autograd_hacks.clip_grad1_norm_(model, 1e9)
             model.zero_grad()

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import assert_rows, one_backward_per_sample
-from steps import assert_right, batch, squares, step
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, step
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
+from oracle import squares
 from test_budgets import at_most
-from test_param_grad import MODELS, Tied, squares
+from test_param_grad import MODELS, Tied
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -22,7 +23,7 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
     def loss(x: Tensor) -> Tensor:
-        each = squares(model(x), x)
+        each = squares(model(x))
         return each.mean() if loss_type == "mean" else each.sum()
 
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
@@ -49,7 +50,7 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
 def test_clipping_by_a_second_backward_pass() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model):
-        losses = squares(model(x), x)
+        losses = squares(model(x))
         with autograd_hacks.streaming(model) as streamed:
             autograd_hacks.backward(losses, retain_graph=True)
         model.zero_grad()
@@ -57,7 +58,7 @@ def test_clipping_by_a_second_backward_pass() -> None:
             (losses * (0.5 / streamed.norms).clamp(max=1)).mean().backward()
         clipped = [p.grad for p in model.parameters()]
         model.zero_grad()
-        squares(model(x), x).mean().backward()
+        squares(model(x)).mean().backward()
         autograd_hacks.clip_grad1_norm_(model, 0.5)
         for p, g in zip(model.parameters(), clipped):
             assert_close(p.grad, g)
@@ -68,12 +69,12 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers))), torch.randn(256, 256)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
-            squares(model(x), x).sum().backward()
+            squares(model(x)).sum().backward()
         one = 256 * 256 * 4
-        loss = squares(model(x), x).sum()
+        loss = squares(model(x)).sum()
         with at_most(6 * one), autograd_hacks.streaming(model, loss_type="sum", budget=one):
             loss.backward()
-        loss = squares(model(x), x).sum()
+        loss = squares(model(x)).sum()
         with pytest.raises(AssertionError, match="held"), at_most(layers * one // 2):
             loss.backward()
 
@@ -95,21 +96,21 @@ def test_what_it_refuses() -> None:
         with pytest.raises(NothingRecorded, match="no norms"):
             _ = streamed.norms
         with autograd_hacks.streaming(model) as streamed:
-            squares(model(x), x).sum().backward()
+            squares(model(x)).sum().backward()
         with pytest.raises(NothingRecorded, match="no gram"):
             _ = streamed.gram
 
         def twice() -> None:
             with autograd_hacks.streaming(model):
                 for _ in range(2):
-                    squares(model(x), x).sum().backward()
+                    squares(model(x)).sum().backward()
 
         with pytest.raises(RuntimeError, match="second backward"):
             twice()
         with pytest.raises(HigherOrderError), autograd_hacks.streaming(model):
-            squares(model(x), x).sum().backward(create_graph=True)
+            squares(model(x)).sum().backward(create_graph=True)
         model.zero_grad()
-        squares(model(x), x).mean().backward()
+        squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert_close(model[0].weight.grad1.mean(0), model[0].weight.grad)
 
@@ -117,7 +118,7 @@ def test_what_it_refuses() -> None:
 def test_a_penalty_in_the_loss() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model), pytest.raises(UnseenGradient), autograd_hacks.streaming(model):
-        (squares(model(x), x).sum() + model[0].weight.square().sum()).backward()
+        (squares(model(x)).sum() + model[0].weight.square().sum()).backward()
 
 
 def test_samples_that_mix_or_disagree() -> None:
@@ -132,7 +133,7 @@ def test_samples_that_mix_or_disagree() -> None:
 
     model = Mixes()
     with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed), autograd_hacks.streaming(model):
-        squares(model(torch.randn(5, 4)), torch.zeros(5)).sum().backward()
+        squares(model(torch.randn(5, 4))).sum().backward()
     model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
     with autograd_hacks.add_hooks(model), pytest.raises(BatchSizeError), autograd_hacks.streaming(model):
         (model[0](torch.randn(5, 4)).sum() + model[1](torch.randn(3, 4)).sum()).backward()
@@ -142,15 +143,15 @@ def test_a_parameter_of_several_calls_waits_for_all() -> None:
     model, x = Tied().double(), torch.randint(7, (4, 5))
     with autograd_hacks.add_hooks(model):
         with autograd_hacks.streaming(model) as streamed:
-            squares(model(x), x).mean().backward()
-        squares(model(x), x).mean().backward()
+            squares(model(x)).mean().backward()
+        squares(model(x)).mean().backward()
         assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
 
 
 def test_reading_inside() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
     with autograd_hacks.add_hooks(model), autograd_hacks.streaming(model):
-        squares(model(x), x).sum().backward()
+        squares(model(x)).sum().backward()
         for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
             with pytest.raises(NothingRecorded, match="Read after that context"):
                 read(model)
