@@ -1,12 +1,11 @@
 """`add_hooks(param_grad=False)`: autograd computes no ordinary gradients of parameters."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from nets import MODELS
 from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 from torch.func import functional_call
@@ -16,71 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped, UnseenGradient
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inside, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inside(self.inside(self.embed(x)).tanh()).relu_())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
-        self.inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=self.reentrant))
-
-
-class Token(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.inside = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x * self.token)
-
-
-def vectors() -> Tensor:
-    return torch.randn(3, 5, 4).double()
-
-
-def words() -> Tensor:
-    return torch.randint(7, (3, 5))
-
-
-def pictures() -> Tensor:
-    return torch.randn(3, 2, 6, 6).double()
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)), vectors),
-    "cnn": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
-        pictures,
-    ),
-    "tied": (Tied, words),
-    "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
-    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
-    "reentrant": (lambda: Checkpointed(True), vectors),
-    "checkpointed": (lambda: Checkpointed(False), vectors),
-    "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), Token(), nn.Linear(4, 2)), vectors),
-}
-
-
-class Last(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")

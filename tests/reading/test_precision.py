@@ -1,14 +1,14 @@
 """What a program may do around a step: precisions, scalers, devices without memory, many steps."""
 
 import dataclasses
-import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from leaks import live_tensors
+from nets import Choosy, Noisy, Patched
 from oracle import assert_rows, one_backward_per_sample, squares
-from test_replay import Choosy, Noisy, Patched
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -110,11 +110,6 @@ def test_a_checkpointed_module_that_is_replayed(reentrant: bool) -> None:
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
                 assert_rows(model, one_backward_per_sample(model, squares, x))
-
-
-def live_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
 
 @pytest.mark.parametrize(

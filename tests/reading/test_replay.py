@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from nets import Choosy, Noisy, Patched
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
@@ -28,22 +29,6 @@ def check(model: nn.Module, x: Tensor, replayed: tuple[str, ...] = (), steps: in
             autograd_hacks.verify(model, samples=2)
     if replayed:
         assert {row.parameter for row in table.rows if "replay of" in row.how} == set(replayed), str(table)
-
-
-class Patched(nn.Module):
-    """A class token, positions, a layer scale, a tied decoder by F.linear, and 3-D weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4)
-        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
-        self.heads, self.out = nn.Parameter(torch.randn(2, 4, 2)), nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(tokens), -1, -1), self.embed(tokens)], 1)
-        x = x + self.positions(torch.arange(x.shape[1]))
-        x = x + self.scale * self.out(torch.einsum("ntd,hde->nthe", x, self.heads).flatten(2).tanh())
-        return F.linear(x, self.embed.weight)
 
 
 def test_bare_parameters_and_a_tied_decoder() -> None:
@@ -168,17 +153,6 @@ def test_weight_standardisation() -> None:
     check(nn.Sequential(Standardised(1, 2, 2), nn.Flatten()).double(), torch.randn(3, 1, 4, 4).double())
 
 
-class Noisy(nn.Module):
-    """Dropout between a bare parameter and the output, which no other run of one sample draws alike."""
-
-    def __init__(self, features: int = 3) -> None:
-        super().__init__()
-        self.scale, self.dropout = nn.Parameter(torch.randn(features)), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.dropout(x * self.scale).cumsum(1) * self.scale).tanh()
-
-
 def test_the_same_dropout_mask() -> None:
     model, x = nn.Sequential(Noisy(), nn.Linear(3, 2), Noisy2()).double(), torch.randn(5, 3).double()
     with autograd_hacks.add_hooks(model):
@@ -202,17 +176,6 @@ class Noisy2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.rate * torch.randn_like(x)
-
-
-class Choosy(nn.Module):
-    """Control flow on values, which vmap can't follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([row * self.up if row.sum() > 0 else row * self.down for row in x])
 
 
 class Experts(nn.Module):

@@ -1,8 +1,6 @@
 """Projections, and the memory that the verbs of a whole model take."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from measuring import Held
-from test_grads import Language, stepped
+from leaks import at_most
+from nets import Language
+from steps import stepped
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -68,14 +67,6 @@ def test_projections_keep_inner_products(dim: int) -> None:
 
 
 # Memory
-
-
-@contextmanager
-def at_most(bytes_held: int, what: str = "it") -> Iterator[None]:
-    gc.collect()
-    with Held() as held:
-        yield
-    assert held.most <= bytes_held, f"{what} held {held.most} bytes, of {bytes_held}"
 
 
 def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from test_errors import Scale
+from nets import Scale
 from torch import Tensor
 
 import autograd_hacks

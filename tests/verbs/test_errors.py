@@ -1,14 +1,14 @@
 """What raises: where, what was given, what was expected, how to mend it; and the model is usable afterwards."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from nets import Scale
 from oracle import squares
-from steps import assert_right, batch, mlp, step
+from steps import assert_right, batch, mlp, raises, step
 from torch import Tensor
 
 import autograd_hacks
@@ -23,19 +23,6 @@ from autograd_hacks.errors import (
 )
 from autograd_hacks.forms import Dense
 from autograd_hacks.rules import RULES, Call, single_input
-
-
-@contextmanager
-def raises(model: nn.Module, error: type[Exception], *words: str) -> Iterator[None]:
-    """The error with all of the words in its message; and then the next step is right."""
-    with pytest.raises(error) as info:
-        yield
-    for word in words:
-        assert word in str(info.value), str(info.value)
-    autograd_hacks.enable_hooks()
-    model.zero_grad()
-    step(model, *batch(6, 9))
-    assert_right(model, *batch(6, 9))
 
 
 def test_compute_before_hooks() -> None:
@@ -226,18 +213,6 @@ def test_accumulate_within_itself_and_without_hooks(model: nn.Module) -> None:
     assert_right(model, *batch())
     with pytest.raises(NothingRecorded, match="has no hooks"), autograd_hacks.accumulate(mlp()):
         pass
-
-
-class Scale(nn.Module):
-    """y = x · scale, for which there is no rule."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(features, dtype=torch.float64))
-        self.shift = nn.Parameter(torch.zeros(features, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + self.shift
 
 
 def scaled() -> nn.Sequential:

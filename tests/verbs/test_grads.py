@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from nets import BareMatrix, Language, perceptron
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
-from torch import Tensor
+from steps import stepped
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -18,45 +19,12 @@ from autograd_hacks.errors import NothingRecorded, StaleRecord
 from autograd_hacks.forms import Outer
 
 
-class Language(nn.Module):
-    """An Embedding that is tied to the last Linear."""
-
-    def __init__(self, words: int, width: int) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embed(x).cumsum(1).tanh())
-
-
-class Token(nn.Module):
-    """A bare parameter, which only a replay covers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.token, self.inside = nn.Parameter(torch.randn(width, width)), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside((x @ self.token).tanh())
-
-
-def stepped(model: nn.Module, x: Tensor) -> autograd_hacks.PerSampleGrads:
-    autograd_hacks.add_hooks(model)
-    squares(model(x)).mean().backward()
-    return autograd_hacks.per_sample_grads(model)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
 @pytest.mark.parametrize("samples", [0, 1, 2, 5])
 def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
     for model, x in [
         (Language(7, 3).double(), torch.randint(7, (samples, 4))),
-        (Token(4).double(), torch.randn(samples, 3, 4).double()),
-        (nn.Sequential(Token(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
+        (BareMatrix(4).double(), torch.randn(samples, 3, 4).double()),
+        (nn.Sequential(BareMatrix(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
     ]:
         with autograd_hacks.add_hooks(model):
             if not samples:
@@ -69,7 +37,7 @@ def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
 
 
 def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
-    model = nn.ModuleDict({"used": mlp(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
+    model = nn.ModuleDict({"used": perceptron(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
     model["frozen"].requires_grad_(False)
     model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
     x = torch.randn(5, 4).double()
@@ -84,7 +52,7 @@ def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
 
 
 def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None:
-    model, x = mlp().double(), torch.randn(6, 4).double()
+    model, x = perceptron().double(), torch.randn(6, 4).double()
     grads = stepped(model, x)
     norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
     for name, p in model.named_parameters():
@@ -97,7 +65,7 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
 
 
 def test_weights_and_directions_can_be_differentiated() -> None:
-    grads = stepped(mlp().double(), torch.randn(6, 4).double())
+    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
     w = torch.rand(6).double().requires_grad_()
     v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
     sum((grads.weighted_sum(w)[name] * v[name]).sum() for name in v).backward()
@@ -108,7 +76,7 @@ def test_weights_and_directions_can_be_differentiated() -> None:
 
 
 def test_weights_that_are_none() -> None:
-    grads = stepped(mlp(), torch.randn(6, 4))
+    grads = stepped(perceptron(), torch.randn(6, 4))
     for verb in (grads.weighted_sum, grads.second_moment):
         with pytest.raises(ValueError, match=r"\(5,\).*N = 6"):
             verb(torch.ones(5))
@@ -122,7 +90,7 @@ def test_weights_that_are_none() -> None:
 
 
 def test_directions_that_do_not_fit() -> None:
-    grads = stepped(mlp(), torch.randn(6, 4))
+    grads = stepped(perceptron(), torch.randn(6, 4))
     v = {name: torch.zeros(form.shape) for name, form in grads.items()}
     with pytest.raises(ValueError, match=r"without 0\.bias"):
         grads.dot({name: x for name, x in v.items() if name != "0.bias"})
@@ -135,7 +103,7 @@ def test_directions_that_do_not_fit() -> None:
 
 
 def test_gradients_of_two_models() -> None:
-    one, other = (stepped(mlp(), torch.randn(6, 4)) for _ in range(2))
+    one, other = (stepped(perceptron(), torch.randn(6, 4)) for _ in range(2))
     with pytest.raises(ValueError, match="another model"):
         one.gram(other)
     with pytest.raises(TypeError, match="expected the PerSampleGrads"):
@@ -144,14 +112,14 @@ def test_gradients_of_two_models() -> None:
 
 @pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
 def test_a_norm_that_is_none(max_norm: float) -> None:
-    model = mlp()
+    model = perceptron()
     stepped(model, torch.randn(6, 4))
     with pytest.raises(ValueError, match="max_norm"):
         autograd_hacks.clip_grad1_norm_(model, max_norm)
 
 
 def test_ids_and_samples_that_are_none() -> None:
-    grads = stepped(mlp(), torch.randn(6, 4))
+    grads = stepped(perceptron(), torch.randn(6, 4))
     with pytest.raises(TypeError, match="N integers"):
         grads.group(torch.ones(6))
     with pytest.raises(ValueError, match=r"\(5,\); expected \(6,\)"):
@@ -169,7 +137,7 @@ def test_ids_and_samples_that_are_none() -> None:
 
 
 def test_selecting() -> None:
-    grads = stepped(mlp().double(), torch.randn(6, 4).double())
+    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
     norms = grads.norms()
     mask = torch.tensor([True, False, True, True, False, False])
     for index in (slice(1, 5), slice(None, None, 2), mask, torch.tensor([-1, 0, 0])):
@@ -178,14 +146,14 @@ def test_selecting() -> None:
 
 
 def test_reading_too_late() -> None:
-    model, x = nn.Sequential(Token(4), nn.Linear(4, 2)), torch.randn(6, 4)
+    model, x = nn.Sequential(BareMatrix(4), nn.Linear(4, 2)), torch.randn(6, 4)
     grads = stepped(model, x)
     assert grads.norms().shape == (6,)
     with torch.no_grad():
         model[0].token.add_(1)
     with pytest.raises(StaleRecord, match="changed since"):
         grads.norms()
-    model = mlp()
+    model = perceptron()
     grads = stepped(model, x)
     x.zero_()
     with pytest.raises(StaleRecord, match=r"'0\.weight'.*overwritten"):
@@ -201,7 +169,7 @@ def test_reading_too_late() -> None:
 
 
 def test_no_gradient_at_all_is_not_clipped() -> None:
-    model, x = mlp().double(), torch.randn(3, 4).double()
+    model, x = perceptron().double(), torch.randn(3, 4).double()
     with autograd_hacks.add_hooks(model):
         (model(x) * torch.tensor([[0.0], [1.0], [100.0]])).sum().backward()
         norms = autograd_hacks.clip_grad1_norm_(model, 1.0, "sum")
@@ -239,7 +207,7 @@ def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
 
 def test_norms_leave_the_range_of_numbers_only_where_they_must() -> None:
     for factor in (1e-30, 1e30):
-        model, x = mlp(), torch.randn(4, 4)
+        model, x = perceptron(), torch.randn(4, 4)
         with autograd_hacks.add_hooks(model):
             (model(x) * factor).sum().backward()
             norms = autograd_hacks.per_sample_grads(model, "sum").norms()
@@ -247,7 +215,7 @@ def test_norms_leave_the_range_of_numbers_only_where_they_must() -> None:
 
 
 def test_autocast_around_reading_changes_nothing() -> None:
-    grads = stepped(mlp(), torch.randn(6, 4))
+    grads = stepped(perceptron(), torch.randn(6, 4))
     norms = grads.norms()
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(grads.norms(), norms)
@@ -255,7 +223,7 @@ def test_autocast_around_reading_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: nn.Sequential(Token(4), nn.Linear(4, 2)), lambda: nn.LSTM(4, 3, batch_first=True)]
+    "build", [lambda: nn.Sequential(BareMatrix(4), nn.Linear(4, 2)), lambda: nn.LSTM(4, 3, batch_first=True)]
 )
 def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Module]) -> None:
     model, x = build().double(), torch.randn(6, 5, 4).double()
@@ -281,7 +249,7 @@ def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Mo
 
 
 def test_autocast_around_the_first_reading() -> None:
-    for model in (mlp(), nn.Sequential(Token(4), nn.Linear(4, 2))):
+    for model in (perceptron(), nn.Sequential(BareMatrix(4), nn.Linear(4, 2))):
         x = torch.randn(6, 4)
         autograd_hacks.add_hooks(model)
         for _ in range(2):
@@ -302,7 +270,11 @@ def test_weights_of_another_precision() -> None:
 
 
 def test_several_sums_can_be_differentiated() -> None:
-    for model, x in [(mlp(), torch.randn(6, 4)), (Language(7, 3), torch.randint(7, (6, 2))), (Token(4), torch.randn(6, 4))]:
+    for model, x in [
+        (perceptron(), torch.randn(6, 4)),
+        (Language(7, 3), torch.randint(7, (6, 2))),
+        (BareMatrix(4), torch.randn(6, 4)),
+    ]:
         grads = stepped(model, x)
         w = torch.rand(3, 6, requires_grad=True)
         sum(total[1].sum() for total in grads.weighted_sum(w).values()).backward()
@@ -319,7 +291,7 @@ def test_layers_without_entries() -> None:
 
 
 def test_copies_are_refused() -> None:
-    grads = stepped(mlp(), torch.randn(6, 4))
+    grads = stepped(perceptron(), torch.randn(6, 4))
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"take dense\(\)"):
             copies(grads)
@@ -341,7 +313,7 @@ def test_copies_are_refused() -> None:
     ],
 )
 def test_arguments_that_are_none(read: Callable[..., Any], error: type[Exception]) -> None:
-    model = mlp()
+    model = perceptron()
     grads = stepped(model, torch.randn(6, 4))
     with pytest.raises(error, match="expected"):
         read(model, grads)

@@ -6,8 +6,8 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nets import BareMatrix, Language
 from oracle import squares
-from test_grads import Language, Token
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -29,7 +29,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
         return nn.Sequential(*layers, nn.Linear(4, 3)).double(), torch.randn(samples, 2, 3, 3).double()
     model = {
         "mlp": lambda: nn.Sequential(nn.Linear(width, 5, bias=bias), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
-        "token": lambda: nn.Sequential(Token(width), nn.Linear(width, 3)),
+        "token": lambda: nn.Sequential(BareMatrix(width), nn.Linear(width, 3)),
         "lstm": lambda: Pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
         "attention": lambda: nn.TransformerEncoderLayer(width, 2, 6, dropout=0.0, batch_first=True),
     }[kind]()

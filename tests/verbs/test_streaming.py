@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
+from leaks import at_most
+from nets import MODELS, Tied
 from oracle import squares
-from test_budgets import at_most
-from test_param_grad import MODELS, Tied
 from torch import Tensor
 from torch.testing import assert_close
 
