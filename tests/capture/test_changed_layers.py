@@ -1,6 +1,5 @@
 """What a layer is may change between steps: nothing that is remembered of it may be older than the step."""
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,11 +9,9 @@ from steps import assert_right, batch, mlp, step
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.errors import NothingRecorded, UnseenGradient
 from autograd_hacks.rules import RULES
 from autograd_hacks.rules.linear import linear
-from autograd_hacks.support.by_tensor import ByTensor
-from autograd_hacks.support.trees import modules_of
 
 
 class Renamed(nn.Linear):
@@ -89,22 +86,12 @@ def test_a_layer_whose_forward_has_become_another_is_refused(model: nn.Sequentia
         autograd_hacks.compute_grad1(model)
 
 
-def test_values_by_tensor_go_with_the_tensor_and_are_of_the_very_object() -> None:
-    values: ByTensor[str] = ByTensor()
-    x = torch.ones(2)
-    values[x] = "first"
-    values[x] = "second"
-    assert x in values
-    assert values.get(x) == "second"
-    assert x.clone() not in values
-    assert values.get(x[:]) is None
-    del x
-    gc.collect()
-    assert list(values.values()) == []
-
-
-def test_modules_of_a_model_are_those_that_it_names() -> None:
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, nn.Sequential(nn.Tanh(), nn.Sequential(shared)))
-    model.register_module("none", None)
-    assert modules_of(model) == list(model.modules())
+def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
+    x, y = batch()
+    model[2] = nn.Linear(4, 2).double()
+    step(model, x, y)
+    with pytest.raises(NothingRecorded, match=r"at add_hooks, .*: layer '2' \(Linear\)"):
+        autograd_hacks.compute_grad1(model)
+    autograd_hacks.add_hooks(model)
+    step(model, x, y)
+    assert_right(model, x, y)

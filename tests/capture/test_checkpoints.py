@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
+from nets import Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, mlp, step
+from steps import assert_right, batch, check, mlp, step
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -120,3 +121,76 @@ def test_checkpointed_steps_free_their_memory_at_once() -> None:
         finally:
             gc.enable()
     assert counts[-1] <= counts[2]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_recomputes_and_that_is_no_forward(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.block, self.first(x), use_reentrant=use_reentrant))
+
+    model = Checkpointed().double()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            x, y = batch(4 + seed, seed)
+            step(model, x, y)
+        assert_right(model, x, y)
+
+
+def test_checkpoints_whose_backward_comes_after_another() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for _ in range(3):
+        loss = checkpoint(model, x, use_reentrant=False).square().sum()
+        model(y).square().sum().backward()
+        loss.backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            (expected,) = torch.autograd.grad(model(x[:1]).square().sum(), model[0].weight)
+        assert_close(model[0].weight.grad1[0], expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_that_is_replayed(reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(3, 3), Noisy().eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    model, x = Model().double().eval(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_backward_per_sample(model, squares, x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inside, self.first(x), use_reentrant=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (4, 4, 8), (1, 8, 8), (3, 5, 8)])
+def test_reentrant_checkpointing_of_any_sizes(shape: tuple[int, ...]) -> None:
+    model = Checkpointed().double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check(model, torch.randn(shape).double(), "sum")
+        with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="reentrant"):
+            autograd_hacks.verify(model)

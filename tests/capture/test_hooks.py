@@ -3,21 +3,18 @@
 import copy
 import io
 import pickle
-import weakref
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from nets import Patched
 from oracle import squares
 from steps import assert_right, batch, mlp, step
-from torch import Tensor
-from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.support import memory
-from autograd_hacks.verbs import grad1
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -38,6 +35,18 @@ def test_remove_hooks_leaves_the_model_as_it_was() -> None:
     assert traces(model) != before
     autograd_hacks.remove_hooks(model)
     assert traces(model) == before
+
+
+def test_no_attribute_on_layers_or_parameters_but_grad1() -> None:
+    model, tokens = Patched(), torch.randint(7, (4, 3))
+    before = [sorted(vars(module)) for module in model.modules()]
+    with autograd_hacks.add_hooks(model):
+        squares(model(tokens)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert [sorted(vars(module)) for module in model.modules()] == before
+        assert {name for p in model.parameters() for name in vars(p)} == {"grad1"}
+    assert {name for p in model.parameters() for name in vars(p)} == set()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_remove_hooks_warns_where_there_are_none(model: nn.Module) -> None:
@@ -117,6 +126,24 @@ def test_hooks_are_paused_after_an_exception_in_the_pause_no_more(model: nn.Modu
     assert_right(model, *batch())
 
 
+def test_pauses_that_overlap_in_two_threads(model: nn.Module) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with autograd_hacks.pause_hooks():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    inside.wait()
+    with autograd_hacks.pause_hooks():
+        leave.set()
+        thread.join()
+    step(model, *batch())
+    assert_right(model, *batch())
+
+
 def saved_and_loaded(model: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -144,6 +171,18 @@ def test_a_copy_of_a_hooked_model_is_unhooked(model: nn.Sequential, duplicate: C
     assert_right(model, *batch(4))
 
 
+def test_a_copys_dead_hooks_leave_no_key_behind(model: nn.Sequential) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(batch()[0])
+        for layer in twin.modules():
+            assert not layer._forward_hooks
+            assert not layer._forward_pre_hooks
+            assert not layer._forward_hooks_with_kwargs
+            assert not layer._forward_hooks_always_called
+        for p in twin.parameters():
+            assert not p._backward_hooks
+
+
 def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
@@ -154,171 +193,6 @@ def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
         assert not hasattr(p, "grad1")
 
 
-def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequential) -> None:
-    """A forward hook that changes the output, and one on the output that changes the gradient, before and after ours."""
-    early = mlp()
-    early[0].register_forward_hook(lambda layer, args, out: 3 * out)
-    with autograd_hacks.add_hooks(early):
-        early[2].register_forward_hook(lambda layer, args, out: out**2)
-        early[2].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
-        early[0].register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: g.clamp(-0.1, 0.1)) and None)
-        step(early, *batch())
-        autograd_hacks.compute_grad1(early)
-        for p in early.parameters():
-            assert_close(p.grad1.mean(0), p.grad)
-
-
-def test_in_place_operations_after_a_layer() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
-
-
-def test_keyword_calls() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(input=x)
-
-    model = Keyword()
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
-
-
-def test_lazy_layers_once_materialised() -> None:
-    model = nn.Sequential(nn.LazyConv1d(2, 2), nn.Flatten(), nn.LazyLinear(2)).double()
-    with autograd_hacks.add_hooks(model):
-        x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
-        step(model, x, y)
-        assert_right(model, x, y)
-
-
-def test_layers_used_at_two_paths_are_one() -> None:
-    layer = nn.Linear(3, 3).double()
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2).double())
-    with autograd_hacks.add_hooks(model):
-        step(model, *batch())
-        assert_right(model, *batch())
-
-
-def address(model: nn.Sequential) -> int:
-    return model[0].weight.grad1.data_ptr()
-
-
-@pytest.fixture
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SMALL", 0)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_grad1_is_written_into_the_last_steps_memory(model: nn.Sequential) -> None:
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    before = address(model)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
-    assert address(model) == before
-    step(model, *batch(6))
-    assert_right(model, *batch(6))
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda rows: rows,
-        lambda rows: [rows],
-        lambda rows: rows[0],
-        lambda rows: rows.detach(),
-        lambda rows: rows.numpy(),
-        torch.from_dlpack,
-        lambda rows: rows * torch.ones((), dtype=rows.dtype, requires_grad=True),
-    ],
-    ids=["a name", "a list", "a view", "detach", "numpy", "DLPack", "a graph"],
-)
-def test_grad1_that_someone_holds_is_never_overwritten(model: nn.Sequential, hold: Callable[[Tensor], Any]) -> None:
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    expected, before = model[0].weight.grad1.clone(), address(model)
-    held = hold(model[0].weight.grad1)
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
-    assert address(model) != before
-    if isinstance(held, Tensor) and held.grad_fn is not None:
-        (saved,) = torch.autograd.grad(held.sum(), [held.grad_fn.next_functions[1][0].variable])
-        assert_close(saved, expected.sum())
-    else:
-        rows = torch.as_tensor(held[0] if isinstance(held, list) else held)
-        assert_close(rows, expected[0] if rows.shape == expected.shape[1:] else expected)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_memory_is_not_reused_where_that_is_turned_off(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    autograd_hacks.add_hooks(model, reuse=False)
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    before = weakref.ref(model[0].weight.grad1)
-    with monkeypatch.context() as patched:  # what would be written into it
-        patched.setattr(memory, "_holders", lambda alone: pytest.fail("the old rows were looked at"))
-        step(model, *batch(seed=1))
-        autograd_hacks.compute_grad1(model)
-    assert before() is None
-    assert_right(model, *batch(seed=1))
-    autograd_hacks.clip_grad1_norm_(model, 1.0)
-    (hook,) = (hook for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
-    assert not hook.recorder.memory
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_grad1_of_another_dtype_or_that_needs_grad_is_not_written_into(model: nn.Sequential) -> None:
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    model[0].weight.grad1 = model[0].weight.grad1.float()
-    model[2].weight.grad1.requires_grad_()
-    step(model, *batch())
-    assert_right(model, *batch())
-    assert not model[2].weight.grad1.requires_grad
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_rows_with_the_users_own_attributes_are_not_written_into(model: nn.Sequential) -> None:
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    model[0].weight.grad1.cached = model[0].weight.grad1.norm()
-    step(model, *batch(seed=1))
-    assert_right(model, *batch(seed=1))
-    assert not hasattr(model[0].weight.grad1, "cached")
-
-
-def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    step(model, *batch())
-    autograd_hacks.compute_grad1(model)
-    step(model, *batch(seed=1))
-    right, written = grad1._write, []
-
-    def out_of_memory(*arguments: Any) -> Tensor:
-        written.append(arguments)
-        if len(written) == 2:
-            raise MemoryError
-        return right(*arguments)
-
-    for p in model.parameters():
-        p.grad += 1  # so that it would be another if it were set
-    monkeypatch.setattr(grad1, "_write", out_of_memory)
-    kept = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(MemoryError):
-        autograd_hacks.compute_grad1(model, set_grad=True)
-    assert not any(hasattr(p, "grad1") for p in model.parameters())
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), kept))
-
-
-def test_verify_after_clipping(model: nn.Sequential) -> None:
-    """Which has put something else into ``.grad``."""
-    step(model, *batch())
-    autograd_hacks.clip_grad1_norm_(model, 1e-3)
-    autograd_hacks.verify(model)
+def test_add_hooks_to_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match="list"):
+        autograd_hacks.add_hooks([nn.Linear(1, 1)])

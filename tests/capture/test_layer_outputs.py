@@ -62,6 +62,13 @@ def test_views_of_every_kind_from_a_layer_of_ones_own(
         assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
 
 
+def test_in_place_operations_after_a_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
 def linear_on_positions() -> tuple[nn.Module, Tensor]:
     return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
 

@@ -10,7 +10,6 @@ import torch.nn as nn
 from oracle import assert_rows, one_backward_per_sample, squares
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 
@@ -152,66 +151,6 @@ def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool
         squares(model(x) if counts else model(x, lengths)).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
         assert_rows(model, expected)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(checkpoint(self.inside, self.first(x), use_reentrant=True))
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 8), (4, 4, 8), (1, 8, 8), (3, 5, 8)])
-def test_reentrant_checkpointing_of_any_sizes(shape: tuple[int, ...]) -> None:
-    model = Checkpointed().double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            check(model, torch.randn(shape).double())
-        with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="reentrant"):
-            autograd_hacks.verify(model)
-
-
-def test_verify_knows_how_coarse_autocast_is() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    with autograd_hacks.add_hooks(model):
-        for _ in range(5):
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                out = model(torch.randn(5, 8))
-            out.float().square().mean().backward()
-            with torch.autocast("cpu", torch.bfloat16):
-                autograd_hacks.verify(model)
-
-
-class Dropped(nn.Module):
-    """Layers that are skipped at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand(()) < 0.5:
-                continue
-            x = x + layer(x).relu()
-        return self.out(x)
-
-
-def test_verify_runs_the_step_that_was() -> None:
-    torch.manual_seed(1)
-    model = Dropped().double()
-    with autograd_hacks.add_hooks(model):
-        for _ in range(8):
-            model.zero_grad()
-            model(torch.randn(16, 5, 8).double()).square().sum().backward()
-            state = torch.get_rng_state()
-            autograd_hacks.verify(model)
-            assert torch.equal(torch.get_rng_state(), state)
 
 
 class TimeFirst(nn.Module):
