@@ -1,6 +1,7 @@
 """Models that tests of several files share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -149,3 +150,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "checkpointed": (lambda: Checkpointed(False), vectors),
     "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),
 }
+
+
+class Inside(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)

@@ -134,48 +134,6 @@ def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
             assert_rows(layer, one_backward_per_sample(layer, lambda out: out, x, run=run))
 
 
-def test_channels_last_where_every_axis_has_length_one() -> None:
-    layer = nn.Conv2d(3, 1, 2, padding=1).double()
-    x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
-    with autograd_hacks.add_hooks(layer):
-        squares(layer(x)).sum().backward()
-        autograd_hacks.compute_grad1(layer, "sum")
-        assert_rows(layer, one_backward_per_sample(layer, squares, x))
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Linear(3, 2), (4, 3)),
-        (nn.Linear(3, 2), (4, 5, 3)),
-        (nn.Conv2d(2, 3, 2), (4, 2, 5, 5)),
-        (nn.Conv2d(20, 3, 2), (4, 20, 2, 2)),
-        (nn.Conv1d(4, 2, 1, groups=2), (4, 4, 3)),
-        (nn.ConvTranspose1d(2, 3, 2), (4, 2, 5)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-def test_complex_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    layer, x = layer.to(torch.complex128), torch.randn(shape, dtype=torch.complex128)
-
-    with autograd_hacks.add_hooks(layer):
-        squares(layer(x)).mean().backward()
-        autograd_hacks.compute_grad1(layer)
-        assert_rows(layer, one_backward_per_sample(layer, squares, x))
-
-
-def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
-    x, y = batch()
-    step(model, x, y)
-    with torch.inference_mode():
-        autograd_hacks.compute_grad1(model)
-    loss = squares(model(x), y).mean()
-    with torch.inference_mode():
-        loss.backward()
-    assert_right(model, x, y)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_run_and_are_refused() -> None:
     layer = nn.Linear(3, 2)
@@ -184,19 +142,3 @@ def test_nested_tensors_run_and_are_refused() -> None:
         out.to_padded_tensor(0.0).sum().backward()
         with pytest.raises(UnseenGradient):
             autograd_hacks.compute_grad1(layer)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.GRUCell, nn.MultiheadAttention])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_sample_that_is_not_finite_stays_in_its_row_when_its_layer_is_recomputed(
-    kind: type[nn.Module], value: float
-) -> None:
-    layer, x = kind(4, 2, **({} if kind is nn.GRUCell else {"batch_first": True})), torch.randn(3, 5, 4)
-    x[1] = value
-    with autograd_hacks.add_hooks(layer):
-        out = layer(x[:, 0]) if kind is nn.GRUCell else layer(x, x, x) if kind is nn.MultiheadAttention else layer(x)
-        (out[0] if isinstance(out, tuple) else out).flatten(1).sum(1).mean().backward()
-        autograd_hacks.compute_grad1(layer)
-        for p in layer.parameters():
-            assert p.grad1[[0, 2]].isfinite().all()
-            assert torch.equal(p.grad1.isfinite().all(), p.grad.isfinite().all())

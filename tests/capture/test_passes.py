@@ -101,25 +101,6 @@ def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> Non
         assert_close(p.grad1.mean(0), p.grad)
 
 
-def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> None:
-    (x, y), (z, t) = batch(4), batch(3, 1)
-    with autograd_hacks.accumulate(model):
-        one, other = squares(model(x), y), squares(model(z), t)
-        autograd_hacks.backward(one, retain_graph=True)
-        autograd_hacks.backward(other)
-        autograd_hacks.backward(one)
-    autograd_hacks.compute_grad1(model)
-    twice = torch.cat([torch.full((4, 1), 2.0), torch.ones(3, 1)]).double()
-    with autograd_hacks.pause_hooks():
-        expected = one_backward_per_sample(
-            model,
-            lambda out, y: squares(out, y[:, :2]) * y[:, 2],
-            torch.cat([x, z]),
-            torch.cat([torch.cat([y, t]), twice], 1),
-        )
-    assert_rows(model, expected)
-
-
 def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
     parts = nn.ModuleDict({"encode": nn.Linear(4, 5), "read": nn.Linear(5, 2), "other": nn.Linear(5, 2)}).double()
 

@@ -148,17 +148,6 @@ def test_a_compiled_model_after_an_ordinary_step(model: nn.Module) -> None:
         autograd_hacks.compute_grad1(model)
 
 
-def test_attention_of_which_only_the_output_projection_trains() -> None:
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
-    layer.in_proj_weight.requires_grad_(False)
-    layer.in_proj_bias.requires_grad_(False)
-    with autograd_hacks.add_hooks(layer):
-        layer(x, x, x)[0].pow(2).sum().backward()
-        autograd_hacks.compute_grad1(layer, "sum")
-        assert_close(layer.out_proj.weight.grad1.sum(0), layer.out_proj.weight.grad)
-        assert not hasattr(layer.in_proj_weight, "grad1")
-
-
 def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
     x, y = batch()
     model[0].register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)

@@ -1,15 +1,15 @@
-"""What a program may do around a step: precisions, scalers, devices without memory, many steps."""
+"""Precisions, autocast, scalers, inference mode, and devices without memory."""
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import Choosy, Noisy, Patched
+from nets import Choosy, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.reading import replay
 
 
 class Scaled(nn.Module):
@@ -85,11 +85,12 @@ def test_meta_tensors_have_shapes() -> None:
             assert p.grad1.shape == (5, *p.shape)
 
 
-def test_replays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = Patched().double(), torch.randint(7, (5, 3))
-    monkeypatch.setattr(replay, "BUDGET", 200)
-    with autograd_hacks.add_hooks(model):
-        squares(model(tokens)).mean().backward()
+def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    with torch.inference_mode():
         autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, tokens))
+    loss = squares(model(x), y).mean()
+    with torch.inference_mode():
+        loss.backward()
+    assert_right(model, x, y)

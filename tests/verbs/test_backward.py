@@ -1,54 +1,20 @@
-"""Losses and micro-batches: what the scale of a row is, and which rows there are."""
+"""`backward(losses)`, and what the scale of a row is."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
+from steps import assert_right, batch, raises, step
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1, 0)])
-def test_accumulate_appends_rows(model: nn.Module, sizes: tuple[int, ...]) -> None:
-    x, y = batch(sum(sizes))
-    step(model, *batch(7, 1))  # an earlier record is no part of it
-    with autograd_hacks.accumulate(model):
-        for part_x, part_y in zip(x.split(sizes), y.split(sizes)):
-            step(model, part_x, part_y)
-    assert_right(model, x, y)
-    step(model, *batch(7, 1))
-    assert_right(model, *batch(7, 1))
-
-
-def test_accumulate_with_a_retained_graph_adds_within_its_rows(model: nn.Module) -> None:
-    x, y = batch(4)
-    with autograd_hacks.accumulate(model):
-        step(model, x[:2], y[:2])
-        loss = squares(model(x[2:]), y[2:]).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    autograd_hacks.compute_grad1(model)
-    twice = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)[:, None]
-    with autograd_hacks.pause_hooks():
-        expected = one_backward_per_sample(
-            model, lambda out, y: squares(out, y[:, :2]) * y[:, 2], x, torch.cat([y, twice], 1)
-        )
-    assert_rows(model, expected)
-
-
-def test_accumulate_fills_in_zeros_for_parts_that_were_not_reached(model: nn.Sequential) -> None:
-    x, y = batch(3)
-    with autograd_hacks.accumulate(model):
-        step(model, x, y)
-        squares(model[2](torch.ones(2, 4, dtype=torch.float64)), y[:2]).mean().backward()
-    autograd_hacks.compute_grad1(model)
-    assert model[0].weight.grad1.shape == (5, 4, 3)
-    assert not model[0].weight.grad1[3:].any()
-    assert model[2].weight.grad1[3:].any()
+from autograd_hacks.errors import (
+    BatchSizeError,
+)
 
 
 def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
@@ -98,3 +64,46 @@ def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -
     autograd_hacks.backward(losses, retain_graph=True)
     autograd_hacks.backward(losses, "sum")
     assert_right(model, x, y)
+
+
+@pytest.mark.parametrize("loss_type", ["average", "", 1])
+def test_a_loss_type_that_is_neither(model: nn.Module, loss_type: object) -> None:
+    step(model, *batch())
+    with raises(model, ValueError, repr(loss_type), "'mean' or 'sum'"):
+        autograd_hacks.compute_grad1(model, loss_type)
+    with raises(model, ValueError, repr(loss_type)):
+        autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), loss_type)
+
+
+def test_a_loss_type_that_contradicts_backward(model: nn.Module) -> None:
+    autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), "mean")
+    with raises(model, ValueError, "'sum'", "'mean'"):
+        autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("length", [1, 4, 10])
+def test_a_loss_vector_of_the_wrong_length(model: nn.Module, length: int) -> None:
+    x, y = batch()
+    losses = squares(model(x), y).mean().expand(length)
+    with raises(model, BatchSizeError, f"backward(losses): {length}", "layer '0' (Linear), input (5, 3): 5"):
+        autograd_hacks.backward(losses)
+    step(model, x, y)
+    with raises(model, BatchSizeError, "backward(losses)"):
+        autograd_hacks.backward(squares(model(x), y)[:3])
+
+
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda losses: losses[:, None]], ids=["scalar", "matrix"])
+def test_losses_that_are_no_vector(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> None:
+    losses = reduce(squares(model(batch()[0]), batch()[1]))
+    with raises(model, ValueError, str(tuple(losses.shape)), "reduction='none'"):
+        autograd_hacks.backward(losses)
+
+
+def test_losses_that_are_no_tensor(model: nn.Module) -> None:
+    with raises(model, TypeError, "list"):
+        autograd_hacks.backward([1.0])
+
+
+def test_losses_without_a_graph(model: nn.Module) -> None:
+    with raises(model, RuntimeError, "does not require grad"):
+        autograd_hacks.backward(torch.ones(5))
