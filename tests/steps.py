@@ -17,7 +17,7 @@ def assert_right(
     model: nn.Module,
     x: Tensor,
     y: Tensor | None = None,
-    loss_type: str = "mean",
+    loss_type: str | None = None,
     run: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Reads the rows of the last step, which was from `squares`: those of each sample alone through the model.
@@ -29,12 +29,12 @@ def assert_right(
         assert_rows(model, one_backward_per_sample(model, squares, x, y, run))
 
 
-def check(model: nn.Module, x: Tensor, loss_type: str = "mean", run: Callable[[Tensor], Tensor] | None = None) -> None:
+def check(model: nn.Module, x: Tensor, loss_type: str | None = None, run: Callable[[Tensor], Tensor] | None = None) -> None:
     """A step of a hooked model, with samples on axis 0 of x and of the output: rows are those of each sample alone."""
     y = targets(len(x))
     model.zero_grad()
     losses = squares((run or model)(x), y)
-    (losses.mean() if loss_type == "mean" else losses.sum()).backward()
+    (losses.sum() if loss_type == "sum" else losses.mean()).backward()
     assert_right(model, x, y, loss_type, run)
 
 
