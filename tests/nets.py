@@ -159,3 +159,31 @@ class Inside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.layer(*args, **kwargs)
+
+
+class Between(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.last(self.how(self.first(x).tanh(), *more))
+
+
+class SequenceFirst(nn.Module):
+    """T N F inside, folded both ways, and PReLU with T for its channels' neighbour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(9, 4), nn.LayerNorm(4), nn.LSTM(4, 4)
+        self.inner, self.late, self.slope, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        samples, steps = tokens.shape
+        x = self.slope(self.norm(self.mix(self.embed(tokens.T))[0]))
+        x = torch.tanh(self.inner(x.reshape(steps * samples, 4)))  # T·N
+        x = x.view(steps, samples, 4).transpose(0, 1).reshape(samples * steps, 4)
+        x = torch.tanh(self.late(x)).view(samples, steps, 4)  # N·T
+        return self.out(x)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn as nn
+from nets import Between
+from oracle import squares
 from steps import assert_right, batch, mlp, step
 
 import autograd_hacks
@@ -82,3 +84,20 @@ def test_a_layer_put_in_after_add_hooks(model: nn.Sequential) -> None:
     autograd_hacks.add_hooks(model)
     step(model, x, y)
     assert_right(model, x, y)
+
+
+def test_a_parameter_that_was_put_in_later() -> None:
+    model, x = Between(lambda h: h), torch.randn(4, 3)
+    model.scale = nn.Parameter(torch.ones(3))
+    model.how = lambda h: h * model.scale
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        model.scale = nn.Parameter(2 * torch.ones(3))
+        squares(model(x)).mean().backward()
+        with pytest.raises(NothingRecorded, match=r"parameter 'scale'.*add_hooks\(model\) again"):
+            autograd_hacks.compute_grad1(model)
+        autograd_hacks.add_hooks(model)
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.scale.grad1.shape == (4, 3)

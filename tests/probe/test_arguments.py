@@ -1,26 +1,14 @@
-"""What a model is given, how many samples are in it, and that the probe leaves it as it is."""
-
-import copy
-from collections.abc import Callable
-from typing import Any
+"""Which argument tells how many samples there are, and which are settings, positions, tables or masks."""
 
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import assert_rows, one_loss_at_a_time, squares
+from steps import check
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autograd_hacks
-
-
-def check(model: nn.Module, x: Tensor, *others: Any, run: Callable[..., Tensor] | None = None) -> None:
-    """A step of a hooked model against one backward pass per sample, where the other arguments are no batch."""
-    model.zero_grad()
-    squares(model(x, *others)).sum().backward()
-    autograd_hacks.compute_grad1(model, "sum")
-    with autograd_hacks.pause_hooks():
-        assert_rows(model, one_backward_per_sample(model, squares, x, run=run or (lambda x: model(x, *others))))
 
 
 class Mixed(nn.Module):
@@ -55,68 +43,22 @@ def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
     model = Mixed().double()
     with autograd_hacks.add_hooks(model):
         for n in (4, samples):
-            check(model, torch.randn(n, 3, 4).double(), torch.randn(3, 3).double())
+            how = torch.randn(3, 3).double()
+            check(model, torch.randn(n, 3, 4).double(), "sum", lambda x, how=how: model(x, how))
 
 
 @pytest.mark.parametrize("samples", [1, 3, 4])
 def test_positions_are_no_samples_even_where_they_are_as_many(samples: int) -> None:
     model = Placed().double()
     with autograd_hacks.add_hooks(model):
-        check(model, torch.randint(9, (samples, 4)), torch.arange(4))
+        check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(x, torch.arange(4)))
 
 
 def test_positions_before_the_batch() -> None:
     model, places = PlacesFirst().double(), torch.arange(4)[None]
     with autograd_hacks.add_hooks(model):
         for samples in (3, 4, 3):
-            x = torch.randint(9, (samples, 4))
-            model.zero_grad()
-            squares(model(places, x)).sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x, run=lambda x: model(places, x)))
-
-
-class Cache:
-    """A user's own object, which the model changes."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-
-    def update(self, keys: Tensor) -> Tensor:
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
-        return self.keys
-
-
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        keys = cache.update(self.key(x))
-        return self.out((self.query(x) @ keys.mT).softmax(-1) @ keys)
-
-
-def test_the_probe_leaves_a_cache_as_it_is() -> None:
-    model, x = Cached().double(), torch.randn(3, 5, 4).double()
-    expected = model(x, Cache())
-    with autograd_hacks.add_hooks(model):
-        cache = Cache()
-        assert torch.equal(model(x, cache), expected)
-        assert cache.keys is not None
-        assert cache.keys.shape == (3, 5, 4)
-        check(model, x, Cache(), run=lambda x: model(x, Cache()))
-
-
-def test_an_object_that_cannot_be_copied_is_refused() -> None:
-    class Held(Cache):
-        def __deepcopy__(self, memo: object) -> None:
-            raise TypeError("there is but one")
-
-    model = Cached()
-    with autograd_hacks.add_hooks(model), pytest.raises(autograd_hacks.errors.ProbeFailed, match="there is but one"):
-        model(torch.randn(3, 5, 4), Held())
+            check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(places, x))
 
 
 class Packed(nn.Module):
@@ -153,50 +95,77 @@ def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool
         assert_rows(model, expected)
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.rnn, self.out = nn.Embedding(11, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(self.words(x))[0])
-
-
-def test_an_axis_that_was_learnt_is_kept_for_a_batch_of_one() -> None:
-    model = TimeFirst().double()
-    with autograd_hacks.add_hooks(model):
-        for samples in (3, 1):
-            x = torch.randint(11, (4, samples))
-            model.zero_grad()
-            model(x).square().sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            alone = copy.deepcopy(model)
-            for n in range(samples):
-                alone.zero_grad()
-                alone(x[:, n : n + 1]).square().sum().backward()
-                for p, q in zip(model.parameters(), alone.parameters()):
-                    torch.testing.assert_close(p.grad1[n], q.grad)
-
-
-def test_a_model_that_fails_says_so_itself() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(5, 2))
-    autograd_hacks.add_hooks(model)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        model(torch.randn(3, 4))
-
-
-def test_mixing_by_a_parameter_is_called_mixing() -> None:
-    class Centred(nn.Module):
+def test_a_setting_before_the_batch() -> None:
+    class Tempered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.into, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+            self.layer = nn.Linear(3, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            return (h - h.mean(0)) * self.scale
+        def forward(self, temperature: Tensor, x: Tensor) -> Tensor:
+            return self.layer(x) / temperature
 
-    model = Centred()
+    model, x = Tempered().double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
-        model(torch.randn(5, 4)).sum().backward()
-        with pytest.raises(autograd_hacks.errors.SamplesMixed):
+        squares(model(torch.ones(1).double(), x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.layer.weight.grad1.shape == (4, 3, 3)
+
+
+def test_tables_that_are_read_by_the_batch() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.weights = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3, 3))
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("noise", torch.rand(5))
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            x = self.noise[ids, None] * x + self.table[ids]
+            return self.layer(torch.einsum("nij,nj->ni", self.weights[ids], x).tanh() + self.table.index_select(0, ids))
+
+    model, x = Tables().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for ids in (torch.tensor([0, 3, 3, 1]), torch.tensor([4, 4, 2, 1])):
+            model.zero_grad()
+            squares(model(x, ids)).mean().backward()
             autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_loss_at_a_time(model, lambda i=ids: squares(model(x, i))))
+
+
+def test_packing_inside_a_model() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.out = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+    model, x = Packed().double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for lengths in ([2, 5, 3, 1], [5, 1, 5, 2]):
+            model.zero_grad()
+            squares(model(x, torch.tensor(lengths))).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda at=lengths: squares(model(x, torch.tensor(at))))
+            assert_rows(model, expected)
+
+
+def test_bags_with_offsets_as_arguments() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.out = nn.EmbeddingBag(9, 3), nn.Linear(3, 2)
+
+        def forward(self, entries: Tensor, offsets: Tensor) -> Tensor:
+            return self.out(self.bags(entries, offsets))
+
+    model, entries, offsets = Bags().double(), torch.randint(9, (10,)), torch.tensor([0, 3, 4, 8])
+    with autograd_hacks.add_hooks(model):
+        squares(model(entries, offsets)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(entries, offsets))))
