@@ -30,3 +30,11 @@ def model() -> Iterator[nn.Sequential]:
     model = mlp()
     with autograd_hacks.add_hooks(model):
         yield model
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Tensors are of double precision unless something else is said."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

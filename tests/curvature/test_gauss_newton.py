@@ -1,83 +1,21 @@
 """Blocks, diagonals and products of the Gauss-Newton matrix against autograd differentiating twice."""
 
 import itertools
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from curvature_nets import CASES, HESS_TYPES, hooked, matrix
 from hypothesis import given
 from hypothesis import strategies as st
 from second_order import gauss_newton, hessian_of
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.curvature.roots import directions
 
-HESS_TYPES = ("CrossEntropy", "BinaryCrossEntropy", "LeastSquares", "Jacobian")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-class Tied(nn.Module):
-    """A table that is read by index, and as the weight of the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(x))))
-
-
-class Reused(nn.Module):
-    """A layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-class Bare(nn.Module):
-    """Parameters of its own, which no rule covers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(x @ self.scale).square())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.inner, x, use_reentrant=False))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Attentive(nn.Module):
@@ -90,53 +28,6 @@ class Attentive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x))
-
-
-def images(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3))
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "relu": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), lambda: torch.randn(6, 4)),
-    "tanh": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), lambda: torch.randn(6, 4)),
-    "positions": (lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), lambda: torch.randn(3, 4, 2)),
-    "convolution": (
-        lambda: images(nn.Conv2d(2, 3, 2, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 2, dilation=2)),
-        lambda: torch.randn(3, 2, 6, 6),
-    ),
-    "groups": (
-        lambda: images(nn.Conv1d(4, 4, 3, groups=2, padding_mode="circular", padding=1)),
-        lambda: torch.randn(3, 4, 5),
-    ),
-    "norms": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval(), nn.PReLU(), nn.Linear(4, 2)),
-        lambda: torch.randn(4, 3),
-    ),
-    "tied": (Tied, lambda: torch.randint(5, (3, 2))),
-    "reused": (Reused, lambda: torch.randn(4, 3)),
-    "replayed": (Bare, lambda: torch.randn(4, 4)),
-    "weight_norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2)),
-        lambda: torch.randn(4, 3),
-    ),
-    "checkpointed": (Checkpointed, lambda: torch.randn(4, 3)),
-    "recurrent": (Recurrent, lambda: torch.randn(3, 4, 2)),
-}
-
-
-def hooked(name: str, param_grad: bool = True) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    build, inputs = CASES[name]
-    model, x = build(), inputs()
-    model(x)  # the lazy ones
-    autograd_hacks.add_hooks(model, param_grad=param_grad)
-    return model, x
-
-
-def matrix(grads: autograd_hacks.PerSampleGrads) -> Tensor:
-    """All blocks."""
-    sizes = {name: form.shape.numel() for name, form in grads.items()}
-    return torch.cat([torch.cat([grads.block(a, b).reshape(sizes[a], sizes[b]) for b in grads], dim=1) for a in grads])
 
 
 @pytest.mark.parametrize(
@@ -226,79 +117,6 @@ def test_any_network(widths: list[int], samples: int, positions: int, hess_type:
     with autograd_hacks.add_hooks(model):
         autograd_hacks.backprop_hess(model(x), hess_type)
         assert_close(matrix(autograd_hacks.per_sample_grads(model)), expected)
-
-
-@pytest.mark.parametrize(("name", "hess_type"), [("positions", "CrossEntropy"), *(("tanh", own) for own in HESS_TYPES)])
-def test_random_vectors_in_the_mean(name: str, hess_type: str) -> None:
-    """The mean of many draws is within five standard errors of the exact matrix, entry by entry."""
-    model, x = hooked(name)
-    with autograd_hacks.pause_hooks():
-        expected = gauss_newton(model, model(x), hess_type)
-    draws = 300
-    autograd_hacks.backprop_hess(model(x), hess_type, samples=draws, generator=torch.Generator().manual_seed(0))
-    grads = autograd_hacks.per_sample_grads(model)
-    assert grads.samples == draws * len(x)
-    rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1).view(draws, len(x), -1)
-    each = draws * rows.mT @ rows / len(x)  # an estimate from each draw alone
-    error = each.std(0) / draws**0.5
-    assert_close(matrix(grads), each.mean(0))
-    assert bool(((each.mean(0) - expected).abs() <= 5 * error + 1e-12).all())
-    assert float(error.max()) > 0
-
-
-@pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4)])
-@pytest.mark.parametrize("hess_type", ["CrossEntropy", "BinaryCrossEntropy"])
-def test_drawn_vectors_are_gradients_for_labels(hess_type: str, shape: tuple[int, ...]) -> None:
-    """To the digit, which no mean of draws can tell: √(K T) s is p less a label."""
-    z = torch.randn(shape, requires_grad=True)
-    count, drawn = directions(hess_type, z, 7, torch.Generator().manual_seed(0))
-    p = z.softmax(-1) if hess_type == "CrossEntropy" else z.sigmoid()
-    positions = 3 if len(shape) == 3 else 1
-    vectors = list(drawn)
-    assert count == len(vectors) == 7
-    for s in vectors:
-        labels = (p - s * (7 * positions) ** 0.5).detach()
-        assert_close(labels, labels.round(), atol=1e-12, rtol=0)
-        assert_close(labels.round().clamp(0, 1), labels.round())
-        if hess_type == "CrossEntropy":
-            assert_close(labels.sum(-1), torch.ones(shape[:-1]))
-    assert any(not torch.equal(s, vectors[0]) for s in vectors)
-
-
-def test_the_empirical_fisher_matrix() -> None:
-    model, x = hooked("tanh")
-    y = torch.randint(3, (6,))
-    F.cross_entropy(model(x), y).backward()
-    grads = autograd_hacks.per_sample_grads(model)
-    rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1)
-    expected = rows.mT @ rows / 6
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    assert_close(grads.to_vector(grads.fisher_matvec(v)), expected @ grads.to_vector(v))
-    assert_close(matrix(grads), expected)
-    gradient = {name: p.grad for name, p in model.named_parameters()}
-    found = grads.to_vector(grads.natural_gradient(gradient, 1e-3))
-    assert_close(found, torch.linalg.solve(expected + 1e-3 * torch.eye(len(expected)), grads.to_vector(gradient)))
-    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="backprop_hess"):
-        grads.ggn_matvec(v)
-    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="backprop_hess"):
-        autograd_hacks.compute_hess(model)
-
-
-def test_the_fisher_matrix_is_that_of_the_models_own_labels() -> None:
-    """Σ_y p(y) ∇log p(y) ∇log p(y)ᵀ, by a backward pass for each label."""
-    model, x = hooked("tanh")
-    with autograd_hacks.pause_hooks():
-        output, expected = model(x), torch.zeros(())
-        for n in range(len(x)):
-            for label in range(3):
-                log_p = output[n].log_softmax(0)[label]
-                grads = torch.autograd.grad(log_p, list(model.parameters()), retain_graph=True)
-                g = torch.cat([own.flatten() for own in grads])
-                expected = expected + log_p.detach().exp() * torch.outer(g, g) / len(x)
-    autograd_hacks.backprop_hess(model(x))
-    found = autograd_hacks.per_sample_grads(model)
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    assert_close(found.to_vector(found.fisher_matvec(v)), expected @ found.to_vector(v))
 
 
 def test_a_linear_operator_for_scipy() -> None:

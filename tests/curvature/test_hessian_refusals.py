@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn as nn
-from test_hessian_passes import network
+import torch.nn.functional as F
+from curvature_nets import network
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.errors import BlockTooLarge, NothingRecorded
+from autograd_hacks.errors import BatchSizeError, BlockTooLarge, NothingRecorded, UnseenGradient
 
 
 def test_passes_that_are_interrupted_are_not_read() -> None:
@@ -150,3 +152,103 @@ def test_leaves_that_went_and_graphs_that_were_freed() -> None:
         autograd_hacks.per_sample_grads(model)
     with pytest.raises(TypeError, match="manual_seed"):
         autograd_hacks.backprop_hess(model(x), samples=1, generator=3)
+
+
+def test_outputs_that_are_refused() -> None:
+    model, x = network()
+    for output, error, says in [
+        (model(x).detach(), NothingRecorded, "without a graph"),
+        (torch.randn(5, 2, requires_grad=True), NothingRecorded, "no hooked layer"),
+        (model(x).sum(1), ValueError, r"output\[:, None\]"),
+        (model(x)[:, :, None, None], ValueError, r"\(N, T, C\)"),
+        (model(x)[:, :0], ValueError, "without entries"),
+        (model(x).mT, BatchSizeError, "disagree"),
+        (model(x)[:3], BatchSizeError, "disagree"),
+        (3.0, TypeError, "floating-point"),
+        (torch.zeros(5, 2, dtype=torch.long), TypeError, "floating-point"),
+    ]:
+        with pytest.raises(error, match=says):
+            autograd_hacks.backprop_hess(output)
+        autograd_hacks.clear_backprops(model)
+    output = model(x)
+    with torch.no_grad(), pytest.raises(NothingRecorded, match="without a graph"):
+        autograd_hacks.backprop_hess(model(x))
+    for arguments, error in [
+        ({"hess_type": "Hinge"}, ValueError),
+        ({"samples": 0}, ValueError),
+        ({"samples": 1.5}, TypeError),
+    ]:
+        with pytest.raises(error, match="expected"):
+            autograd_hacks.backprop_hess(output, **arguments)
+    with autograd_hacks.pause_hooks(), pytest.raises(NothingRecorded, match="hooks enabled"):
+        autograd_hacks.backprop_hess(output)
+
+
+def test_readings_that_are_refused() -> None:
+    model, x = network()
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_hess(model)
+    autograd_hacks.backprop_hess(model(x))
+    for arguments in ({"kind": "half"}, {"kind": "kfac", "kfac_approx": "some"}):
+        with pytest.raises(ValueError, match="expected one of"):
+            autograd_hacks.compute_hess(model, **arguments)
+    grads = autograd_hacks.per_sample_grads(model)
+    for read in (
+        lambda: autograd_hacks.compute_hess(model, limit=100),
+        lambda: autograd_hacks.compute_hess(model, kind="kfac", limit=20),
+        lambda: grads.block("0.weight", "2.weight", limit=100),
+    ):
+        with pytest.raises(BlockTooLarge, match=r"(?s)weight.*MiB.*diag.*kfac.*matvec"):
+            read()
+    with pytest.raises(KeyError):
+        grads.block("nowhere")
+    for damping in (0, -1.0, float("nan"), True, "much"):
+        with pytest.raises(ValueError, match="damping"):
+            grads.natural_gradient(dict(model.named_parameters()), damping)
+    with pytest.raises(ValueError, match="without samples"):
+        autograd_hacks.compute_hess_over(model, [])
+    autograd_hacks.backprop_hess(model(x), "Jacobian")
+    with pytest.raises(NothingRecorded, match="likelihood"):
+        autograd_hacks.per_sample_grads(model).fisher_matvec(dict(model.named_parameters()))
+
+
+def test_a_failed_reading_leaves_no_earlier_curvature() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_hess(model)
+    assert not any(hasattr(p, "hess") for p in model.parameters())
+
+
+def test_weights_used_past_their_layer_are_not_missed() -> None:
+    class Past(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.layer(x), self.layer.weight)
+
+    model = Past()
+    autograd_hacks.add_hooks(model, probe=False)
+    autograd_hacks.backprop_hess(model(torch.randn(4, 2)))
+    with pytest.raises(UnseenGradient):
+        autograd_hacks.compute_hess(model)
+
+
+def test_reentrant_checkpoints_are_refused_by_torch() -> None:
+    model, x = network()
+    output = checkpoint(model, x.requires_grad_(True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        autograd_hacks.backprop_hess(output)
+
+
+def test_other_types_within_accumulate_are_refused() -> None:
+    model, x = network()
+    with autograd_hacks.accumulate(model):
+        autograd_hacks.backprop_hess(model(x), "CrossEntropy")
+        autograd_hacks.backprop_hess(model(x), "LeastSquares")
+    with pytest.raises(NothingRecorded, match="different kinds"):
+        autograd_hacks.compute_hess(model)

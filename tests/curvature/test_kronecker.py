@@ -1,7 +1,5 @@
 """Kronecker factors against their definition."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn as nn
@@ -11,14 +9,9 @@ from torch.testing import assert_close
 
 import autograd_hacks
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Pair = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def by_definition(a: Tensor, b: Tensor, approximation: str) -> Pair:
