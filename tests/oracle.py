@@ -18,9 +18,9 @@ def squares(out: Tensor | tuple[Tensor, ...], y: Tensor | None = None) -> Tensor
     out: N *S, of any kind, or several
     y: N, or of out's shape; 0 without
     """
-    flat = torch.cat([_real(x) for x in (out if isinstance(out, tuple) else (out,))], 1)
-    slopes = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    return (flat * slopes).sum(1) + (flat if y is None else flat - _real(y)).square().sum(1)
+    z = torch.cat([flat(x) for x in (out if isinstance(out, tuple) else (out,))], 1)
+    slopes = torch.linspace(-1, 1, z.shape[1], dtype=z.dtype, device=z.device)
+    return (z * slopes).sum(1) + (z if y is None else z - flat(y)).square().sum(1)
 
 
 def targets(samples: int) -> Tensor:
@@ -28,8 +28,8 @@ def targets(samples: int) -> Tensor:
     return torch.arange(1, samples + 1, dtype=torch.float64)
 
 
-def _real(x: Tensor) -> Tensor:
-    """(N, numbers of a sample)"""
+def flat(x: Tensor) -> Tensor:
+    """Of N *S, the real numbers of each sample, (N, S)."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.flatten(1) if x.ndim > 1 else x[:, None]
 
@@ -83,17 +83,22 @@ def _stack(grads: list[Tensor | None], shape: torch.Size) -> Tensor | None:
 
 
 def assert_rows(model: nn.Module, expected: Rows, inside: torch.dtype | None = None) -> None:
-    """Each parameter's grad1 against the oracle's rows, at the dtype's own tolerance.
+    """Each parameter's grad1 against the oracle's rows, at the dtype's own tolerance; none where it doesn't train.
 
     inside: a coarser dtype that the model computes in
     """
-    cast = (lambda x: x) if inside is None else (lambda x: x.to(inside))
-    for name, p in model.named_parameters():
-        if name not in expected:
-            assert not hasattr(p, "grad1"), name
-        elif expected[name] is None:
-            assert p.grad1 is None, name
-        else:
-            torch.testing.assert_close(
-                cast(p.grad1), cast(expected[name]), check_dtype=False, msg=lambda m, name=name: f"{name}: {m}"
-            )
+    found = {name: p.grad1 for name, p in model.named_parameters() if hasattr(p, "grad1")}
+    assert_same(found, expected, inside)
+
+
+def assert_same(found: Rows, expected: Rows, inside: torch.dtype | None = None) -> None:
+    """`assert_rows`, of rows that are no attribute."""
+    assert list(found) == list(expected)
+    for name, rows in expected.items():
+        own = found[name]
+        if rows is None or own is None:
+            assert rows is own, f"{name}: {own}, where the oracle has {rows}"
+            continue
+        if inside is not None:
+            own, rows = own.to(inside), rows.to(inside)
+        torch.testing.assert_close(own, rows, check_dtype=False, msg=lambda m, name=name: f"{name}: {m}")

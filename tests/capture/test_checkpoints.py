@@ -169,11 +169,7 @@ def test_a_checkpointed_module_that_is_replayed(reentrant: bool) -> None:
     model, x = Model().double().eval(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         for _ in range(2):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x))
+            check(model, x)
 
 
 class Checkpointed(nn.Module):

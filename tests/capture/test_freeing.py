@@ -55,10 +55,6 @@ def test_what_was_read_is_kept_where_another_pass_may_add_to_it(model: nn.Module
 
 
 def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Module) -> None:
-    def live() -> int:
-        gc.collect()
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
     def run(times: int) -> None:
         for _ in range(times):
             step(model, *batch())
@@ -66,9 +62,9 @@ def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Mo
         model.zero_grad()
 
     run(3)
-    before = live()
+    before = live_tensors()
     run(1000)
-    assert live() <= before
+    assert live_tensors() <= before
 
 
 def test_a_record_goes_with_its_model() -> None:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows, one_backward_per_sample, squares
-from steps import assert_right, batch, step
+from steps import assert_right, batch, check, check_losses, step
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -84,14 +83,7 @@ def test_in_place_operations_on_an_output_that_is_a_view() -> None:
 
     layer, x = linear_on_positions()
     with autograd_hacks.add_hooks(layer):
-        autograd_hacks.backward(once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
-        autograd_hacks.compute_grad1(layer)
-
-        def run(x: Tensor) -> Tensor:
-            return once(layer(x)) + layer(x + 1).relu_().sum((1, 2))
-
-        with autograd_hacks.pause_hooks():
-            assert_rows(layer, one_backward_per_sample(layer, lambda out: out, x, run=run))
+        check_losses(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -110,28 +102,23 @@ def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int
     for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
         x = x.to(memory_format=memory_format)
         with autograd_hacks.add_hooks(model):
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(model, squares, x))
+            check(model, x)
 
 
 @pytest.mark.parametrize("which", ["out", "state", "both"])
 def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
     layer, x = nn.LSTM(2, 3, batch_first=True).double(), torch.randn(4, 5, 2).double()
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
         out, (h, _) = layer(x)
         if which != "out":
             h.mul_(2)
         if which != "state":
             out += 1
-        return squares((out, h[0]))
+        return out, h[0]
 
     with autograd_hacks.add_hooks(layer):
-        autograd_hacks.backward(run(x))
-        autograd_hacks.compute_grad1(layer)
-        with autograd_hacks.pause_hooks():
-            assert_rows(layer, one_backward_per_sample(layer, lambda out: out, x, run=run))
+        check(layer, x, run=run)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

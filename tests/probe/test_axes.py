@@ -1,14 +1,13 @@
 """Where the samples are: time first, positions without a batch, axes that are given, masks."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 from nets import SequenceFirst
-from oracle import assert_rows, one_loss_at_a_time, squares
-from steps import check_batches
+from oracle import squares
+from steps import check, check_batches, check_losses
 from torch import Tensor
 
 import autograd_hacks
@@ -72,11 +71,7 @@ def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: 
 
     with autograd_hacks.add_hooks(model, batch_dim=1) if explicit else autograd_hacks.add_hooks(model):
         for _ in range(2):
-            model.zero_grad()
-            losses().mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_loss_at_a_time(model, losses))
+            check_losses(model, losses)
         autograd_hacks.verify(model, samples=2)
 
 
@@ -94,11 +89,7 @@ def test_recurrent_layers_with_time_first(kind: type[nn.RNNBase], steps: int) ->
     for samples in (2, 4, 5):
         model, x = Sequence().double(), torch.randn(steps, samples, 3).double()
         with autograd_hacks.add_hooks(model):
-            squares(model(x).transpose(0, 1)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                expected = one_loss_at_a_time(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
-            assert_rows(model, expected)
+            check_losses(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
 
 
 class TimeFirst(nn.Module):
@@ -114,16 +105,7 @@ def test_an_axis_that_was_learnt_is_kept_for_a_batch_of_one() -> None:
     model = TimeFirst().double()
     with autograd_hacks.add_hooks(model):
         for samples in (3, 1):
-            x = torch.randint(11, (4, samples))
-            model.zero_grad()
-            model(x).square().sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            alone = copy.deepcopy(model)
-            for n in range(samples):
-                alone.zero_grad()
-                alone(x[:, n : n + 1]).square().sum().backward()
-                for p, q in zip(model.parameters(), alone.parameters()):
-                    torch.testing.assert_close(p.grad1[n], q.grad)
+            check(model, torch.randint(11, (samples, 4)), "sum", lambda x: model(x.T).transpose(0, 1))
 
 
 class Pair(nn.Module):
@@ -147,10 +129,7 @@ def test_a_tree_of_axes() -> None:
         ({"x": 0, "others": 1}, (), {"x": x, "others": {"y": y}, "mask": mask}),
     ):
         with autograd_hacks.add_hooks(model, batch_dim=batch_dim):
-            squares(model(*args, **kwargs)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_loss_at_a_time(model, lambda a=args, k=kwargs: squares(model(*a, **k))))
+            check_losses(model, lambda a=args, k=kwargs: squares(model(*a, **k)))
     with autograd_hacks.add_hooks(model, batch_dim=(0, 0)), pytest.raises(ValueError, match=r"sizes \{4, 5\}"):
         model(x, {"y": y})
     with autograd_hacks.add_hooks(model, batch_dim=(0,)), pytest.raises(ValueError, match=r"doesn't fit 2 positional"):
@@ -161,17 +140,11 @@ def test_a_mask_of_n_by_n() -> None:
     model, mask = Pair().double(), torch.randn(4, 4).double()
     x, y = torch.randn(4, 4, 3).double(), torch.randn(4, 4, 3).double()
     with autograd_hacks.add_hooks(model, batch_dim=(0, 1, None)):
-        squares(model(x, {"y": y}, mask)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x, {"y": y}, mask))))
+        check_losses(model, lambda: squares(model(x, {"y": y}, mask)))
     encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True).double().eval()
     x = torch.randn(4, 4, 4).double()
     with autograd_hacks.add_hooks(encoder):  # a square matrix behind the first tensor is taken for a mask
-        squares(encoder(x, mask)).mean().backward()
-        autograd_hacks.compute_grad1(encoder)
-        with autograd_hacks.pause_hooks():
-            assert_rows(encoder, one_loss_at_a_time(encoder, lambda: squares(encoder(x, mask))))
+        check_losses(encoder, lambda: squares(encoder(x, mask)))
 
 
 def test_without_a_probe_axis_0_is_the_batch() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Between, SequenceFirst
-from oracle import assert_rows, one_backward_per_sample, squares
-from steps import check_batches
+from oracle import squares
+from steps import check, check_batches
 from torch import Tensor
 
 import autograd_hacks
@@ -44,10 +44,7 @@ def test_samples_that_are_all_alike_are_probed_when_they_no_longer_are() -> None
             calls.clear()
             squares(model(tokens)).mean().backward()
             assert len(calls) == forwards
-        squares(model(x)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x))
+        check(model, x)
 
 
 class Skipping(nn.Module):
@@ -71,11 +68,7 @@ def test_layers_that_are_skipped_at_first() -> None:
         for steps in (5, 4):
             x = torch.randn(4, steps, 3).double()
             for model.chosen in ([0], [1], [1], [2], [2], [2, 1, 0]):
-                model.zero_grad()
-                squares(model(x)).mean().backward()
-                autograd_hacks.compute_grad1(model)
-                with autograd_hacks.pause_hooks():
-                    assert_rows(model, one_backward_per_sample(model, squares, x))
+                check(model, x)
     model, x = Skipping().double(), torch.randn(4, 4, 3).double()
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
@@ -83,11 +76,7 @@ def test_layers_that_are_skipped_at_first() -> None:
         squares(model(x)).mean().backward()
         with pytest.raises(UnseenGradient, match=r"called for the first time since .* repeat the step"):
             autograd_hacks.compute_grad1(model)
-        model.zero_grad()
-        squares(model(x)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, x))
+        check(model, x)
 
 
 def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:

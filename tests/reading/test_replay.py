@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Choosy, Noisy, Patched
-from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from oracle import assert_rows, one_loss_at_a_time, squares
+from steps import check
 from torch import Tensor
 
 import autograd_hacks
@@ -12,24 +13,19 @@ from autograd_hacks.errors import StaleRecord
 from autograd_hacks.reading import replay
 
 
-def check(model: nn.Module, x: Tensor, replayed: tuple[str, ...] = (), steps: int = 2) -> None:
-    """Rows against one backward for each sample, and the parameters whose rows come of a replay, by name."""
+def replayed_in(model: nn.Module, x: Tensor) -> set[str]:
+    """Two right steps, and the parameters whose rows come of a replay."""
     with autograd_hacks.add_hooks(model):
-        for _ in range(steps):
-            model.zero_grad()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
+        for _ in range(2):
+            check(model, x)
             table = autograd_hacks.describe(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x))
         if len(x) > 1:
             autograd_hacks.verify(model, samples=2)
-    if replayed:
-        assert {row.parameter for row in table.rows if "replay of" in row.how} == set(replayed), str(table)
+    return {row.parameter for row in table.rows if "replay of" in row.how}
 
 
 def test_bare_parameters_and_a_tied_decoder() -> None:
-    check(Patched().double(), torch.randint(7, (4, 3)), ("embed.weight", "token", "scale", "heads"))
+    assert replayed_in(Patched().double(), torch.randint(7, (4, 3))) == {"embed.weight", "token", "scale", "heads"}
 
 
 class Scaled(nn.Module):
@@ -54,7 +50,7 @@ class Inside(nn.Module):
 
 
 def test_dictionaries_keywords_and_two_calls() -> None:
-    check(Inside().double(), torch.randn(4, 3).double(), ("inner.scale",))
+    assert replayed_in(Inside().double(), torch.randn(4, 3).double()) == {"inner.scale"}
 
 
 def test_the_same_dropout_mask() -> None:
@@ -109,14 +105,12 @@ def test_routed_experts(layers: bool, positions: tuple[int, ...]) -> None:
     with autograd_hacks.add_hooks(model):
         for _ in range(3):  # a new route each time
             x = torch.randn(4, *positions, 3).double()
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, x))
+            check(model, x)
 
 
 def test_control_flow_on_values() -> None:
-    check(nn.Sequential(nn.Linear(3, 3), Choosy()).double(), torch.randn(5, 3).double(), ("1.up", "1.down"))
+    model = nn.Sequential(nn.Linear(3, 3), Choosy()).double()
+    assert replayed_in(model, torch.randn(5, 3).double()) == {"1.up", "1.down"}
 
 
 class InPlace(nn.Module):
@@ -139,21 +133,18 @@ def test_a_module_that_overwrites_its_input() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x.sin())
 
-    check(Model().double(), torch.randn(4, 3).double(), ("inner.scale",))
+    assert replayed_in(Model().double(), torch.randn(4, 3).double()) == {"inner.scale"}
 
 
 def test_a_batch_of_one_and_of_none() -> None:
     model = Patched().double()
-    check(model, torch.randint(7, (1, 3)))
+    replayed_in(model, torch.randint(7, (1, 3)))
     with autograd_hacks.add_hooks(model):
         squares(model(torch.randint(7, (4, 3)))).mean().backward()
         autograd_hacks.compute_grad1(model)
         for samples in (1, 0, 3):
             tokens = torch.randint(7, (samples, 3))
-            squares(model(tokens)).sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_rows(model, one_backward_per_sample(model, squares, tokens))
+            check(model, tokens, "sum")
 
 
 def test_weights_that_were_moved_before_reading() -> None:
@@ -187,7 +178,4 @@ def test_replays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = Patched().double(), torch.randint(7, (5, 3))
     monkeypatch.setattr(replay, "BUDGET", 200)
     with autograd_hacks.add_hooks(model):
-        squares(model(tokens)).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        with autograd_hacks.pause_hooks():
-            assert_rows(model, one_backward_per_sample(model, squares, tokens))
+        check(model, tokens)

@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import assert_rows, one_backward_per_sample, squares
+from oracle import one_backward_per_sample, squares, targets
+from steps import check
 from strategies import Case, filled_layers, layers
 from torch import Tensor
 from torch.testing import assert_close
@@ -17,13 +18,8 @@ import autograd_hacks
 loss_types = st.sampled_from(["mean", "sum"])
 
 
-def targets(case: Case) -> Tensor:
-    """Another for each sample, so that no two share a loss."""
-    return torch.arange(1, len(case.x) + 1, dtype=torch.float64)
-
-
 def grad1_of(case: Case, loss_type: str, x: Tensor | None = None, y: Tensor | None = None) -> dict[str, Tensor]:
-    x, y = case.x if x is None else x, targets(case) if y is None else y
+    x, y = case.x if x is None else x, targets(len(case.x)) if y is None else y
     case.layer.zero_grad()
     with autograd_hacks.add_hooks(case.layer):
         per_sample = squares(case.layer(x), y)
@@ -40,10 +36,7 @@ EVEN_SAME = Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), tor
 def test_rule_equals_one_backward_per_sample(case: Case, loss_type: str) -> None:
     grad1_of(case, loss_type)  # so that the record of an earlier step is there to be replaced
     with autograd_hacks.add_hooks(case.layer):
-        per_sample = squares(case.layer(case.x), targets(case))
-        (per_sample.mean() if loss_type == "mean" else per_sample.sum()).backward()
-        autograd_hacks.compute_grad1(case.layer, loss_type)
-        assert_rows(case.layer, one_backward_per_sample(case.layer, squares, case.x, targets(case)))
+        check(case.layer, case.x, loss_type)
 
 
 @given(layers, loss_types)
@@ -59,10 +52,10 @@ def test_rows_add_up_to_grad(case: Case, loss_type: str) -> None:
 def test_permuting_samples_permutes_rows_and_splitting_splits_them(case: Case, data: st.DataObject) -> None:
     rows, n = grad1_of(case, "sum"), len(case.x)
     order = torch.tensor(data.draw(st.permutations(range(n))), dtype=torch.long)
-    permuted = grad1_of(case, "sum", case.x[order], targets(case)[order])
+    permuted = grad1_of(case, "sum", case.x[order], targets(len(case.x))[order])
     cut = data.draw(st.integers(0, n))
     slices = [slice(cut), slice(cut, n)] if 0 < cut < n else [slice(n)]  # not all layers take an empty batch
-    parts = [grad1_of(case, "sum", case.x[s], targets(case)[s]) for s in slices]
+    parts = [grad1_of(case, "sum", case.x[s], targets(len(case.x))[s]) for s in slices]
     for name in rows:
         assert_close(permuted[name], rows[name][order])
         assert_close(torch.cat([part[name] for part in parts]), rows[name])
@@ -91,7 +84,7 @@ def test_hooks_change_neither_outputs_nor_gradients(case: Case) -> None:
     def step() -> list[Tensor]:
         case.layer.zero_grad()
         out = case.layer(case.x)
-        squares(out, targets(case)).sum().backward()
+        squares(out, targets(len(case.x))).sum().backward()
         return [out.detach(), *[p.grad for p in case.layer.parameters()]]
 
     before = step()

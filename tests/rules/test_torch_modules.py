@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Inside
+from oracle import assert_same, flat, one_loss_at_a_time
 from quantities import assert_quantities, assert_rows_of_passes
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def axes_of(layer: nn.Module, outputs: list[Tensor]) -> list[int]:
     return [first, 0] if isinstance(layer, nn.MultiheadAttention) else [first] * len(outputs)
 
 
-def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def assert_right_in(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(1)
         return [x for x in tensors_of(model(*copy.deepcopy(args), **copy.deepcopy(kwargs))) if x.requires_grad]
@@ -89,14 +90,12 @@ def check(layer: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dic
         for name, p in model.named_parameters():
             torch.testing.assert_close(rows[name].sum(0), p.grad)
         return
-    for n in range(samples):
-        model.zero_grad()
-        outputs = run()
-        parts = zip(outputs, grads, axes_of(layer, outputs))
-        sum((x.select(axis, n) * g.select(axis, n)).sum() for x, g, axis in parts if x.shape[axis] == samples).backward()
-        for name, p in model.named_parameters():
-            found = torch.zeros_like(p) if rows[name] is None else rows[name][n]
-            torch.testing.assert_close(found, torch.zeros_like(p) if p.grad is None else p.grad)
+
+    def losses() -> Tensor:
+        parts = [(x * g).movedim(axis, 0) for x, g, axis in zip(run(), grads, axes)]
+        return sum(flat(part).sum(1) for part in parts if len(part) == samples)
+
+    assert_same(rows, one_loss_at_a_time(model, losses))
 
 
 def has_no_batch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -117,6 +116,6 @@ def test_every_module(name: str, info: Any, training: bool) -> None:
         for model in (layer, Inside(layer)):
             if mixes or has_no_batch(layer, args, kwargs):
                 with pytest.raises((BatchSizeError, SamplesMixed)):
-                    check(layer, model, args, kwargs)
+                    assert_right_in(layer, model, args, kwargs)
             else:
-                check(layer, model, args, kwargs)
+                assert_right_in(layer, model, args, kwargs)
