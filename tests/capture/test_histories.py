@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import squares
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -22,7 +23,7 @@ class Heads(nn.Module):
 
 
 def loss(out: Tensor) -> Tensor:
-    return out.square().sum(1).mean()
+    return squares(out).mean()
 
 
 def run(model: Heads, way: str, samples: int) -> tuple[Tensor, Tensor]:

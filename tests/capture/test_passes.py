@@ -65,7 +65,7 @@ def test_heads_with_backward_passes_of_their_own() -> None:
         with autograd_hacks.add_hooks(model):
             features = model["trunk"](x).tanh()
             for head in (model["left"], model["right"]):
-                head(features).pow(2).sum(1).mean().backward(retain_graph=True)
+                squares(head(features)).mean().backward(retain_graph=True)
             autograd_hacks.compute_grad1(model)
             for p in model.parameters():
                 assert_close(p.grad1.mean(0), p.grad)
@@ -78,7 +78,7 @@ def test_losses_at_several_steps_of_an_unrolled_cell(order: tuple[int, int]) -> 
         h, losses = None, []
         for t in range(3):
             h = cell(x[:, t], h)
-            losses.append(h.pow(2).sum(1).mean())
+            losses.append(squares(h).mean())
         for t in order:
             losses[t].backward(retain_graph=True)
         autograd_hacks.compute_grad1(cell)
@@ -99,17 +99,14 @@ def test_a_loss_and_then_the_sum_of_it_and_a_later_ones(model: nn.Module) -> Non
 def test_unrelated_forwards_of_layers_that_are_called_by_themselves() -> None:
     parts = nn.ModuleDict({"encode": nn.Linear(4, 5), "read": nn.Linear(5, 2), "other": nn.Linear(5, 2)}).double()
 
-    def loss(out: Tensor) -> Tensor:
-        return out.square().sum(1).mean()
-
     with autograd_hacks.add_hooks(parts):
         hidden = [parts["encode"](torch.randn(n, 4).double()) for n in (6, 3)]
         outs = [parts["read"](h) for h in hidden]
         late = parts["other"](hidden[0])
-        loss(outs[0]).backward(retain_graph=True)
+        squares(outs[0]).mean().backward(retain_graph=True)
         for out, samples in ((outs[1], 3), (late, 6)):
             parts.zero_grad()
-            loss(out).backward()
+            squares(out).mean().backward()
             autograd_hacks.compute_grad1(parts)
             for p in parts.parameters():
                 assert (p.grad1 is None) == (p.grad is None)
@@ -126,7 +123,7 @@ def test_two_hooked_models_that_share_layers() -> None:
     x, _ = batch()
     for model in (actor, critic, actor):
         model.zero_grad()
-        model(x).pow(2).sum(1).mean().backward()
+        squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         for p in model.parameters():
             assert_close(p.grad1.mean(0), p.grad)
@@ -213,20 +210,17 @@ def test_alternating_gan_steps() -> None:
     autograd_hacks.add_hooks(generator)
     autograd_hacks.add_hooks(critic)
 
-    def score(out: Tensor) -> Tensor:
-        return out.flatten(1).sum(1)
-
     for seed in range(2):
         noise, real = batch(seed=seed)
         fake = generator(noise).detach()
-        score(critic(torch.cat([real, -fake]))).mean().backward()
+        squares(critic(torch.cat([real, -fake]))).mean().backward()
         autograd_hacks.compute_grad1(critic)
         both = torch.cat([real, -fake])
         with autograd_hacks.pause_hooks():
-            assert_rows(critic, one_backward_per_sample(critic, score, both))
+            assert_rows(critic, one_backward_per_sample(critic, squares, both))
 
-        score(critic(generator(noise))).mean().backward()
+        squares(critic(generator(noise))).mean().backward()
         autograd_hacks.compute_grad1(generator)
         with autograd_hacks.pause_hooks():
-            rows = one_backward_per_sample(generator, lambda out: score(critic(out)), noise)
+            rows = one_backward_per_sample(generator, lambda out: squares(critic(out)), noise)
         assert_rows(generator, rows)
