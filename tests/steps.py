@@ -1,5 +1,6 @@
-"""Steps of hooked models, read and compared with the oracle; and a small model to take them with."""
+"""Steps of hooked models, read, compared with the oracle and measured; and a small model to take them with."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from measuring import Held
 from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares, targets
 from torch import Tensor
 
@@ -63,6 +65,15 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
 
 
 # A small model
+
+
+@contextmanager
+def at_most(bytes_held: int, what: str = "it") -> Iterator[None]:
+    """No more memory is held at any time within."""
+    gc.collect()
+    with Held() as held:
+        yield
+    assert held.most <= bytes_held, f"{what} held {held.most} bytes, of {bytes_held}"
 
 
 def mlp() -> nn.Sequential:

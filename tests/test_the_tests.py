@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_rows, assert_same, squares
+from steps import check, check_batches, check_losses
 from strategies import Case
 from test_form_laws import test_every_verb_equals_its_definition as verbs_law
 from test_rule_laws import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
+import autograd_hacks
 from autograd_hacks.forms import Convolution, Dense, Form, Outer
 from autograd_hacks.reading import gate
 from autograd_hacks.rules import RULES, Call
@@ -69,6 +72,44 @@ def test_a_wrong_rule_fails(
     sabotage(mistake)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         rows_law.hypothesis.inner_test(case, loss_type)
+
+
+def by_check(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+
+
+def by_losses(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(model):
+        check_losses(model, lambda: squares(model(x)))
+
+
+@pytest.mark.parametrize("way", [by_check, by_losses, check_batches])
+def test_every_check_of_a_step_fails_a_wrong_rule(
+    way: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), LINEAR.layer), LINEAR.x
+    way(model.double(), x)
+    rule = RULES[nn.Linear]
+
+    def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
+        if layer is not LINEAR.layer:
+            return rule(layer, call)
+        return rule(layer, replace(call, grads=(1.0001 * call.grads[0],)))
+
+    monkeypatch.setattr(gate, "check_sum", lambda *_: None)
+    monkeypatch.setitem(RULES, nn.Linear, wrong)
+    with pytest.raises(AssertionError, match=r"2\.weight: Tensor-likes are not close"):
+        way(model, x)
+
+
+def test_rows_where_there_are_none_fail() -> None:
+    rows, model = torch.zeros(3, 2), nn.Linear(2, 1, bias=False)
+    for found, expected in (({"a": rows}, {"a": None}), ({"a": None}, {"a": rows}), ({"a": rows}, {}), ({}, {"a": rows})):
+        with pytest.raises(AssertionError):
+            assert_same(found, expected)
+    with pytest.raises(AssertionError):
+        assert_rows(model, {"weight": rows[:, None]})
 
 
 X, G = torch.randn(3, 2, 6).double(), torch.randn(3, 4, 4).double()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from leaks import live_tensors
 from nets import Patched
 from oracle import squares
 from steps import assert_right, batch, mlp, step
@@ -17,6 +16,12 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.capture.records import Visit
+
+
+def alive(kind: type) -> int:
+    """How many objects of a class there are, and of those made from it."""
+    gc.collect()
+    return sum(issubclass(type(thing), kind) for thing in gc.get_objects())
 
 
 def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:
@@ -62,9 +67,9 @@ def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Mo
         model.zero_grad()
 
     run(3)
-    before = live_tensors()
+    before = alive(Tensor)
     run(1000)
-    assert live_tensors() <= before
+    assert alive(Tensor) <= before
 
 
 def test_a_record_goes_with_its_model() -> None:
@@ -101,18 +106,14 @@ def test_a_hooked_model_that_is_dropped_is_freed(read: str, param_grad: bool) ->
 
 
 def test_losses_that_are_kept_do_not_keep_the_inputs() -> None:
-    def visits() -> int:
-        gc.collect()
-        return sum(type(thing) is Visit for thing in gc.get_objects())
-
-    model, kept, before = mlp(), [], visits()
+    model, kept, before = mlp(), [], alive(Visit)
     with autograd_hacks.add_hooks(model):
         for seed in range(4):
             x, y = batch(seed=seed)
             kept.append(squares(model(x), y).mean())
             kept[-1].backward()
             assert_right(model, x, y)
-        assert visits() == before + 2  # the last step's two layers
+        assert alive(Visit) == before + 2  # the last step's two layers
 
 
 def test_strays_do_not_pile_up(model: nn.Sequential) -> None:
@@ -136,7 +137,7 @@ def test_many_steps_leave_nothing_behind(step: Callable[[nn.Module, Tensor], obj
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             step(model, tokens)
-        before = live_tensors()
+        before = alive(Tensor)
         for _ in range(times):
             step(model, tokens)
-        assert live_tensors() <= before
+        assert alive(Tensor) <= before

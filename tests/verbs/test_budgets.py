@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from leaks import at_most
 from nets import Language
-from steps import stepped
+from steps import at_most, stepped
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
-from leaks import at_most
 from nets import MODELS, Tied
 from oracle import squares
+from steps import at_most
 from torch import Tensor
 from torch.testing import assert_close
 
