@@ -17,6 +17,7 @@ from autograd_hacks.capture.graph import CAPTURED, way_to
 from autograd_hacks.capture.param_grad import Skipper
 from autograd_hacks.capture.passes import ANNOUNCED, Pass, Segment
 from autograd_hacks.capture.records import Received, Visit
+from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
@@ -43,6 +44,7 @@ class Receiver:
         self.forwards = 0
         self.comparing = False  # whether a created graph may lead to the parameters past the hooks
         self.skipper = Skipper()
+        self.reduction = Reduction()
         self.stream: Stream | None = None  # takes the rows while the pass runs
         self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
         # Of the model's last forward with gradients, with the random state before it.

@@ -58,6 +58,7 @@ class Recorder(Receiver):
         self.clear()
         self.memory.clear()
         self.skipper.switch_on()
+        self.reduction.detach()
         for handle in (handle for pair in self.watched.values() for handle in pair):
             handle.remove()
 

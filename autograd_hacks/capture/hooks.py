@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.forward import Recorder
-from autograd_hacks.capture.param_grad import check_one_process, check_unwrapped
+from autograd_hacks.capture.wrappers import check_one_process, check_unwrapped
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.planner import Planner
@@ -225,6 +225,7 @@ class _ForwardBegins(_Hook):
             return
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
         self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
+        self.recorder.reduction.begin(model, self.recorder.forwards)
         if self.recorder.records():
             self.planner.begin(model, args, kwargs)
             # Not before the sums of a plan's rows were once compared with the gradients that arrived.

@@ -156,30 +156,3 @@ def anchored(output: Tensor, hear: Hear, parameters: Sequence[Tensor]) -> Tensor
         output = output.clone()
     result: Tensor = _Anchor.apply(output, hear, *parameters)
     return result
-
-
-def check_one_process(model: nn.Module) -> None:
-    """Raises ParamGradSkipped for a model whose gradients a wrapper reduces over processes, as they arrive."""
-    wrappers: list[type] = [nn.parallel.DistributedDataParallel]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        wrappers += [FullyShardedDataParallel, FSDPModule]
-    for module in model.modules():
-        if isinstance(module, tuple(wrappers)):
-            raise _drifts(type(module))
-
-
-def check_unwrapped() -> None:
-    """Raises ParamGradSkipped inside the forward of DistributedDataParallel, whatever model runs in it."""
-    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if active is not None:
-        raise _drifts(type(active))
-
-
-def _drifts(wrapper: type) -> ParamGradSkipped:
-    return ParamGradSkipped(
-        f"the model was hooked by add_hooks(param_grad=False) and is wrapped in {wrapper.__name__}, which reduces "
-        "ordinary gradients over processes when they arrive; here none do, so that replicas would drift apart. Use "
-        "param_grad=True."
-    )

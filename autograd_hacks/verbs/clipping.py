@@ -40,7 +40,8 @@ def clip_grad1_norm_(
 
     Returns the norms before clipping, N.
 
-    Raises ValueError for max_norm ≤ 0, and what `compute_grad1` raises.
+    Raises ValueError for max_norm ≤ 0, NotReduced where DistributedDataParallel has reduced ``.grad``, and what
+    `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
@@ -51,6 +52,7 @@ def clip_grad1_norm_(
         raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
     recorder = recorder_of(model)
     check_ordinary(recorder, "gradient to clip")
+    recorder.reduction.check_local([s.forwards for s in recorder.segments], "clip_grad1_norm_")
     grads = written_where_it_saves(per_sample_grads(model, loss_type, scale), 3 * budget // 4, recorder.memory)
     if not recorder.reuse:
         recorder.memory.clear()

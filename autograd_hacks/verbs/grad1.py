@@ -33,7 +33,8 @@ def compute_grad1(
     set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
-    (see `autograd_hacks.errors`), and ValueError for another loss_type.
+    (see `autograd_hacks.errors`), ValueError for another loss_type, and with ``set_grad``
+    NotReduced where DistributedDataParallel has reduced ``.grad``.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
     """
@@ -41,6 +42,8 @@ def compute_grad1(
     parameters = dict(model.named_parameters())
     try:
         check_ordinary(recorder, "grad1")
+        if set_grad:
+            recorder.reduction.check_local([s.forwards for s in recorder.segments], "compute_grad1(set_grad=True)")
         forms = per_parameter_forms(model, parameters, recorder, loss_type, scale)
     except BaseException:
         _forget(parameters.values())  # an earlier step's rows must not be taken for this one's

@@ -1,0 +1,151 @@
+"""Wrappers around a hooked model, or inside it, that reduce its gradients over processes.  No mathematics."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from autograd_hacks.errors import NotReduced, ParamGradSkipped
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+from autograd_hacks.support.trees import modules_of
+
+LATEST = 1024
+"""How many forwards are remembered, whose gradients are reduced: many more than a record can be of."""
+
+
+class Reduction:
+    """Of one hooked model: which of its forwards DistributedDataParallel reduces the gradients of."""
+
+    def __init__(self) -> None:
+        self._forwards: deque[int] = deque(maxlen=LATEST)
+        self._arrivals: weakref.WeakKeyDictionary[nn.Module, _Arrivals] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, model: nn.Module, forward: int) -> None:
+        """Hears of a forward of the model, by its number."""
+        if not (_has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
+            return
+        for arrivals in self._arrivals.values():
+            arrivals.begin(reduces=False)
+        for wrapper in _reducing(model):
+            if wrapper not in self._arrivals:
+                self._listen(model, wrapper)
+            # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
+            is_counting = wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
+            self._arrivals[wrapper].begin(wrapper.require_backward_grad_sync and not is_counting)
+            if wrapper.require_backward_grad_sync and Switch.on():
+                self._forwards.append(forward)
+
+    def _listen(self, model: nn.Module, wrapper: DistributedDataParallel) -> None:
+        """Not before there is such a wrapper: one more hook on each parameter takes time."""
+        self._arrivals[wrapper] = _Arrivals(wrapper)
+        own = {id(p) for p in model.parameters()}
+        for parameter in wrapper._module_parameters:
+            if parameter.requires_grad and id(parameter) in own:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrivals[wrapper]))
+
+    def detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._arrivals.clear()
+
+    def check_local(self, recorded: Iterable[Collection[int]], what: str) -> None:
+        """Raises NotReduced where other processes' gradients belong into ``.grad``.
+
+        recorded: the numbers of forwards    what: sets ``.grad`` from what they have left, for people
+        """
+        if any(forward in forwards for forwards in recorded for forward in self._forwards):
+            raise NotReduced(
+                f"{what} puts into .grad what this process's samples give, after a forward pass whose gradients "
+                "DistributedDataParallel reduces over all processes: replicas would drift apart. Run the forward and the "
+                "backward pass within ddp.no_sync(), and reduce .grad yourself afterwards: for each parameter "
+                "torch.distributed.all_reduce(p.grad), then p.grad /= torch.distributed.get_world_size() where the loss is "
+                "a mean and every process has as many samples."
+            )
+
+
+class _Arrivals:
+    """The gradients that arrive at parameters of which a wrapper reduces the gradients, since its last forward.
+
+    A hook on each of the parameters.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._reduces, self._task = False, NO_TASK
+
+    def begin(self, reduces: bool) -> None:
+        """Hears of a forward.  reduces: whether the wrapper will reduce the backward pass that follows"""
+        self._reduces, self._task = reduces, NO_TASK
+
+    def __call__(self, _: Tensor) -> None:
+        wrapper, before = self._wrapper(), self._task
+        self._task = current_task()
+        if wrapper is None or not self._reduces or before in (NO_TASK, self._task) or not _has_reduced(wrapper):
+            return
+        raise NotReduced(
+            "a second backward pass has come to parameters since the last forward pass of DistributedDataParallel, which "
+            "reduces one after each: .grad would hold what this process's samples give, and replicas would drift apart. "
+            "Run the first forward and backward pass within ddp.no_sync(), and for the second pass another forward outside "
+            "of it; or run all of them within ddp.no_sync(), and reduce .grad yourself (torch.distributed.all_reduce)."
+        )
+
+
+def _has_reduced(wrapper: DistributedDataParallel) -> bool:
+    """Whether no reduction is on its way: heads may have a backward pass each, and be reduced when the last has come."""
+    try:
+        wrapper._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _reducing(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    """The wrappers over several processes that the model runs in, or that it consists of."""
+    for module in (_active(), *modules_of(model)):
+        if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
+            yield module
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Raises ParamGradSkipped for a model whose gradients a wrapper reduces over processes, as they arrive."""
+    wrappers: list[type] = [DistributedDataParallel]
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        wrappers += [FullyShardedDataParallel, FSDPModule]
+    for module in model.modules():
+        if isinstance(module, tuple(wrappers)):
+            raise _drifts(type(module))
+
+
+def check_unwrapped() -> None:
+    """Raises ParamGradSkipped inside the forward of DistributedDataParallel, whatever model runs in it."""
+    active = _active()
+    if active is not None:
+        raise _drifts(type(active))
+
+
+def _drifts(wrapper: type) -> ParamGradSkipped:
+    return ParamGradSkipped(
+        f"the model was hooked by add_hooks(param_grad=False) and is wrapped in {wrapper.__name__}, which reduces "
+        "ordinary gradients over processes when they arrive; here none do, so that replicas would drift apart. Use "
+        "param_grad=True."
+    )
+
+
+def _active() -> DistributedDataParallel | None:
+    """The wrapper whose forward runs."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+def _has_processes() -> bool:
+    return dist.is_available() and dist.is_initialized()
