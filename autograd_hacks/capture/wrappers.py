@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.errors import NotReduced, ParamGradSkipped
+from autograd_hacks.errors import NotReduced, ParamGradSkipped, ShardedParameters
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
@@ -30,9 +31,11 @@ class Reduction:
         self._handles: list[RemovableHandle] = []
 
     def begin(self, model: nn.Module, forward: int) -> None:
-        """Hears of a forward of the model, by its number."""
+        """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow."""
         if not (_has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
+        if Switch.on():
+            check_unsharded(model)
         for arrivals in self._arrivals.values():
             arrivals.begin(reduces=False)
         for wrapper in _reducing(model):
@@ -113,6 +116,26 @@ def _reducing(model: nn.Module) -> Iterator[DistributedDataParallel]:
     for module in (_active(), *modules_of(model)):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
             yield module
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raises ShardedParameters where processes hold parts of parameters that train."""
+    if not _has_processes():
+        return
+    tensors = sys.modules.get("torch.distributed.tensor")  # which takes a second to import, and has been where there are any
+    kind = () if tensors is None else tensors.DTensor
+    for module in modules_of(model):
+        # While its forward runs, FSDP has put whole parameters in the place of the parts.
+        is_managed = "_is_fsdp_managed_module" in vars(module)
+        parts = {id(p) for p in module._parameters.values() if p is not None and (is_managed or isinstance(p, kind))}
+        names = [name for name, p in (model.named_parameters() if parts else ()) if id(p) in parts and p.requires_grad]
+        if names:
+            raise ShardedParameters(
+                f"processes hold parts of {', '.join(names)} (FSDP, fully_shard, tensor parallelism: parameters that are "
+                "DTensors). What layers compute with are other tensors, so that rows would be missing, or be of a part: "
+                "sharded parameters are not supported yet. Keep whole ones on each process (DistributedDataParallel), or "
+                "freeze them: requires_grad_(False)."
+            )
 
 
 def check_one_process(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.passes import Segment
 from autograd_hacks.capture.records import Received, Visit
+from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Concatenation, Form, Passes, Replay, Scaled, Sum, Zero
 from autograd_hacks.probe.layout import Layout
@@ -55,6 +56,7 @@ def per_parameter_forms(
         raise NothingRecorded(
             "inside streaming(model) each layer's record is freed as the pass goes on. Read after that context."
         )
+    check_unsharded(model)
     check_hooked(model, parameters, recorder)
     for segment in recorder.segments:
         segment.read = True  # or tried to be

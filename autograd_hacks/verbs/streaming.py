@@ -13,6 +13,7 @@ from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.passes import Pass, Segment
 from autograd_hacks.capture.records import Visit
+from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, RandomMap, Sum
 from autograd_hacks.forms.numerics import row_norms
@@ -51,6 +52,7 @@ def streaming(
     Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, and RuntimeError for a second backward pass inside.
     """
     recorder = recorder_of(model)
+    check_unsharded(model)
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
     check_scale(scale)
