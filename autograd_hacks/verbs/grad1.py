@@ -14,7 +14,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.forms import Form, Outer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import per_parameter_forms, without_autocast
-from autograd_hacks.reading.guards import check_ordinary, common_reduction
+from autograd_hacks.reading.guards import check_ordinary, check_scale, common_reduction
 from autograd_hacks.support import memory
 
 
@@ -30,10 +30,10 @@ def compute_grad1(
 
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
     scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
-    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``
+    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``; without ``scale``
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
-    (see `autograd_hacks.errors`), ValueError for another loss_type, and with ``set_grad``
+    (see `autograd_hacks.errors`), ValueError for another loss_type; and with ``set_grad`` ValueError for a scale, and
     NotReduced where DistributedDataParallel has reduced ``.grad``.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
@@ -43,6 +43,7 @@ def compute_grad1(
     try:
         check_ordinary(recorder, "grad1")
         if set_grad:
+            _check_unscaled(scale)
             recorder.reduction.check_local([s.forwards for s in recorder.segments], "compute_grad1(set_grad=True)")
         forms = per_parameter_forms(model, parameters, recorder, loss_type, scale)
     except BaseException:
@@ -62,6 +63,17 @@ def compute_grad1(
         raise
     for name, total in totals.items():
         parameters[name].grad = total
+
+
+def _check_unscaled(scale: float | Tensor) -> None:
+    """Raises where ``scaler.step`` would divide by the scale twice."""
+    check_scale(scale)
+    if scale != 1:
+        raise ValueError(
+            f"compute_grad1(set_grad=True) was given scale={float(scale)}, after which .grad has no scale in it, and "
+            "scaler.step() would divide by that once more. Leave scale out: rows and .grad then have the scale in them, as "
+            ".grad has it after any backward pass, and scaler.step() is right."
+        )
 
 
 def _forget(parameters: Iterable[Tensor]) -> None:
