@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.forward import Recorder
-from autograd_hacks.capture.wrappers import check_one_process, check_unwrapped
+from autograd_hacks.capture.wrappers import check_hookable, check_one_process, check_unwrapped
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.planner import Planner
@@ -56,6 +56,7 @@ def add_hooks(
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
+    check_hookable(model)
     if not param_grad:
         check_one_process(model)
     root = _root_hook(model)

@@ -1,4 +1,7 @@
-"""Wrappers around a hooked model, or inside it, that reduce its gradients over processes.  No mathematics."""
+"""Wrappers around a hooked model, or inside it, that reduce its gradients over processes or that hooks can't follow.
+
+No mathematics.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.errors import NotReduced, ParamGradSkipped, ShardedParameters
+from autograd_hacks.errors import NotReduced, ParamGradSkipped, ShardedParameters, where
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
@@ -32,6 +35,8 @@ class Reduction:
 
     def begin(self, model: nn.Module, forward: int) -> None:
         """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow."""
+        if "_is_replica" in vars(model):
+            raise TypeError(_over_devices("this model"))
         if not (_has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
         if Switch.on():
@@ -116,6 +121,27 @@ def _reducing(model: nn.Module) -> Iterator[DistributedDataParallel]:
     for module in (_active(), *modules_of(model)):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
             yield module
+
+
+def check_hookable(model: nn.Module) -> None:
+    """Raises TypeError for a model that runs other modules than those that hooks are put on."""
+    for path, module in model.named_modules():
+        if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+            raise TypeError(_over_devices(where(path, module)))
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            raise TypeError(
+                f"{where(path, module)} is what torch.compile has returned, and compiled code has no hooks. Call add_hooks "
+                "on the model that it was made from (compiled._orig_mod), and run that one in steps whose per-sample "
+                "gradients you read; the compiled one, which has the same parameters, in all others. A model that compiled "
+                'itself, by model.compile(), runs with hooks within torch.compiler.set_stance("force_eager").'
+            )
+
+
+def _over_devices(what: str) -> str:
+    return (
+        f"{what} runs in torch.nn.DataParallel, as copies on several devices at a time, whose calls the hooks can't put "
+        "together. Use one device, or torch.nn.parallel.DistributedDataParallel."
+    )
 
 
 def check_unsharded(model: nn.Module) -> None:
