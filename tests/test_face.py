@@ -32,9 +32,10 @@ def test_nothing_else_is_public() -> None:
     assert set(autograd_hacks.__all__) <= public
 
 
-def run_demo(*options: str, setup: str = "", module: str = "autograd_hacks") -> subprocess.CompletedProcess[str]:
-    arguments = f"import runpy, sys; sys.argv = {[module, *options]!r}"
-    code = f"{setup}\n{arguments}\nrunpy.run_module({module!r}, run_name='__main__')"
+def run_demo(*options: str, setup: str = "", name: str = "wrong_labels") -> subprocess.CompletedProcess[str]:
+    script = ROOT / "docs" / "examples" / f"{name}.py"
+    arguments = f"import runpy, sys; sys.argv = {[script.name, *options]!r}; sys.path.insert(0, {str(script.parent)!r})"
+    code = f"{setup}\n{arguments}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -51,7 +52,7 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
 
 
 def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
-    done = run_demo("--output", str(tmp_path), "--epochs", "2", module="autograd_hacks.curvature")
+    done = run_demo("--output", str(tmp_path), "--epochs", "2", name="natural_gradient")
     assert done.returncode == 0, done.stderr
     losses = {
         name: float(loss) for name, loss in re.findall(r"^(SGD with momentum|natural gradient) +([\d.]+)", done.stdout, re.M)
@@ -61,9 +62,10 @@ def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path)
     assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_demo_without_its_packages_names_the_extra() -> None:
+@pytest.mark.parametrize("name", ["wrong_labels", "natural_gradient"])
+def test_the_demo_without_its_packages_names_the_extra(name: str) -> None:
     for package in ("sklearn", "tqdm", "matplotlib"):
-        done = run_demo(setup=f"import sys; sys.modules[{package!r}] = None")
+        done = run_demo(setup=f"import sys; sys.modules[{package!r}] = None", name=name)
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1
         assert "pip install 'autograd-hacks[demo]'" in done.stderr

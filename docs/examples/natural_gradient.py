@@ -1,12 +1,11 @@
 """Trains a small network on handwritten digits by natural gradient, and by SGD.
 
-python -m autograd_hacks.curvature --output demo-output
+python docs/examples/natural_gradient.py --output demo-output
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,16 +15,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from wrong_labels import command_line, handwritten_digits  # before the others: it tells what to install
+
+# isort: split
+from matplotlib.figure import Figure
+from tqdm import tqdm
 
 import autograd_hacks
-
-try:
-    from matplotlib.figure import Figure
-    from sklearn.datasets import load_digits
-    from tqdm import tqdm
-except ImportError as missing:
-    print(f"the demo needs {missing.name}: pip install 'autograd-hacks[demo]'", file=sys.stderr)
-    sys.exit(2)
 
 HELD_OUT = 360  # images, a fifth
 
@@ -50,9 +46,9 @@ class Curve:
 
 def digits(seed: int) -> tuple[Digits, Digits]:
     """To train with, and to be held out."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
-    images, labels = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16, torch.tensor(data.target)[order]
+    images, labels = handwritten_digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images, labels = images[order], labels[order]
     return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(images[:HELD_OUT], labels[:HELD_OUT])
 
 
@@ -132,19 +128,15 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m autograd_hacks.curvature",
-        description="Trains a small network on scikit-learn's handwritten digits, by natural gradient with the exact "
-        "Gauss-Newton matrix of each batch, and by SGD with momentum, from the same weights and on the same batches.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = command_line(
+        "Trains a small network on scikit-learn's handwritten digits, by natural gradient with the exact Gauss-Newton "
+        "matrix of each batch, and by SGD with momentum, from the same weights and on the same batches.",
+        batch_size=128,
+        epochs=10,
     )
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
-    parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="images in a batch")
-    parser.add_argument("--epochs", type=int, default=10, metavar="N", help="rounds through the images")
     parser.add_argument("--sgd-rate", type=float, default=0.1, metavar="R", help="learning rate of SGD, momentum 0.9")
     parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="learning rate of natural gradient")
     parser.add_argument("--damping", type=float, default=0.1, metavar="D", help="what is added to the matrix's diagonal")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order")
     options = parser.parse_args()
 
     models = {name: small_cnn(options.seed) for name in ("SGD with momentum", "natural gradient")}

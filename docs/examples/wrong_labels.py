@@ -1,6 +1,6 @@
 """Finds wrong labels among handwritten digits: images that a network has to be told twice have long gradients.
 
-python -m autograd_hacks --output demo-output
+python docs/examples/wrong_labels.py --output demo-output
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ class Digits:
         return self.given != self.true
 
 
-def plant_wrong_labels(seed: int) -> Digits:
-    """scikit-learn's digits, 5 % of them under another digit's label."""
+def handwritten_digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1,797 images, N 1 8 8, from 0 to 1; and their labels, N."""
     data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    true = torch.tensor(data.target)
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+
+
+def plant_wrong_labels(seed: int) -> Digits:
+    """The digits, 5 % of them under another digit's label."""
+    images, true = handwritten_digits()
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(true), generator=generator)[: round(PLANTED * len(true))]
     given = true.clone()
@@ -167,19 +171,22 @@ def positive(text: str) -> int:
     return number
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m autograd_hacks",
-        description="Plants wrong labels among scikit-learn's handwritten digits, trains a small network on them, and finds "
-        "them again by the length of each image's own gradient.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def command_line(description: str, batch_size: int, epochs: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
-    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="images in a batch")
-    parser.add_argument("--epochs", type=positive, default=5, metavar="N", help="rounds through the images")
-    parser.add_argument("--seed", type=int, default=0, help="of the planted labels, the weights and the order")
-    options = parser.parse_args()
+    parser.add_argument("--batch-size", type=positive, default=batch_size, metavar="N", help="images in a batch")
+    parser.add_argument("--epochs", type=positive, default=epochs, metavar="N", help="rounds through the images")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    return parser
 
+
+def main() -> None:
+    options = command_line(
+        "Plants wrong labels among scikit-learn's handwritten digits, trains a small network on them, and finds them again "
+        "by the length of each image's own gradient.",
+        batch_size=64,
+        epochs=5,
+    ).parse_args()
     torch.manual_seed(options.seed)
     digits, model = plant_wrong_labels(options.seed), small_cnn()
     train(model, digits, options.epochs, options.batch_size)
