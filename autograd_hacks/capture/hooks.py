@@ -48,9 +48,10 @@ def add_hooks(
 
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where ``model`` is no ``torch.nn.Module``, and ParamGradSkipped for ``param_grad=False`` with
-    DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with respect to parameters then.  The model's forward
-    then raises ValueError for a tree of axes that doesn't fit its arguments, and ProbeFailed where it can't run the probe.
+    Raises TypeError where ``model`` is no ``torch.nn.Module``, or a scripted, compiled or DataParallel one, and
+    ParamGradSkipped for ``param_grad=False`` with DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with
+    respect to parameters then.  The model's forward then raises ValueError for a tree of axes that doesn't fit its
+    arguments, ProbeFailed where it can't run the probe, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
