@@ -51,6 +51,14 @@ class ParamGradSkipped(PerSampleGradientError):
     """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
 
 
+class NotReduced(PerSampleGradientError):
+    """``.grad`` would hold what this process's samples give, where DistributedDataParallel reduces it over all processes."""
+
+
+class ShardedParameters(PerSampleGradientError):
+    """Processes hold parts of a parameter that trains."""
+
+
 def where(path: str, layer: nn.Module) -> str:
     """A layer's name for people: its path in the model and its type."""
     return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"

@@ -31,9 +31,9 @@ nitpicky = False
 def write_support_table() -> None:
     """The support list, from `autograd_hacks.rules.RULES` to a page."""
     lines = [".. list-table::", "   :header-rows: 1", "   :widths: 30 70", "", "   * - Layer", "     - Rule"]
-    for rule in dict.fromkeys(RULES.values()):
-        layers = ", ".join(f"``{layer.__name__}``" for layer, its_rule in RULES.items() if its_rule is rule)
-        says = " ".join(re.sub(" {3,}(?=\\S)", "; ", (rule.__doc__ or "").replace("\n    ", "\n")).split())
+    for formula in dict.fromkeys(rule.formula for rule in RULES.values()):
+        layers = ", ".join(f"``{layer.__name__}``" for layer, rule in RULES.items() if rule.formula is formula)
+        says = " ".join(re.sub(" {3,}(?=\\S)", "; ", (formula.__doc__ or "").replace("\n    ", "\n")).split())
         lines += [f"   * - {layers}", f"     - {says}".replace("*", "\\*").replace("`", "\\`")]
     folder = pathlib.Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)

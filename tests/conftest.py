@@ -3,7 +3,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn as nn
 from hypothesis import settings
+from steps import mlp
 
 import autograd_hacks
 
@@ -20,3 +22,19 @@ def _fresh_start() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     autograd_hacks.enable_hooks()
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    """The small one of `steps`, hooked."""
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        yield model
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Tensors are of double precision unless something else is said."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

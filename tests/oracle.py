@@ -6,65 +6,99 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-Losses = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets of a batch -> N losses."""
+Losses = Callable[..., Tensor]
+"""Outputs of a batch, and its targets where there are any -> N losses."""
+Rows = dict[str, Tensor | None]
+"""{parameter name: (N, *shape)}, or None where no sample's loss reached it."""
+
+
+def squares(out: Tensor | tuple[Tensor, ...], y: Tensor | None = None) -> Tensor:
+    """Each sample's loss: squares around y, and a slope that no two positions of a sample share.
+
+    out: N *S, of any kind, or several
+    y: N, or of out's shape; 0 without
+    """
+    z = torch.cat([flat(x) for x in (out if isinstance(out, tuple) else (out,))], 1)
+    slopes = torch.linspace(-1, 1, z.shape[1], dtype=z.dtype, device=z.device)
+    return (z * slopes).sum(1) + (z if y is None else z - flat(y)).square().sum(1)
+
+
+def targets(samples: int) -> Tensor:
+    """Another for each sample, so that no two share a loss.  N"""
+    return torch.arange(1, samples + 1, dtype=torch.float64)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Of N *S, the real numbers of each sample, (N, S)."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.flatten(1) if x.ndim > 1 else x[:, None]
 
 
 def one_backward_per_sample(
-    model: nn.Module, losses: Losses, x: Tensor, y: Tensor, run: Callable[[Tensor], Tensor] | None = None
-) -> dict[str, Tensor | None]:
-    """{parameter name: (N, *shape)}, or None where no sample's loss reached it; leaves ``.grad`` as it was."""
-    kept = {name: p.grad for name, p in model.named_parameters()}
-    rows: dict[str, list[Tensor | None]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
-    for n in range(len(x)):
+    model: nn.Module, losses: Losses, x: Tensor, y: Tensor | None = None, run: Callable[[Tensor], Tensor] | None = None
+) -> Rows:
+    """Each sample alone through the model; leaves ``.grad`` as it was.
+
+    run: how x goes through the model, if not by a call
+    """
+
+    def alone(n: int) -> Tensor:
+        out = (run or model)(x[n : n + 1])
+        return (losses(out) if y is None else losses(out, y[n : n + 1])).sum()
+
+    return _rows(model, len(x), alone)
+
+
+def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> Rows:
+    """A backward pass from each entry of the whole batch's losses, the random numbers the same in every one."""
+    state = torch.get_rng_state()
+
+    def entry(n: int) -> Tensor:
+        torch.set_rng_state(state)
+        return losses()[n]
+
+    return _rows(model, len(losses()), entry)
+
+
+def _rows(model: nn.Module, samples: int, loss: Callable[[int], Tensor]) -> Rows:
+    parameters = dict(model.named_parameters())
+    kept = {name: p.grad for name, p in parameters.items()}
+    grads: dict[str, list[Tensor | None]] = {name: [] for name, p in parameters.items() if p.requires_grad}
+    for n in range(samples):
         model.zero_grad(set_to_none=True)
-        losses((run or model)(x[n : n + 1]), y[n : n + 1]).sum().backward()
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                rows[name].append(p.grad)
-    for name, p in model.named_parameters():
+        loss(n).backward()
+        for name, own in grads.items():
+            own.append(parameters[name].grad)
+    for name, p in parameters.items():
         p.grad = kept[name]
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    return {
-        name: None if grads and all(g is None for g in grads) else _stack(grads, shapes[name])
-        for name, grads in rows.items()
-    }
+    return {name: _stack(own, parameters[name].shape) for name, own in grads.items()}
 
 
-def _stack(grads: list[Tensor | None], shape: torch.Size) -> Tensor:
-    filled = [torch.zeros(shape) if g is None else g for g in grads]
-    return torch.stack(filled) if filled else torch.zeros(0, *shape)
+def _stack(grads: list[Tensor | None], shape: torch.Size) -> Tensor | None:
+    if not grads:
+        return torch.zeros(0, *shape)
+    if all(g is None for g in grads):
+        return None
+    return torch.stack([torch.zeros(shape) if g is None else g for g in grads])
 
 
-def assert_rows(model: nn.Module, expected: dict[str, Tensor | None], inside: torch.dtype | None = None) -> None:
-    """Each parameter's grad1 against the oracle's rows, at the dtype's own tolerance.
+def assert_rows(model: nn.Module, expected: Rows, inside: torch.dtype | None = None) -> None:
+    """Each parameter's grad1 against the oracle's rows, at the dtype's own tolerance; none where it doesn't train.
 
     inside: a coarser dtype that the model computes in
     """
-    cast = (lambda x: x) if inside is None else (lambda x: x.to(inside))
-    for name, p in model.named_parameters():
-        if name not in expected:
-            assert not hasattr(p, "grad1"), name
-        elif expected[name] is None:
-            assert p.grad1 is None, name
-        else:
-            torch.testing.assert_close(
-                cast(p.grad1), cast(expected[name]), check_dtype=False, msg=lambda m, name=name: f"{name}: {m}"
-            )
+    found = {name: p.grad1 for name, p in model.named_parameters() if hasattr(p, "grad1")}
+    assert_same(found, expected, inside)
 
 
-def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> dict[str, Tensor | None]:
-    """Rows by a backward pass from each entry of the whole batch's losses, the random numbers the same in every one."""
-    kept = {name: p.grad for name, p in model.named_parameters()}
-    rows: dict[str, list[Tensor | None]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
-    state = torch.get_rng_state()
-    for n in range(len(losses())):
-        model.zero_grad(set_to_none=True)
-        torch.set_rng_state(state)
-        losses()[n].backward()
-        for name in rows:
-            rows[name].append(model.get_parameter(name).grad)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.grad = kept[name]
-    return {n: None if all(g is None for g in grads) else _stack(grads, shapes[n]) for n, grads in rows.items()}
+def assert_same(found: Rows, expected: Rows, inside: torch.dtype | None = None) -> None:
+    """`assert_rows`, of rows that are no attribute."""
+    assert list(found) == list(expected)
+    for name, rows in expected.items():
+        own = found[name]
+        if rows is None or own is None:
+            assert rows is own, f"{name}: {own}, where the oracle has {rows}"
+            continue
+        if inside is not None:
+            own, rows = own.to(inside), rows.to(inside)
+        torch.testing.assert_close(own, rows, check_dtype=False, msg=lambda m, name=name: f"{name}: {m}")

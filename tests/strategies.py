@@ -8,7 +8,8 @@ import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, add, put
+from autograd_hacks.forms.factored import Factored
 
 small = st.integers(1, 3)
 
@@ -149,14 +150,34 @@ layers = st.one_of(linears(), convs(), transposed_convs(), embeddings(), embeddi
 filled_layers = st.one_of(linears(least=1), convs())
 
 
+class Minimal(Form):
+    """A form of a user's that defines what a form must and no more: row n of J is numbers[n] times one pattern."""
+
+    def __init__(self, numbers: Tensor, pattern: Tensor) -> None:
+        self.numbers, self.pattern = numbers, pattern
+        self.samples, self.shape = len(numbers), pattern.shape
+
+    @property
+    def like(self) -> Tensor:
+        return self.numbers
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        return put(torch.tensordot(self.numbers, self.pattern, 0), out, factor)
+
+    def __getitem__(self, index: slice | Tensor) -> Form:
+        return Minimal(self.numbers[index], self.pattern)
+
+
 @st.composite
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
-    kind = draw(st.sampled_from(["dense", "outer", "convolution" if len(shape) == 3 else "lookup"]))
+    kind = draw(st.sampled_from(["dense", "minimal", "outer", "convolution" if len(shape) == 3 else "lookup"]))
     positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
     g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
     if kind == "dense":
         return Dense(torch.randn(samples, *shape, dtype=torch.float64))
+    if kind == "minimal":
+        return Minimal(torch.randn(samples, dtype=torch.float64), torch.randn(shape, dtype=torch.float64))
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
     if kind == "lookup":
@@ -164,7 +185,7 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
         index = torch.randint(entries, (samples, positions))
         return Lookup(index, torch.randn(samples, positions, features, dtype=torch.float64), entries)
     _, channels, kernel = shape
-    # Without groups, so that one shape fits all kinds; test_rules draws the groups.
+    # Without groups, so that one shape fits all kinds; the laws of rules draw the groups.
     stride, padding, dilation = draw(small), draw(st.integers(0, 2)), draw(small)
     length = (positions - 1) * stride + (kernel - 1) * dilation + 1 + draw(st.integers(0, stride - 1))
     padding = min(padding, (length - 1) // 2)
@@ -177,7 +198,7 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
     """Any form, made of others up to `depth` times."""
     kind = draw(st.sampled_from(["leaf", "sum", "grouping", "concatenation", "passes"])) if depth else "leaf"
     if kind == "sum":
-        return draw(forms(samples, shape, depth - 1)) + draw(forms(samples, shape, depth - 1))
+        return add([draw(forms(samples, shape, depth - 1)), draw(forms(samples, shape, depth - 1))])
     if kind == "grouping" and samples:
         many = draw(st.integers(0, 5))
         rows = torch.tensor(draw(st.lists(st.integers(0, samples - 1), min_size=many, max_size=many)), dtype=torch.long)
@@ -188,7 +209,7 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
     passes = draw(st.sampled_from([k for k in (1, 2, 3) if samples % k == 0])) if kind == "passes" else 1
     if passes > 1:
         first = draw(leaf_forms(samples // passes, shape))
-        if not first.varies:
+        if not isinstance(first, Factored):
             return Passes.of([first, *(draw(leaf_forms(samples // passes, shape)) for _ in range(passes - 1))])
         place = draw(st.sampled_from(first.varies))
         more = [first.varied(place, torch.randn_like(first.held[place])) for _ in range(passes - 1)]

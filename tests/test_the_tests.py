@@ -6,18 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from oracle import assert_rows, assert_same, squares
+from steps import check, check_batches, check_losses
 from strategies import Case
-from test_forms import test_every_verb_equals_its_definition as verbs_law
-from test_rules import test_rule_equals_one_backward_per_sample as rows_law
+from test_form_laws import test_every_verb_equals_its_definition as verbs_law
+from test_rule_laws import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
 
-from autograd_hacks.forms import Convolution, Dense, Form, Outer
+import autograd_hacks
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Outer, Scaled, Sum, group
 from autograd_hacks.reading import gate
 from autograd_hacks.rules import RULES, Call
 
 
-def off_by_a_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return x, 1.001 * g
+def off_by_a_ten_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, 1.0001 * g
 
 
 def swapped_samples(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +48,7 @@ LINEAR = Case(nn.Linear(3, 2).double(), torch.arange(60.0).view(4, 5, 3).sin().d
 CONV = Case(nn.Conv2d(2, 4, 3, groups=2).double(), torch.arange(200.0).view(4, 2, 5, 5).sin().double())
 
 
-@pytest.mark.parametrize("mistake", [off_by_a_thousandth, swapped_samples, permuted_fold, mixed_pair, wrong_bias])
+@pytest.mark.parametrize("mistake", [off_by_a_ten_thousandth, swapped_samples, permuted_fold, mixed_pair, wrong_bias])
 @pytest.mark.parametrize("case", [LINEAR, CONV], ids=["Linear", "Conv2d"])
 @pytest.mark.parametrize("loss_type", ["mean", "sum"])
 def test_a_wrong_rule_fails(
@@ -59,9 +62,9 @@ def test_a_wrong_rule_fails(
     def sabotage(how: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
             x, g = how(call.args[0], call.grads[0])
-            return rule(layer, replace(call, args=(x,), grads=(g,)))
+            return rule.formula(layer, replace(call, args=(x,), grads=(g,)))
 
-        monkeypatch.setitem(RULES, type(case.layer), wrong)
+        monkeypatch.setitem(RULES, type(case.layer), replace(rule, formula=wrong))
 
     monkeypatch.setattr(gate, "check_sum", lambda *_: None)  # the library's own check, which comes first
     sabotage(none)
@@ -69,6 +72,44 @@ def test_a_wrong_rule_fails(
     sabotage(mistake)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         rows_law.hypothesis.inner_test(case, loss_type)
+
+
+def by_check(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+
+
+def by_losses(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(model):
+        check_losses(model, lambda: squares(model(x)))
+
+
+@pytest.mark.parametrize("way", [by_check, by_losses, check_batches])
+def test_every_check_of_a_step_fails_a_wrong_rule(
+    way: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), LINEAR.layer), LINEAR.x
+    way(model.double(), x)
+    rule = RULES[nn.Linear]
+
+    def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
+        if layer is not LINEAR.layer:
+            return rule.formula(layer, call)
+        return rule.formula(layer, replace(call, grads=(1.0001 * call.grads[0],)))
+
+    monkeypatch.setattr(gate, "check_sum", lambda *_: None)
+    monkeypatch.setitem(RULES, nn.Linear, replace(rule, formula=wrong))
+    with pytest.raises(AssertionError, match=r"2\.weight: Tensor-likes are not close"):
+        way(model, x)
+
+
+def test_rows_where_there_are_none_fail() -> None:
+    rows, model = torch.zeros(3, 2), nn.Linear(2, 1, bias=False)
+    for found, expected in (({"a": rows}, {"a": None}), ({"a": None}, {"a": rows}), ({"a": rows}, {}), ({}, {"a": rows})):
+        with pytest.raises(AssertionError):
+            assert_same(found, expected)
+    with pytest.raises(AssertionError):
+        assert_rows(model, {"weight": rows[:, None]})
 
 
 X, G = torch.randn(3, 2, 6).double(), torch.randn(3, 4, 4).double()
@@ -83,13 +124,16 @@ SHAPE = torch.Size((4, 2, 3))
         Outer(G[:, :, 0], X[:, 0], SHAPE),
         Convolution(X, G, SHAPE, [1], [0], [1], 1),
         Dense(torch.randn(3, *SHAPE).double()),
-        Dense(torch.randn(2, *SHAPE).double()) .group(torch.tensor([0, 2]), 3),
+        group(Dense(torch.randn(2, *SHAPE).double()), torch.tensor([0, 2]), 3),
+        Scaled(Outer(G[:, :, 0], X[:, 0], SHAPE), 3.0),
+        Sum([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
+        Concatenation([Outer(G[:, :, 0], X[:, 0], SHAPE), Dense(torch.randn(3, *SHAPE).double())]),
     ],
-    ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping"],
+    ids=["Outer", "Outer of one position", "Convolution", "Dense", "Grouping", "Scaled", "Sum", "Concatenation"],
 )  # fmt: skip
 def test_a_wrong_verb_fails(form: Form, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verbs_law.hypothesis.inner_test((form, form))
     right = getattr(type(form), verb)
-    monkeypatch.setattr(type(form), verb, lambda self, *args: 1.001 * right(self, *args))
+    monkeypatch.setattr(type(form), verb, lambda self, *args: 1.0001 * right(self, *args))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         verbs_law.hypothesis.inner_test((form, form))

@@ -1,220 +1,205 @@
-"""How the records of a hooked model receive what backward passes bring.  No mathematics."""
+"""What backward passes bring, and to which calls and parameters.  No mathematics."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.graph import CAPTURED, way_to
-from autograd_hacks.capture.param_grad import Skipper
-from autograd_hacks.capture.passes import ANNOUNCED, Pass, Segment
-from autograd_hacks.capture.records import Received, Visit
-from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import Plan
+from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, reach_of
+from autograd_hacks.capture.param_grad import ParamGrad
+from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
+from autograd_hacks.capture.wrappers import Reduction
+from autograd_hacks.probe.plan import SumCheck
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
-from autograd_hacks.support.untouched import RandomState
-
-if TYPE_CHECKING:
-    from autograd_hacks.verbs.streaming import Stream
 
 
-class Receiver:
-    """Which backward passes there are to read, and what they have brought to which visits and parameters."""
+class Backward:
+    """Hears of gradients, at the outputs of calls and at parameters, and files them in a record."""
 
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-        self.strays: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by id, after which forward gradient came past the hooks, and the parameter
-        self.why_empty = ""  # why there is nothing to read, where that isn't plain
-        self.accumulating = False
-        self.attached = True
+    def __init__(self, record: Record, param_grad: ParamGrad, reduction: Reduction) -> None:
+        self.record, self.param_grad, self.reduction = record, param_grad, reduction
+        self.attached = True  # whether the hooks are there; graphs may outlive them
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
-        self.forwards = 0
-        self.comparing = False  # whether a created graph may lead to the parameters past the hooks
-        self.skipper = Skipper()
-        self.stream: Stream | None = None  # takes the rows while the pass runs
-        self.plan = self.static = Plan()  # the running forward's, and that of layers that are called by themselves
-        # Of the model's last forward with gradients, with the random state before it.
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any], RandomState] | None = None
-        self.returned: list[
-            tuple[torch.Size, Layout | None]
-        ] = []  # what the model returned last, and where samples are in it
-        self._superseded: list[Segment] = []  # which the running pass may yet come through
-        self._superseded_strays: dict[int, tuple[int, Tensor]] = {}
-        self._running: Pass | None = None
-        self._visited: set[int] = set()  # layers since the last forward began
-        self._answered = False  # whether a backward has come since the last forward began
-        self._unanswered = 0  # forwards since the last backward
+        self.running: Pass | None = None
+        self.answered = False  # whether a pass has come since the last forward began
+        self.unanswered = 0  # forwards since the last pass
+        self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
 
-    def clear(self, why: str = "") -> None:
-        self.segments, self.strays, self.why_empty, self.arguments = [], {}, why, None
-        self._superseded, self._superseded_strays = [], {}
+    def detach(self) -> None:
+        self.attached = False
+        for handle in (handle for pair in self.watched.values() for handle in pair):
+            handle.remove()
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """A context that leaves the records as they are."""
-        names = ("segments", "strays", "why_empty", "comparing", "arguments", "_superseded", "_superseded_strays")
-        kept = {name: getattr(self, name) for name in names}
-        self.clear()
-        try:
-            yield
-        finally:
-            vars(self).update(kept)
-
-    def watch_outputs(self, output: Any) -> None:
-        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
-        outputs = tensors_of(output)
-        for slot in self.plan.blind:
-            node = outputs[slot].grad_fn if slot < len(outputs) else None
-            if node is not None:
-                node.register_prehook(partial(self._note_blind, slot, tuple(outputs[slot].shape)))
-
-    def _note_blind(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
-        if Switch.on() and self.attached and any(grad is not None for grad in grads):
-            self._enter(current_task()).blind = slot, shape
-
-    def watch(self, parameter: Tensor) -> None:
+    def watch(self, parameter: Tensor, name: str) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
         if parameter in self.watched or is_lazy(parameter) or not parameter.is_leaf:
             return
         if parameter.requires_grad:
             # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
             self.watched[parameter] = (
-                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
-                parameter.register_post_accumulate_grad_hook(self.skipper.put_back),
+                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter), name)),
+                parameter.register_post_accumulate_grad_hook(partial(_accumulated, self.param_grad, self.reduction)),
             )
 
-    def _enter(self, task: int) -> Pass:
+    def watch_outputs(self, output: Any) -> None:
+        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
+        outputs = tensors_of(output)
+        for slot in self.record.plan.mixed_outputs:
+            node = outputs[slot].grad_fn if slot < len(outputs) else None
+            if node is not None:
+                node.register_prehook(partial(self._note_mixed, slot, tuple(outputs[slot].shape)))
+
+    def _note_mixed(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
+        if Switch.on() and self.attached and any(grad is not None for grad in grads):
+            self.enter(current_task()).mixed_output = slot, shape
+
+    def enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
-        if self._running is None:
+        if self.running is None:
             losses = ANNOUNCED.get(task)
-            self._running = Pass(task, losses, forwards_before=self._unanswered)
-            if losses is not None and self._running.is_hess:
-                self._running.arrived = losses.arrived.setdefault(id(self), {})
-            self._superseded, self._superseded_strays = [], {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self._running))
-        return self._running
+            self.running = Pass(task, losses, forwards_before=self.unanswered)
+            if losses is not None and self.running.is_hess:
+                self.running.arrived = losses.arrived.setdefault(self.record, {})
+            self.record.superseded, self.record.superseded_unseen = [], {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self.running))
+        return self.running
 
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
-        ended.let_go()
-        # Until a pass is read, and its plan unchecked; but other passes of backprop_hess are still to come.
-        self.plan.watched &= ended.is_hess
-        self._running, self._unanswered = None, 0
-        self._superseded, self._superseded_strays = [], {}
-        self._visited.clear()
+        plan = self.record.plan
+        if plan.sum_check is SumCheck.PENDING and not ended.is_hess:  # backprop_hess has other passes to come
+            plan.sum_check = SumCheck.MISSED  # until the pass is read
+        self.running, self.unanswered = None, 0
+        self.record.superseded, self.record.superseded_unseen = [], {}
+        self.called.clear()
 
-    def receive(self, visit: Visit, slot: int, grad: Tensor | None) -> None:
-        """Notes the gradient that the running pass brings to one of a visit's outputs."""
+    def receive(self, call: RecordedCall, slot: int, grad: Tensor | None) -> None:
+        """Notes the gradient that the running pass brings to one of a call's outputs."""
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             return  # is_grads_batched: many passes in one
-        self.comparing |= torch.is_grad_enabled()
-        if visit.skipped or not self.skipper.param_grad:
-            self.skipper.check_graph()
-        ways = {name: way for name, (_, node) in visit.parameters.items() if (way := way_to(node))}
-        if grad is None or not ways:  # a gradient on its way to an input alone is none of ours
+        self.record.comparing |= torch.is_grad_enabled()
+        if call.skipped or not self.param_grad.wanted:
+            self.param_grad.check_graph()
+        # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
+        ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
+        if grad is None or not ways:
             return
-        captured = [visit.parameters[name][0] for name, way in ways.items() if way == CAPTURED]
-        announced = ANNOUNCED.get(current_task())
+        task = current_task()
+        captured = [call.edges[local].parameter for local, way in ways.items() if way == CAPTURED]
+        announced = ANNOUNCED.get(task)
         if announced is None or announced.hess_type is None:  # which asks for the parameters' gradients and takes none
-            self.skipper.check_captured(captured)
-        if visit.recomputed_in is None and self._running is not None and self._running.task != current_task():
-            self._running = None  # left by a pass that failed
-        current = visit.recomputed_in or self._enter(current_task())
+            self.param_grad.check_captured(captured)
+        # A call that checkpointing makes again inside a pass belongs to that pass, in whatever task its gradient comes.
+        outer = None if call.recomputed_in is None else call.recomputed_in()
+        outer = None if outer is None or outer.finished else outer
+        if outer is None and self.running is not None and self.running.task != task:
+            self.running = None  # left by a pass that failed
+        current = outer or self.enter(task)
         current.captures |= bool(captured)
         current.higher_order |= torch.is_grad_enabled()
-        current.ambiguous |= visit.recomputed_in is not None and current.forwards_before > 1
-        self._file(current, visit)
-        received = current.received.get(visit)
+        current.ambiguous |= outer is not None and current.forwards_before > 1
+        self._file(current, call)
+        received = current.received.get(call)
         if received is None:
-            received = current.received[visit] = Received([None] * visit.outputs)
-        received.grads[slot] = grad = grad.detach()
+            received = current.received[call] = OutputGrads([None] * call.slots)
+        received.at[slot] = grad = grad.detach()
         received.versions.append((grad, version_of(grad)))
-        received.reached.update(ways)
-        ids = {id(visit.parameters[name][0]) for name in ways}
-        if visit.is_own:
-            current.owned |= ids
-        current.skipped |= ids & visit.skipped
-        current.reached |= ids - visit.skipped
-        self._answered = True
+        for local in ways:
+            name = call.edges[local].name
+            if local not in received.reached:
+                received.reached.add(local)
+                current.calls_of.setdefault(name, []).append(call)
+            (current.skipped if name in call.skipped else current.reached).add(name)
+            if call.is_own:
+                current.owned.add(name)
+        self.answered = True
 
-    def _file(self, current: Pass, visit: Visit) -> None:
+    def _file(self, current: Pass, call: RecordedCall) -> None:
         """Puts the pass into a segment.
 
         A pass through a forward that a segment holds adds to it.  One through other forwards alone replaces all, or begins
-        a segment of its own while accumulating.  What it replaces is kept until its end if there is still a graph by which
-        it could come there: several losses of one forward, some with layers that were called later.
+        a segment of its own while accumulating.
         """
-        home = next((segment for segment in self.segments if current in segment.passes), None)
-        if home is not None and len(self.segments) == 1 and not self._superseded:
-            home.forwards.add(visit.forward)  # the usual case: there is no other that it could add to
+        record = self.record
+        # 1. The usual case: the pass has its place, and there is no other segment that it could add to.
+        home = next((segment for segment in record.segments if current in segment.passes), None)
+        if home is not None and len(record.segments) == 1 and not record.superseded:
+            home.forwards.add(call.forward)
             return
-        target = next((s for s in (*self.segments, *self._superseded) if s is not home and s.takes(current, visit)), None)
-        for segment in self.segments if current.is_hess and home is None else ():
-            if segment is target or not (self.accumulating or segment.read):
+        # 2. Does the call belong to the forward of another segment, one that was replaced included?
+        target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
+        # 3. A second backprop_hess may not replace what the first has left unread.
+        for segment in record.segments if current.is_hess and home is None else ():
+            if segment is target or not (record.accumulating or segment.read):
                 segment.check_takes(current)
         if home is not None and target is not None:
+            # 4. The pass has begun elsewhere and comes here too: both are one segment, among those that target was of.
             target.passes += home.passes
             target.forwards |= home.forwards
-            others = self._superseded if target in self._superseded else self.segments
-            self.segments, home = [segment for segment in others if segment is not home], target
-            self.strays = self._superseded_strays | self.strays
+            others = record.superseded if target in record.superseded else record.segments
+            record.segments, home = [segment for segment in others if segment is not home], target
+            record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
+            # 5. Its first call: it adds to the segment that was found, or begins one.
             home = target or Segment()
             home.passes.append(current)
-            if current.losses and self not in current.losses.recorders:
-                current.losses.recorders.append(self)
-            if target is None and self.accumulating:
-                self.segments = [*self.segments, home]
+            if current.losses and record not in current.losses.heard_by:
+                current.losses.heard_by.append(record)
+            if target is None and record.accumulating:
+                record.segments = [*record.segments, home]
             elif target is None:
-                if any(s.can_be_run_again() for s in self.segments):
-                    self._superseded, self._superseded_strays = self.segments, self.strays
-                self.segments = [home]
-                self.strays = {key: stray for key, stray in self.strays.items() if stray[0] == self.forwards}
-        home.forwards.add(visit.forward)
+                # What it replaces is kept until its end where a graph is left by which it may yet come there: several
+                # losses of one forward, some with layers that were called later.
+                if any(s.can_be_run_again() for s in record.segments):
+                    record.superseded, record.superseded_unseen = record.segments, record.unseen
+                record.segments = [home]
+                record.unseen = {name: after for name, after in record.unseen.items() if after == record.forwards}
+        home.forwards.add(call.forward)
 
-    def _note_lost(self, parameters: Sequence[Tensor], grads: tuple[Tensor | None, ...]) -> None:
+    def note_lost(self, names: Sequence[str], grads: tuple[Tensor | None, ...]) -> None:
         """Hears of gradient at the output of a call that was not noted, and whose parameters were switched off."""
         if Switch.on() and self.attached and grads[0] is not None:
-            self._enter(current_task())
-            self.strays |= {id(p): (self.forwards, p) for p in parameters}
+            self.enter(current_task())
+            self.record.unseen |= dict.fromkeys(names, self.record.forwards)
 
-    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
-        """Hears of the gradient that a pass brings to a parameter, after all visits that it came through."""
+    def arrive(self, parameter: Tensor, name: str, grad: Tensor | None) -> None:
+        """Hears of the gradient that a pass brings to a parameter, after all calls that it came through."""
         if not (Switch.on() and self.attached):
             return
-        if self.stream is not None and self._running is not None:
-            self.stream.arrived(self._running, parameter, grad)
+        record, running = self.record, self.running
+        if record.on_arrival is not None and running is not None:
+            record.on_arrival(running, name, grad)
         if grad is None:
             return
-        if self._running is None or id(parameter) not in self._running.reached:
-            self.strays[id(parameter)] = self.forwards, parameter
+        if running is None or name not in running.reached:
+            record.unseen[name] = record.forwards
             return
-        if not self._running.captures and id(parameter) in self._running.owned:
-            self.skipper.keep(parameter)
-        if grad.is_meta:
-            return
-        if id(parameter) in self._running.skipped:
+        if not running.captures and name in running.owned:
+            self.param_grad.keep(parameter, name)
+        if grad.is_meta or name in running.skipped:
             return  # a part of it was not computed
-        elif self.stream is None and (self.comparing or self.plan.is_watched(parameter)):
-            before = self._running.arrived.get(parameter)
-            self._running.arrived[parameter] = grad.detach().clone() if before is None else before + grad
+        if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
+            before = running.arrived.get(name)
+            running.arrived[name] = grad.detach().clone() if before is None else before + grad
 
 
-def _arrive(receiver: weakref.ref[Receiver], parameter: weakref.ref[Tensor], grad: Tensor | None) -> None:
-    heard_by, at = receiver(), parameter()
+def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:
+    param_grad.put_back(parameter)
+    reduction.accumulated()
+
+
+def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], name: str, grad: Tensor | None) -> None:
+    heard_by, at = backward(), parameter()
     if heard_by is not None and at is not None:
-        heard_by.arrive(at, grad)
+        heard_by.arrive(at, name, grad)

@@ -1,24 +1,40 @@
-"""Where the graph ends at parameters, and whether a backward pass comes there."""
+"""All that is asked of autograd's graph: hooks at the outputs of calls, where parameters end it, and what runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
+from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
+from autograd_hacks.support.switch import current_task
+from autograd_hacks.support.trees import map_tensors, tensors_of
+
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """What a backward pass does at a parameter's node; torch.autograd.grad takes the gradient in front of it."""
 
+Receive = Callable[[RecordedCall, int, Tensor | None], None]
+"""``receive(call, slot, grad)`` gets the gradient at one of a call's outputs."""
 
-def ends_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Node]]:
-    """Parameters with their ends of the graph."""
-    return {name: (p, _end_of(p)) for name, p in parameters.items()}
+Hear = Callable[[tuple[Tensor | None, ...]], None]
+"""What a hook on a node is called with."""
+
+ANNOUNCED: dict[int, Announcement] = {}
+"""What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
 
 
-def _end_of(parameter: Tensor) -> Node:
+def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:
+    """Where parameters end the graph.  parameters: (name in the model, parameter) by name in the layer"""
+    return {local: Edge(name, p, _node_of(p)) for local, (name, p) in parameters.items()}
+
+
+def _node_of(parameter: Tensor) -> Node:
     if type(parameter) is Parameter and parameter.requires_grad and torch.is_grad_enabled():
         # What get_gradient_edge does, without its context, which takes two thirds of 3 µs.
         function = parameter.view_as(parameter).grad_fn
@@ -27,12 +43,129 @@ def _end_of(parameter: Tensor) -> Node:
     return get_gradient_edge(parameter).node
 
 
-def way_to(node: Node) -> str:
+def reach_of(node: Node) -> str:
     """What the running backward pass does at a parameter's node: EXECUTED, CAPTURED or NOT_REACHED."""
     try:
         return EXECUTED if torch._C._will_engine_execute_node(node) else NOT_REACHED
     except RuntimeError as error:
-        # torch's answer for a leaf that autograd.grad captures, given only after it has seen that the gradient is wanted.
+        # autograd.grad captures this leaf: the engine raises instead of answering.
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return CAPTURED
         raise
+
+
+def attach(
+    call: RecordedCall, graph: Graph, output: Any, receive: Receive, is_compared: bool, parameters: Sequence[Tensor] = ()
+) -> Any:
+    """Has the gradients at a call's outputs sent to ``receive``.  Returns the output.
+
+    graph: the one that the call refers to    is_compared: whether the call keeps its output, to compare a later one with
+    it    parameters: those that were switched off in the call
+    """
+    outputs = tensors_of(output)
+    if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
+        # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
+        # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
+        # view's node would be lost.
+        output = map_tensors(lambda x: x.clone() if x.grad_fn is not None or parameters else x, output)
+        outputs = tensors_of(output)
+    if parameters:
+        slots = count()
+
+        def anchor(x: Tensor) -> Tensor:
+            at = AtNode(call, graph, receive, next(slots), 0, x.shape)
+            return anchored(x, at, parameters) if x.is_floating_point() or x.is_complex() else x
+
+        return map_tensors(anchor, output)
+    for slot, x in enumerate(outputs):
+        if x.grad_fn is not None:
+            source = x if x._base is None else x._base
+            assert source.grad_fn is not None  # what is no reshaped base has been copied
+            source.grad_fn.register_prehook(AtNode(call, graph, receive, slot, source.output_nr, x.shape))
+    return output
+
+
+class AtNode:
+    """A hook on the node of a layer's output, or of the base that the output is a view of.
+
+    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
+    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
+    but leave its base's in the graph.
+    """
+
+    def __init__(
+        self, call: RecordedCall, graph: Graph, receive: Receive, slot: int, output_nr: int, shape: torch.Size
+    ) -> None:
+        self.receive, self.slot, self.output_nr, self.shape = receive, slot, output_nr, shape
+        self.held: tuple[RecordedCall, Graph] | None = call, graph
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        if self.held is None:
+            return
+        grad = grads[self.output_nr]
+        if grad is not None and grad.shape != self.shape:
+            grad = grad.reshape(self.shape)
+        self.receive(self.held[0], self.slot, grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+
+
+def _keeps_its_node(output: Tensor) -> bool:
+    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
+    if output._base is None or output.grad_fn is None:
+        return True
+    is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+    return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
+
+
+class _Anchor(torch.autograd.Function):
+    """The identity, behind a layer whose parameters are switched off.
+
+    It keeps them in the graph, with no gradient of their own: a pass comes here whether or not the layer's input asks for
+    one, and can be asked whether it goes on to them; and what does arrive at them has come by another way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hear: Hear, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.hear, ctx.parameters = hear, len(parameters)
+        if output._is_view():
+            return output.data  # a view that is changed in place later may not come out of a function
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.hear((grad,))
+        return grad if ctx.needs_input_grad[0] else None, None, *[None] * ctx.parameters
+
+
+def anchored(output: Tensor, hear: Hear, parameters: Sequence[Tensor]) -> Tensor:
+    """A layer's output, as one that its parameters lead to.  hear: gets the gradient at it"""
+    if output._is_view() and not (
+        output._base is not None and output.is_contiguous() and output._base.shape.numel() == output.numel()
+    ):
+        output = output.clone()
+    result: Tensor = _Anchor.apply(output, hear, *parameters)
+    return result
+
+
+@contextmanager
+def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
+    """A context in which the hooks know what a backward pass is for, that begins at the tensor which it gives."""
+    # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
+    with torch.enable_grad():
+        root = output.view_as(output)
+    tasks: list[int] = []
+
+    def announce(_: object) -> None:
+        tasks.append(current_task())
+        ANNOUNCED[tasks[-1]] = losses
+
+    if root.grad_fn is not None:
+        root.grad_fn.register_prehook(announce)
+    try:
+        yield root
+    finally:
+        for task in tasks:
+            ANNOUNCED.pop(task, None)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.forward import Recorder
-from autograd_hacks.capture.param_grad import check_one_process, check_unwrapped
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
-from autograd_hacks.probe.trace import SurveyHook
 from autograd_hacks.rules.table import parts_of_composites, rule_for
-from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.switch import Switch
 
 
 def add_hooks(
@@ -31,9 +29,10 @@ def add_hooks(
     batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
     has no samples: a tuple like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by
     keyword. None where no argument tells
-    probe: whether the first forward of each kind (dtypes, ranks, training flags) is run once more before, with half of the
-    samples replaced, to find out where samples are in every layer, whether they mix, and where parameters are read. False
-    takes axis 0 of every layer's input for the batch, and a parameter for read by its own layer alone
+    probe: whether the first forward of each kind (dtypes, ranks, training flags) is run twice more before, without
+    gradients: as it is, and with half of the samples replaced, to find out where samples are in every layer, whether they
+    mix, and where parameters are read. False takes axis 0 of every layer's input for the batch, and a parameter for read by
+    its own layer alone
     param_grad: whether a backward pass fills ``.grad``. False has autograd compute no ordinary weight gradients, which are
     a quarter of a step and more: ``.grad`` is then set by `clip_grad1_norm_`, by ``compute_grad1(set_grad=True)``, or from
     ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the first step of each
@@ -48,50 +47,50 @@ def add_hooks(
 
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where ``model`` is no ``torch.nn.Module``, and ParamGradSkipped for ``param_grad=False`` with
-    DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with respect to parameters then.  The model's forward
-    then raises ValueError for a tree of axes that doesn't fit its arguments, and ProbeFailed where it can't run the probe.
+    Raises TypeError where ``model`` is no ``torch.nn.Module``, or a scripted, compiled or DataParallel one, and
+    ParamGradSkipped for ``param_grad=False`` with DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with
+    respect to parameters then.  The model's forward then raises ValueError for a tree of axes that doesn't fit its
+    arguments, ProbeFailed where it can't run the probe, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
+    check_hookable(model)
     if not param_grad:
         check_one_process(model)
-    root = _root_hook(model)
-    is_new = root is None
-    if root is None:
-        recorder = Recorder()
-        root = _ForwardBegins(recorder)
-        root.handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
-        root.handles.append(model.register_forward_hook(_ForwardEnds(recorder, root), always_call=True))
-    recorder = root.recorder
-    before = recorder.skipper.param_grad
-    recorder.skipper.param_grad, recorder.reuse = param_grad, reuse
-    parts = parts_of_composites(model)
+    known = _recorder_of(model)
+    recorder = Recorder() if known is None else known
+    if known is None:
+        first, last = _Hook(recorder, partial(_begin, recorder)), _Hook(recorder, recorder.end)
+        recorder.handles.append(model.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
+        recorder.handles.append(model.register_forward_hook(last, with_kwargs=True, always_call=True))
+    before = recorder.param_grad.wanted
+    recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
+    parts, forward = parts_of_composites(model), recorder.forward
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             continue
         by_rule = layer not in parts and rule_for(layer)
-        if (
-            by_rule
-            and layer not in root.begun
-            and (not param_grad or isinstance(getattr(layer, "dropout", None), int | float))
-        ):
-            root.begun.add(layer)
-            root.handles.append(layer.register_forward_pre_hook(_LayerBegins(recorder, path), with_kwargs=True))
+        has_dropout = isinstance(getattr(layer, "dropout", None), int | float)
+        if by_rule and layer not in recorder.begun and (not param_grad or has_dropout):
+            recorder.begun.add(layer)
+            hook = _Hook(recorder, forward.begin_layer, path)
+            recorder.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         if layer in recorder.layers:
             continue
         recorder.layers.add(layer)
         if by_rule:
             # First in line: the rules need what the layer itself returned, before other hooks change it.
-            hook = _LayerRan(recorder, path)
-            root.handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True))
-    root.planner = Planner(model, recorder, batch_dim, probe, root.hook_unit)
-    for parameter in model.parameters():
-        recorder.watch(parameter)
-        recorder.skipper.own[parameter] = True
-    return Hooked(model, is_new, before)
+            hook = _Hook(recorder, forward.end_layer, path)
+            handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+            recorder.handles.append(handle)
+    recorder.plan_by(Planner(model, batch_dim, probe))
+    for name, parameter in model.named_parameters():
+        recorder.record.names[parameter] = name
+        recorder.backward.watch(parameter, name)
+    _hook_units(recorder, model, recorder.planner.static)
+    return Hooked(model, known is None, before)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -99,13 +98,11 @@ def remove_hooks(model: nn.Module) -> None:
 
     Warns where it had no hooks.
     """
-    root = _root_hook(model)
-    if root is None:
+    recorder = _recorder_of(model)
+    if recorder is None:
         warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
         return
-    root.recorder.detach()
-    for handle in root.handles:
-        handle.remove()
+    recorder.detach()
     for parameter in model.parameters():
         for attribute in ("grad1", "hess", "hess_diag", "kfac"):
             vars(parameter).pop(attribute, None)
@@ -145,18 +142,18 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     Raises NothingRecorded where the model has no hooks, RuntimeError inside another `accumulate` of the same model.
     """
-    recorder = recorder_of(model)
-    if recorder.accumulating:
+    record = recorder_of(model).record
+    if record.accumulating:
         raise RuntimeError("accumulate: this model is accumulating already; leave that context first")
-    recorder.clear()
-    recorder.accumulating = True
+    record.clear()
+    record.accumulating = True
     try:
         yield
     except BaseException as error:
-        recorder.clear(f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again")
+        record.clear(f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again")
         raise
     finally:
-        recorder.accumulating = False
+        record.accumulating = False
 
 
 def clear_backprops(model: nn.Module) -> None:
@@ -166,20 +163,20 @@ def clear_backprops(model: nn.Module) -> None:
 
     Raises NothingRecorded where the model has no hooks.
     """
-    recorder_of(model).clear("clear_backprops(model) has cleared the record; run a forward and a backward pass")
+    recorder_of(model).record.clear("clear_backprops(model) has cleared the record; run a forward and a backward pass")
 
 
 def recorder_of(model: nn.Module) -> Recorder:
     """The model's records.  Raises NothingRecorded where it has no hooks, TypeError where it is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, the one that add_hooks was given; got {type(model).__name__}")
-    root = _root_hook(model)
-    if root is None:
+    recorder = _recorder_of(model)
+    if recorder is None:
         raise NothingRecorded(
             f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks on this very object, before the "
             "forward pass; a copy of a hooked model, a part of it or a wrapper around it counts as another."
         )
-    return root.recorder
+    return recorder
 
 
 class Hooked:
@@ -192,123 +189,61 @@ class Hooked:
         pass
 
     def __exit__(self, *_: object) -> None:
-        root = _root_hook(self._model)
-        if root is not None and self._is_new:
+        recorder = _recorder_of(self._model)
+        if recorder is not None and self._is_new:
             remove_hooks(self._model)
-        elif root is not None:
-            root.recorder.skipper.param_grad = self._param_grad
+        elif recorder is not None:
+            recorder.param_grad.wanted = self._param_grad
 
 
 class _Hook:
-    """A hook; a copy of its module, by deepcopy or pickle, gets one that only removes itself."""
+    """A hook: calls a method of the recorder's with a module's path and what torch gives hooks.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    Behind a forward it also says whether it stands first.  A copy of its module, by deepcopy or pickle, gets a hook that
+    only removes itself.
+    """
+
+    def __init__(self, recorder: Recorder, then: Callable[..., Any], path: str = "") -> None:
+        self.recorder, self.then, self.path = recorder, then, path
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
+            return None
+        if not output:
+            return self.then(self.path, module, args, kwargs)
+        # Whether no hook came before but the library's own, which hand on what the module returned.
+        for hook in module._forward_hooks.values():
+            if hook is self or not isinstance(hook, _Hook):
+                break
+        return self.then(self.path, module, args, kwargs, *output, hook is self)
 
     def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
         return _Unhooked, ()
 
 
-class _ForwardBegins(_Hook):
-    """On the model itself.  The records and the way back hang on it, so that they live as long as the model."""
-
-    planner: Planner
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
-        self.handles: list[RemovableHandle] = []
-        self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers with a hook where they begin
-        self._units: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
-        self.recorder.begin_forward(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
-        if self.recorder.records():
-            self.planner.begin(model, args, kwargs)
-            # Not before the sums of a plan's rows were once compared with the gradients that arrived.
-            skipper = self.recorder.skipper
-            if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
-                skipper.skips = not (skipper.param_grad or self.recorder.plan.watched)
-            if skipper.skips:
-                check_unwrapped()
-            self.recorder.begin_unit("", model, args, kwargs)
-        self.recorder.in_forward = True
-
-    def hook_unit(self, path: str, module: nn.Module) -> None:
-        """Has a module's calls kept, for them to be run again where the plan says so."""
-        if module not in self._units:
-            self._units.add(module)
-            begins, ran = _UnitBegins(self.recorder, path), _UnitRan(self.recorder, path)
-            if path:  # for the model itself this hook does it, when the plan is known
-                self.handles.append(module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(ran, prepend=True, with_kwargs=True))
+def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    plan = recorder.begin(model, args, kwargs)
+    if plan is not None:
+        _hook_units(recorder, model, plan)
+        recorder.forward.begin_unit(path, model, args, kwargs)
 
 
-class _ForwardEnds(_Hook):
-    def __init__(self, recorder: Recorder, root: _ForwardBegins) -> None:
-        super().__init__(recorder)
-        self._root = root
-
-    def __call__(self, model: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling() and Switch.on():
-            self.recorder.in_forward = False
-            self._root.planner.end(model, output)
-
-
-class _LayerBegins(_Hook):
-    """On layers with dropout inside, and on all by rule where no ordinary gradients are to be computed."""
-
-    def __init__(self, recorder: Recorder, path: str) -> None:
-        super().__init__(recorder)
-        self.path = path
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            self.recorder.begin_layer(self.path, layer, args, kwargs)
+def _hook_units(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
+    """Has the calls of modules kept that a plan runs again."""
+    for path in plan.units:
+        module = model.get_submodule(path)
+        if module not in recorder.units:
+            recorder.units.add(module)
+            begins, ended = (_Hook(recorder, f, path) for f in (recorder.forward.begin_unit, recorder.forward.end_unit))
+            if path:  # for the model itself `_begin` does it, when the plan is known
+                handle = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+                recorder.handles.append(handle)
+            recorder.handles.append(module.register_forward_hook(ended, prepend=True, with_kwargs=True))
 
 
-class _LayerRan(_Hook):
-    def __init__(self, recorder: Recorder, path: str) -> None:
-        super().__init__(recorder)
-        self.path = path
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
-            return output
-        if output is None:  # the layer has failed
-            self.recorder.end_failed(layer)
-            return None
-        return self.recorder.visit(self.path, layer, args, kwargs, output, self._is_first(layer))
-
-    def _is_first(self, layer: nn.Module) -> bool:
-        """Whether no hook came before but the library's own, which hand on what the layer returned."""
-        for hook in layer._forward_hooks.values():
-            if hook is self:
-                return True
-            if not isinstance(hook, _LayerRan | SurveyHook):
-                return False
-        return False
-
-
-class _UnitBegins(_Hook):
-    """On modules that are run again."""
-
-    def __init__(self, recorder: Recorder, path: str) -> None:
-        super().__init__(recorder)
-        self.path = path
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            self.recorder.begin_unit(self.path, module, args, kwargs)
-
-
-class _UnitRan(_LayerRan):
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return output
-        return self.recorder.end_unit(self.path, layer, output, self._is_first(layer))
+def _recorder_of(model: nn.Module) -> Recorder | None:
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Hook))
+    return next((hook.recorder for hook in hooks if isinstance(hook.then, partial) and hook.then.func is _begin), None)
 
 
 class _Unhooked:
@@ -321,7 +256,3 @@ class _Unhooked:
                 module._forward_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _root_hook(model: nn.Module) -> _ForwardBegins | None:
-    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _ForwardBegins)), None)

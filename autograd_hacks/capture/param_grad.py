@@ -1,10 +1,9 @@
-"""Layers whose ordinary weight gradients autograd doesn't compute.  No mathematics."""
+"""Layers whose ordinary weight gradients autograd doesn't compute: ``add_hooks(param_grad=False)``.  No mathematics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,33 +12,29 @@ from torch import Tensor
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
 from autograd_hacks.support.by_tensor import ByTensor
 
-Hear = Callable[[tuple[Tensor | None, ...]], None]
-"""What a hook on a node is called with."""
 
-
-class Skipper:
+class ParamGrad:
     """Of one hooked model: whether autograd computes ordinary gradients of its parameters, and where it does not.
 
-    param_grad: as in `add_hooks`    skips: whether the layers of the running forward that a rule covers go without
+    names: of the model's parameters
     """
 
-    def __init__(self) -> None:
-        self.param_grad, self.skips = True, False
-        self.own: ByTensor[bool] = ByTensor()  # the model's parameters
-        self._off: list[
-            tuple[nn.Module, list[Tensor], bool]
-        ] = []  # layers that run, their parameters, the fast way's switch
-        self._kept: dict[int, Tensor | None] = {}  # what .grad is to be again, by the parameter's id
+    def __init__(self, names: ByTensor[str]) -> None:
+        self.wanted = True  # as add_hooks(param_grad=...) says
+        self.skips = False  # whether the layers of the running forward that a rule covers go without
+        self.names = names
+        self._off: list[tuple[nn.Module, list[Tensor], bool]] = []  # running layers, their parameters, the fast way's switch
+        self._kept: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which ordinary gradients are computed."""
-        kept = self.param_grad, self.skips
-        self.param_grad, self.skips = True, False
+        kept = self.wanted, self.skips
+        self.wanted, self.skips = True, False
         try:
             yield
         finally:
-            self.param_grad, self.skips = kept
+            self.wanted, self.skips = kept
 
     def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Has parameters not ask for gradients while their layer runs, so that autograd keeps nothing for them.
@@ -79,22 +74,22 @@ class Skipper:
             torch.backends.mha.set_fastpath_enabled(fast)
         return layer, parameters
 
-    def keep(self, parameter: Tensor) -> None:
+    def keep(self, parameter: Tensor, name: str) -> None:
         """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
-        if not self.param_grad and parameter in self.own:
-            self._kept[id(parameter)] = parameter.grad
+        if not self.wanted and parameter in self.names:
+            self._kept[name] = parameter.grad
             parameter.grad = None
 
     def put_back(self, parameter: Tensor) -> None:
         """Hears that it has arrived, and leaves ``.grad`` as it was."""
-        if id(parameter) in self._kept:
-            parameter.grad = self._kept.pop(id(parameter))
+        if self._kept and (name := self.names.get(parameter)) in self._kept:
+            parameter.grad = self._kept.pop(name or "")
 
     def may_skip(self, parameter: Tensor) -> bool:
         """Whether a parameter may go without: it is the model's own, and not a tensor in its place, and nobody else waits
         for its gradient."""
         before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return parameter in self.own and len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
+        return parameter in self.names and len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
 
     def check_graph(self) -> None:
         """Raises for a backward pass through layers without gradients of their parameters, of which a graph is made."""
@@ -106,7 +101,7 @@ class Skipper:
 
     def check_captured(self, parameters: Sequence[Tensor]) -> None:
         """Raises where ordinary gradients are asked for.  parameters: those that torch.autograd.grad captures"""
-        if not self.param_grad and any(map(self.may_skip, parameters)):
+        if not self.wanted and any(map(self.may_skip, parameters)):
             raise ParamGradSkipped(
                 "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
                 "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
@@ -124,62 +119,3 @@ def asking(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-
-
-class _Anchor(torch.autograd.Function):
-    """The identity, behind a layer whose parameters are switched off.
-
-    It keeps them in the graph, with no gradient of their own: a pass comes here whether or not the layer's input asks for
-    one, and can be asked whether it goes on to them; and what does arrive at them has come by another way.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, hear: Hear, *parameters: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.hear, ctx.parameters = hear, len(parameters)
-        if output._is_view():
-            return output.data  # a view that is changed in place later may not come out of a function
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.hear((grad,))
-        return grad if ctx.needs_input_grad[0] else None, None, *[None] * ctx.parameters
-
-
-def anchored(output: Tensor, hear: Hear, parameters: Sequence[Tensor]) -> Tensor:
-    """A layer's output, as one that its parameters lead to.  hear: gets the gradient at it"""
-    if output._is_view() and not (
-        output._base is not None and output.is_contiguous() and output._base.shape.numel() == output.numel()
-    ):
-        output = output.clone()
-    result: Tensor = _Anchor.apply(output, hear, *parameters)
-    return result
-
-
-def check_one_process(model: nn.Module) -> None:
-    """Raises ParamGradSkipped for a model whose gradients a wrapper reduces over processes, as they arrive."""
-    wrappers: list[type] = [nn.parallel.DistributedDataParallel]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        wrappers += [FullyShardedDataParallel, FSDPModule]
-    for module in model.modules():
-        if isinstance(module, tuple(wrappers)):
-            raise _drifts(type(module))
-
-
-def check_unwrapped() -> None:
-    """Raises ParamGradSkipped inside the forward of DistributedDataParallel, whatever model runs in it."""
-    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if active is not None:
-        raise _drifts(type(active))
-
-
-def _drifts(wrapper: type) -> ParamGradSkipped:
-    return ParamGradSkipped(
-        f"the model was hooked by add_hooks(param_grad=False) and is wrapped in {wrapper.__name__}, which reduces "
-        "ordinary gradients over processes when they arrive; here none do, so that replicas would drift apart. Use "
-        "param_grad=True."
-    )

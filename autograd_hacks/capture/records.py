@@ -1,177 +1,279 @@
-"""A call of a module in a forward pass, and the hooks in the graph through which backward passes come to it.
-
-No mathematics.
-"""
+"""What is recorded, as plain data: calls, the gradients at their outputs, backward passes, and which of these add up."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.param_grad import anchored
-from autograd_hacks.probe.layout import Layout
-from autograd_hacks.support.trees import map_tensors, tensors_of, version_of
-from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state
-
-if TYPE_CHECKING:
-    from autograd_hacks.capture.attention import Map
-    from autograd_hacks.capture.forward import Recorder
-    from autograd_hacks.capture.passes import Pass
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, where
+from autograd_hacks.forms import Form
+from autograd_hacks.probe.layout import Layout, Layouts
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.rules.call import Call
+from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.untouched import RandomState
 
 Versions = list[tuple[Tensor, int]]
+"""Tensors with how often they had been overwritten."""
 
 
 class Graph:
-    """What only a graph holds on to."""
+    """Held by a call's hooks in the graph and by nothing else: dead when no backward pass can come there any more."""
 
 
-@dataclass(eq=False)
-class Visit:
-    """One call of a layer.  It holds detached aliases, which keep memory alive but no graph."""
+class Edge(NamedTuple):
+    """A parameter and its end of the graph."""
 
-    path: str
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    parameters: dict[str, tuple[Tensor, Node]]  # those that train and whose rows it gives, each with its end of the graph
-    outputs: int
+    name: str  # the parameter's first name in the model
+    parameter: Tensor
+    node: Node
+
+
+class Way(Protocol):
+    """How the rows of a call come about."""
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        """{name in the layer: form} for the parameters that a pass has reached, a row for each sample."""
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        """How many rows the call had, where the model's arguments don't tell its samples."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecordedCall(Call):
+    """A call of a layer in a forward: what its rule reads, and where it stands in the graph.
+
+    It holds detached aliases, which keep memory alive but no graph.
+    """
+
+    way: Way  # to its rows: by the layer's rule, by an inner linear map, or by running the module again
+    edges: Mapping[str, Edge]  # of the parameters that train and whose rows it gives, by their names in the layer
+    slots: int  # how many tensors the call returned
+    samples: int | None  # N, where the model's own arguments tell it
+    layouts: Layouts  # where they are in each output; with N
     forward: int  # which forward of the model
     is_own: bool  # whether it was within that, and the layer not called by itself or by another model
-    recomputed_in: Pass | None  # the backward pass that makes this call again, for checkpointing
-    versions: Versions
-    training: bool
-    state: dict[str, tuple[Tensor, int]]  # the parameters that its rows may depend on, and buffers
-    random_state: RandomState | None  # before the call, for a layer that draws random numbers in it
-    results: list[Tensor]  # what came out, for a layer that is recomputed
-    precision: torch.dtype | None  # autocast's, where the call ran under it
-    inside: Map | None  # for a linear map inside a layer, which it has instead of the layer's rule
-    skipped: frozenset[int]  # the ids of its parameters of which autograd computes no ordinary gradients
-    is_first: bool  # whether no other forward hook came before ours
-    samples: int | None  # N, where the model's own arguments tell it
-    layouts: tuple[Layout | None, ...]  # where they are in each output; with N
-    is_doubtful: bool = False  # whether samples seem to mix in it, so that each must be seen to be its own
-    is_doubted: bool = False  # whether samples may not be run by themselves
-    replay: Replay | None = None  # for a module whose rows come of running it again, and not by a rule
-    graph: weakref.ref[Graph] | None = None  # dead when no backward pass can come through this call any more
+    recomputed_in: weakref.ref[Pass] | None  # the backward pass that makes this call again, for checkpointing
+    versions: Versions  # of its inputs
+    graph: weakref.ref[Graph]
+    is_first: bool = True  # whether no other forward hook came before ours
+    skipped: frozenset[str] = frozenset()  # the names of its parameters of which autograd computes no ordinary gradients
 
+    def batch_size(self, grads: OutputGrads) -> int:
+        """How many samples the call saw: as many as the model was given, or else as many as it has rows."""
+        return self.way.rows(self, grads) if self.samples is None else self.samples
 
-@dataclass(frozen=True)
-class Replay:
-    """A call of a module as it begins, kept to be run again.
+    def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        """{name in the layer: form} for the parameters that a pass has reached, a row for each sample."""
+        return self.way.forms(self, grads)
 
-    modes: the training flag of each module inside    copies: whether it changes its arguments    buffers: those that the
-    call changes, as they were before it
-    """
-
-    path: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random_state: RandomState
-    modes: tuple[bool, ...]
-    copies: bool
-    buffers: dict[str, Tensor]
-
-    @staticmethod
-    def of(
-        path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool, buffers: Iterable[str]
-    ) -> Replay:
-        """copies: whether the call changes its arguments    buffers: those that it changes, by name"""
-        keep = _copy if copies else Tensor.detach
-        return Replay(
-            path=path,
-            module=module,
-            args=map_tensors(keep, args),
-            kwargs=map_tensors(keep, kwargs),
-            random_state=random_state(cuda_devices_of(module)),
-            copies=copies,
-            modes=tuple(part.training for part in module.modules()),
-            buffers={name: _copy(module.get_buffer(name)) for name in buffers},
-        )
+    @property
+    def what(self) -> str:
+        """The call, for people."""
+        return f"{where(self.path, self.layer)}, input {', '.join(str(tuple(x.shape)) for x, _ in self.versions)}"
 
 
 @dataclass(eq=False)
-class Received:
-    """What one backward pass brought to one visit."""
+class OutputGrads:
+    """What one backward pass brought to one call."""
 
-    grads: list[Tensor | None]
-    reached: set[str] = field(default_factory=set)
+    at: list[Tensor | None]  # for each tensor that the call returned
+    reached: set[str] = field(default_factory=set)  # the parameters that the pass goes on to, by their names in the layer
     versions: Versions = field(default_factory=list)
 
-
-def attach(recorder: Recorder, visit: Visit, output: Any, is_compared: bool, parameters: Sequence[Tensor] = ()) -> Any:
-    """Asks the graph for the gradients at a call's outputs.  Returns the output.
-
-    is_compared: whether the visit keeps the output, to compare a later one with it
-    parameters: those that were switched off in the call
-    """
-    outputs = tensors_of(output)
-    if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
-        # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
-        # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
-        # view's node would be lost.
-        output = map_tensors(lambda x: x.clone() if x.grad_fn is not None or parameters else x, output)
-        outputs = tensors_of(output)
-    graph = Graph()
-    visit.graph = weakref.ref(graph)
-    if parameters:
-        slots = count()
-
-        def anchor(x: Tensor) -> Tensor:
-            at = AtNode(recorder, visit, graph, next(slots), 0, x.shape)
-            return anchored(x, at, parameters) if x.is_floating_point() or x.is_complex() else x
-
-        return map_tensors(anchor, output)
-    for slot, x in enumerate(outputs):
-        if x.grad_fn is not None:
-            source = x if x._base is None else x._base
-            assert source.grad_fn is not None  # what is no reshaped base has been copied
-            source.grad_fn.register_prehook(AtNode(recorder, visit, graph, slot, source.output_nr, x.shape))
-    return output
+    @property
+    def first(self) -> Tensor:
+        """That of the first output that the pass came by."""
+        return next(grad for grad in self.at if grad is not None)
 
 
-class AtNode:
-    """A hook on the node of a layer's output, or of the base that the output is a view of.
+@dataclass(eq=False)
+class Announcement:
+    """What `backward(losses)` says of its pass beforehand, or `backprop_hess` of all its passes."""
 
-    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
-    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
-    but leave its base's in the graph.
-    """
-
-    def __init__(self, recorder: Recorder, visit: Visit, graph: Graph, slot: int, output_nr: int, shape: torch.Size) -> None:
-        self.recorder, self.slot, self.output_nr, self.shape = recorder, slot, output_nr, shape
-        self.held: tuple[Visit, Graph] | None = visit, graph
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        if self.held is None:
-            return
-        grad = grads[self.output_nr]
-        if grad is not None and grad.shape != self.shape:
-            grad = grad.reshape(self.shape)
-        self.recorder.receive(self.held[0], self.slot, grad)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+    shape: torch.Size  # of what it was given, N ...
+    loss_type: str
+    what: str  # that was, for people
+    hess_type: str | None = None  # of `backprop_hess`
+    complete: bool = True  # whether all its passes have run
+    heard_by: list[Record] = field(default_factory=list)
+    arrived: dict[Record, dict[str, Tensor]] = field(default_factory=dict)  # at parameters, over all its passes
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+@dataclass(eq=False)
+class Pass:
+    """One backward pass, with those that checkpointing runs inside it.  Parameters are known by name."""
+
+    task: int  # autograd's number for it
+    losses: Announcement | None
+    received: dict[RecordedCall, OutputGrads] = field(default_factory=dict)
+    calls_of: dict[str, list[RecordedCall]] = field(default_factory=dict)  # by parameter the calls that lead to it
+    captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
+    forwards_before: int = 0  # since the pass before it
+    higher_order: bool = False  # whether it makes a graph
+    ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
+    finished: bool = False
+    reached: set[str] = field(default_factory=set)  # the parameters that its calls bring gradients to
+    owned: set[str] = field(default_factory=set)  # of those: by calls within the model's own forward
+    skipped: set[str] = field(default_factory=set)  # the parameters that its calls would bring gradients to
+    arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
+    mixed_output: tuple[int, tuple[int, ...]] | None = None
+    largest: Tensor | None = None  # of all its gradients, by magnitude
+
+    @property
+    def is_hess(self) -> bool:
+        """Whether `backprop_hess` runs it."""
+        return self.losses is not None and self.losses.hess_type is not None
+
+    def reduction(self, loss_type: str | None) -> str:
+        """How its loss was made of the samples' losses: 'mean' or 'sum'.  loss_type: what the reader says of it, or None"""
+        if self.losses is None:
+            return loss_type or "mean"
+        if loss_type not in (None, self.losses.loss_type):
+            raise ValueError(
+                f"loss_type is {loss_type!r}, but by {self.losses.what} it was {self.losses.loss_type!r}. Leave "
+                "loss_type out: the scale is known."
+            )
+        return self.losses.loss_type
 
 
-def _keeps_its_node(output: Tensor) -> bool:
-    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
-    if output._base is None or output.grad_fn is None:
-        return True
-    is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-    return is_reshaped and output._base.grad_fn is not None and output.grad_fn.next_functions[0][0] is output._base.grad_fn
+@dataclass(eq=False)
+class Segment:
+    """Passes whose rows are of the same samples and add up, since they come through a forward that others came through."""
+
+    passes: list[Pass] = field(default_factory=list)
+    forwards: set[int] = field(default_factory=set)
+    read: bool = False
+    replaced: bool = False  # whether the library has put something else into .grad
+
+    def takes(self, current: Pass, call: RecordedCall) -> bool:
+        """Whether a pass that comes through a call adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
+        return call.forward in self.forwards and all(
+            other.captures == current.captures or current.is_hess or other.is_hess for other in self.passes
+        )
+
+    @property
+    def hess_type(self) -> str | None:
+        """What `backprop_hess` was told, if it has run these passes.  Raises NothingRecorded where it has run some alone."""
+        types = {None if recorded.losses is None else recorded.losses.hess_type for recorded in self.passes}
+        if len(types) > 1:
+            raise NothingRecorded(
+                "the record holds the passes of backprop_hess and an ordinary backward pass of the same forward, whose rows "
+                "mean different things. Call autograd_hacks.clear_backprops(model) between the two."
+            )
+        return next(iter(types), None)
+
+    def check_takes(self, current: Pass) -> None:
+        """Raises where a second `backprop_hess` begins before what the one before has left is read, or cleared."""
+        for other in self.passes:
+            if current.is_hess and other.is_hess and other.losses is not current.losses:
+                raise NothingRecorded(
+                    "backprop_hess has run before, and its passes are still in the record, not read yet or of this very "
+                    "forward. Call clear_backprops(model) to throw them away; or read them (compute_hess, per_sample_grads) "
+                    "and run the model anew; or, for several batches, run them within accumulate(model)."
+                )
+
+    def batch_size(self) -> int:
+        """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
+        told: list[tuple[RecordedCall | Announcement, int]] = []
+        for recorded in self.passes:
+            if recorded.losses:
+                told.append((recorded.losses, recorded.losses.shape[0]))
+            told += [(call, call.batch_size(grads)) for call, grads in reversed(recorded.received.items())]
+        if len({size for _, size in told}) > 1:
+            sizes: dict[str, int] = {}
+            for teller, size in told:
+                sizes.setdefault(teller.what, size)
+            listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
+            raise BatchSizeError(
+                f"the numbers of samples disagree, so that rows can't be matched: {listing}. Expected one number for all: "
+                "let axis 0 be the batch in every layer's input, and give losses one entry for each sample."
+            )
+        return told[0][1]
+
+    def can_be_run_again(self) -> bool:
+        return any(call.graph() is not None for recorded in self.passes for call in recorded.received)
 
 
-def versions_of(tensors: list[Tensor]) -> Versions:
-    return [(x, version_of(x)) for x in tensors]
+@dataclass(eq=False)
+class Record:
+    """Of one hooked model: the backward passes that there are to read, and what must be known to read them."""
+
+    segments: list[Segment] = field(default_factory=list)
+    unseen: dict[str, int] = field(default_factory=dict)  # parameters with gradient by a way not seen: after which forward
+    superseded: list[Segment] = field(default_factory=list)  # which the running pass may yet come through
+    superseded_unseen: dict[str, int] = field(default_factory=dict)
+    why_empty: str = ""  # why there is nothing to read, where that isn't plain
+    comparing: bool = False  # whether a created graph may lead to the parameters past the hooks
+    # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference, and the state that
+    # random numbers came from.
+    arguments: tuple[Any, Any, RandomState] | None = None
+    accumulating: bool = False
+    forwards: int = 0
+    plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
+    returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples
+    names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
+    others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
+    # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
+    on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
+
+    def clear(self, why: str = "") -> None:
+        """Throws away what was recorded.  why: there is nothing to read then, for people"""
+        self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
+        self.superseded, self.superseded_unseen = [], {}
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A context that leaves the record as it is."""
+        names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen")
+        kept = {name: getattr(self, name) for name in names}
+        self.clear()
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    def free_what_was_read(self) -> None:
+        """Makes room for a forward's activations, so that two steps' records are never alive together."""
+        if all(segment.read and not segment.can_be_run_again() for segment in self.segments):
+            self.segments = []
+            self.why_empty = (
+                "the last backward pass has been read already, and its record was freed when a forward pass with gradients "
+                "began after it. Take all that you need before that, from one per_sample_grads(model); or run the forward "
+                "under torch.no_grad."
+            )
+
+    @property
+    def hess_type(self) -> str | None:
+        """What `backprop_hess` was told, where it has run all recorded passes; None where ordinary backward passes are
+        recorded.  Raises NothingRecorded for both, or different ones."""
+        found = {segment.hess_type for segment in self.segments}
+        if len(found) > 1:
+            raise NothingRecorded(
+                f"the accumulated passes are of different kinds, {', '.join(sorted(map(str, found)))} (None for an ordinary "
+                "backward pass), whose rows mean different things. Accumulate them apart."
+            )
+        return next(iter(found), None)
+
+    def reduction(self, loss_type: str | None) -> str:
+        """How all passes' losses were reduced.  Raises ValueError where they differ.  loss_type: what the reader says"""
+        found = {recorded.reduction(loss_type) for segment in self.segments for recorded in segment.passes}
+        if len(found) > 1:
+            raise ValueError("some of the accumulated losses were means and some were sums; reduce all in one way")
+        return found.pop()
+
+    def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
+        """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put
+        there later, a name of its own.  path, local: the layer's, and the parameter's in it"""
+        name = self.names.get(parameter) or self.others.get(parameter)
+        if name is None:
+            self.others[parameter] = name = f"{path}.{local}, another tensor ({id(parameter)})"
+        return name

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.passes import Losses, announced
+from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.records import Announcement
 from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.errors import NothingRecorded
-from autograd_hacks.reading.guards import check_batch_size
+from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.progress import progress
 from autograd_hacks.support.untouched import outside_inference
 
@@ -50,7 +51,7 @@ def backprop_hess(
     """
     _check_arguments(output, hess_type, samples, generator)
     samples = None if samples is None else index(samples)
-    losses = Losses(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
+    losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
     count, vectors = directions(hess_type, output, samples, generator)
     try:
         with outside_inference(), announced(output, losses) as root:
@@ -59,12 +60,10 @@ def backprop_hess(
                 _run(root, leaves, s)
         losses.complete = True
     except BaseException as error:
-        for recorder in losses.recorders:
-            recorder.clear(
-                f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step"
-            )
+        for record in losses.heard_by:
+            record.clear(f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step")
         raise
-    if not losses.recorders:
+    if not losses.heard_by:
         raise NothingRecorded(
             f"the output of shape {tuple(output.shape)} given to backprop_hess comes of no hooked layer with parameters "
             "that train. Give it what the model returned, after add_hooks(model), with hooks enabled."

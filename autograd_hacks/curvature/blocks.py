@@ -13,8 +13,6 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.forms import Form
-from autograd_hacks.support import memory
 from autograd_hacks.support.progress import progress
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
@@ -81,11 +79,11 @@ def compute_hess_over(
 
     Raises as they do, ValueError for a loader without batches, and RuntimeError inside `accumulate`.
     """
-    recorder = recorder_of(model)
-    if recorder.accumulating:
+    record = recorder_of(model).record
+    if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
     with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
-        recorder.clear()
+        record.clear()
         total = len(loader) if isinstance(loader, Sized) else None
         for batch in progress(loader, "curvature", "batch", total):
             with torch.enable_grad():
@@ -128,13 +126,13 @@ class _Accumulator:
         known = [name for name, p in model.named_parameters() if p.requires_grad]
         self.names = known if parameters is None else _chosen(model, known, parameters)
         self.batch, self.means = 0, dict[str, Mean | None]()
-        self._old: dict[str, list[Tensor]] = {}
+        self._pool = recorder_of(model).pool
 
     def __enter__(self) -> _Accumulator:
         for name, parameter in self.model.named_parameters():  # an earlier curvature must not be taken for this one
             old = vars(parameter).pop(ATTRIBUTES[self.kind], None)
             if self.kind == "kfac" and old is not None and name in self.names:
-                self._old[name] = [old[0]]
+                self._pool.give_back(f"A of {name}", old[0])
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -169,20 +167,16 @@ class _Accumulator:
             return form.second_moment(form.new_sums(form.samples) + 1 / max(1, grads.batch))
         if self.kind == "full":
             return form.cross(form).view(*form.shape, *form.shape).div_(max(1, grads.batch))
-        found = factors_of(form, self.kfac_approx, grads.batches, self._free_memory(name, form))
+        fan_in = form.shape[1:].numel()
+        is_matrix = len(form.shape) > 1 and len(grads.batches) == 1
+        memory = self._pool.take(f"A of {name}", (fan_in, fan_in), form.new_sums(0)) if is_matrix else None
+        found = factors_of(form, self.kfac_approx, grads.batches, memory)
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
                 f"its rows. {_ELSE}"
             )
         return found
-
-    def _free_memory(self, name: str, form: Form) -> Tensor | None:
-        """An earlier A of a parameter, if nobody holds it."""
-        alone, size = self._old.pop(name, []), form.shape[1:].numel()
-        if not alone or not recorder_of(self.model).reuse or alone[0].nbytes < memory.SMALL:
-            return None
-        return alone[0] if memory.is_free(alone, (size, size), form.new_sums(0)) else None
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Outer, Passes, Scaled, Zero
+from autograd_hacks.forms import Form
 
 APPROXIMATIONS = ("expand", "reduce")
 
@@ -49,36 +49,23 @@ def factors_of(form: Form, kfac_approx: str, batches: Sequence[int], out: Tensor
 
     batches: the numbers of samples of the micro-batches that the form has the rows of    out: memory for A, if there is one
     """
-    parts = form.parts if isinstance(form, Concatenation) and len(batches) > 1 else [form]
+    parts = form.parts if len(batches) > 1 else [form]
     out = out if len(parts) == 1 else None
     found = [(_of_batch(part, kfac_approx, samples, out), samples) for part, samples in zip(parts, batches)]
-    if any(own is None and not isinstance(part, Zero) for part, (own, _) in zip(parts, found)):
-        return None
-    return joined(found)
+    return None if any(own is None for own, _ in found) else joined(found)
 
 
 def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None) -> Factors | None:
-    if isinstance(form, Scaled):
-        own = _of_batch(form.form, kfac_approx, samples, out)
-        return None if own is None else Factors(own.a, own.b * form.factor**2, own.positions)
-    inner, rows = (form.form, form.rows) if isinstance(form, Grouping) else (form, None)
-    if isinstance(inner, Dense):
+    if len(form.shape) < 2:  # a bias, whose block is B itself
         values = form.wide().matrix()
         return Factors(values.new_ones(1, 1), values.mT @ (values / max(1, samples)), 1)
-    passes = inner.parts if isinstance(inner, Passes) else [inner]
-    first = passes[0].wide()
-    if isinstance(first, Convolution) and first.groups == 1:
-        inputs, gradients = first.factors()[1], [part.held[1].flatten(2).mT for part in passes]
-    elif isinstance(first, Outer):
-        inputs, gradients = first.right, [part.held[0] for part in passes]
-    else:
+    if (known := form.wide().factors()) is None:
         return None
-    gradients = [b.to(inputs.dtype) for b in gradients]
+    gradients, inputs, rows = known
     if kfac_approx == "reduce":
-        labels = None if rows is None else rows[: len(inputs)]
-        shares = _added(torch.ones_like(inputs[..., :1]), labels, samples).clamp(min=1)
-        inputs = (_added(inputs, labels, samples) / shares)[:, None]
-        gradients = [_added(b, labels, samples)[:, None] for b in gradients]
+        shares = _added(torch.ones_like(inputs[..., :1]), rows, samples).clamp(min=1)
+        inputs = (_added(inputs, rows, samples) / shares)[:, None]
+        gradients = [_added(b, rows, samples)[:, None] for b in gradients]
     positions = inputs.shape[0] * inputs.shape[1]
     b = gradients[0].new_zeros(2 * gradients[0].shape[2:])
     for gradient in gradients:

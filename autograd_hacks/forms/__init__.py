@@ -3,15 +3,17 @@
 The base class `Form` defines every verb through `dense` and indexing; the other forms only make verbs faster or smaller.
 """
 
-from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.convolution import Convolution
-from autograd_hacks.forms.dense import Dense, Zero
 from autograd_hacks.forms.lookup import Lookup
+from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
-from autograd_hacks.forms.rows import Concatenation, Grouping, Scaled, Sum
+from autograd_hacks.forms.rows import Concatenation, Grouping, group
+from autograd_hacks.forms.sums import Scaled, Sum, add, scale
+from autograd_hacks.forms.zero import Zero
 
 __all__ = [
     "BUDGET",
@@ -28,4 +30,8 @@ __all__ = [
     "Scaled",
     "Sum",
     "Zero",
+    "add",
+    "group",
+    "put",
+    "scale",
 ]

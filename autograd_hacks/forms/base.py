@@ -1,4 +1,4 @@
-"""The base class of all forms, which defines every verb."""
+"""The base class of all forms, which defines every verb, and the form that writes its rows down."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, stretches
-from autograd_hacks.forms.positions import Pair
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
+from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.source import Source
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -22,15 +23,12 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 
 
-def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each sum of a weighted sum, as a view, with its weights, N."""
-    yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
-
-
 class Form(ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
-    samples: N    shape: the parameter's shape, which the rows have when written out
+    A form sets ``samples``, N, and ``shape``, the parameter's, and defines `dense`, rows by index, and `like`.  All else
+    follows from these; an override may be faster or smaller, never different.
+
     Every verb can be differentiated, but for ``dense(out=...)``.  All but ``dense`` add half precision up in single, and
     return that, and take no more than ``budget`` bytes beside their result, as far as one entry of the parameter's first
     axis allows.
@@ -38,18 +36,6 @@ class Form(ABC):
 
     samples: int
     shape: torch.Size
-    writes_in_place = True
-    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
-    is_composite = False
-    """Whether the form is made of others, which know more than it does."""
-    cuts_well = False
-    """Whether `block` is as cheap as a part of the whole."""
-    held: tuple[Tensor, ...] = ()
-    """The tensors that it is made of, samples first, unless it is made of forms."""
-    pair: Pair | None = None
-    """The factors of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
-    varies: Sequence[int] = ()
-    """The places in ``held`` in which `varied` can put another factor, and that `tangent` can go without."""
 
     @property
     @abstractmethod
@@ -57,58 +43,97 @@ class Form(ABC):
         """Some tensor of the rows' dtype and device."""
 
     @abstractmethod
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        """J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        """factor · J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
-    @abstractmethod
-    def to(self, dtype: torch.dtype) -> Form:
-        """The same rows, computed in another dtype; the form itself where it has that."""
+    # What it is made of.
 
-    @abstractmethod
-    def multiplied(self, factor: float | Tensor) -> Form:
-        """factor · J, for a number, put into the smallest thing that it can be put into."""
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        """factor · J written out, as `dense` writes J."""
-        return self.multiplied(factor).dense(out)
-
-    def scaled(self, factor: float | Tensor) -> Form:
-        """factor · J, for a number, which each verb multiplies by where it costs least."""
-        from autograd_hacks.forms.rows import Scaled
-
-        return Scaled(self, factor)
-
-    @abstractmethod
-    def block(self, rows: slice) -> Form:
-        """J for some entries of the parameter's first axis."""
-
-    @property
-    def terms(self) -> Sequence[Form]:
-        """The forms whose sum this is: itself, unless it is made of several."""
-        return [self]
-
-    def saving(self) -> float:
-        """Multiplications for a sample and an entry that norms and a weighted sum share, if both read rows that were written
-        out once."""
-        return 0.0
+    parts: Sequence[Form] = ()
+    """The forms that it is made of, if any."""
+    held: tuple[Tensor, ...] = ()
+    """The tensors that it is made of, if any; readers raise where one of them was overwritten."""
+    pair: Pair | None = None
+    """The left and right factor of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
 
     def leaves(self) -> Iterator[Form]:
-        """The forms that this is made of, in the end."""
-        yield self
+        """The forms that this is made of, in the end; itself, if of none."""
+        yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        """The outer products whose sums the rows are, if they are that.
+
+        others: further passes, forms that differ from this one in the gradient alone
+        """
+        return None
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Whatever runs modules again for these rows, each once."""
+        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
+
+    def release(self) -> None:
+        """Frees what a reading has worked out."""
+        for part in self.parts:
+            part.release()
+
+    # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
+
+    writes_in_place = True
+    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
+    cuts_well = False
+    """Whether `block` takes as much less time and memory as it is smaller."""
+    sums_cheaply = False
+    """Whether a weighted sum takes less time than reading rows that are written out."""
+
+    def saving(self) -> float:
+        """Multiplications for a sample and an entry that are saved by writing the rows once for norms and weighted sum."""
+        return 0.0
+
+    def row_size(self) -> int:
+        """How many numbers are written to write out one row."""
+        return self.shape.numel()
+
+    def held_size(self) -> int:
+        """How many numbers are held for a sample, which `to` copies."""
+        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
+
+    # The same rows in another way.
+
+    def to(self, dtype: torch.dtype) -> Form:
+        """The same rows, computed in another dtype; the form itself where it has that."""
+        if self.like.dtype == dtype:
+            return self
+        return Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
+
+    def wide(self) -> Self:
+        """The form in the dtype that its verbs add up in."""
+        return self.to(self.sum_dtype)  # type: ignore[return-value]  # or rows written out, whose verbs are the base class's
+
+    def block(self, rows: slice) -> Form:
+        """J for some entries of the parameter's first axis."""
+        return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
     def matrix(self) -> Tensor:
         """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
-    def wide(self) -> Self:
-        """The form in the dtype that its verbs add up in."""
-        form = self.to(self.sum_dtype)
-        assert isinstance(form, type(self))
-        return form
+    def written(self, out: Tensor) -> Form:
+        """The form with its rows written into ``out``; a factor stays outside."""
+        return Dense(self.dense(out))
+
+    def merge_key(self) -> Hashable:
+        """Forms with the same key, unless that is None, can be added by `merge`."""
+        return None
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        """The sum of this and others with the same `merge_key`, as one form of their kind."""
+        raise NotImplementedError(f"{type(self).__name__} has a merge_key but no merge")
+
+    # Some rows at a time.
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -119,26 +144,16 @@ class Form(ABC):
         """Zeros to add up in."""
         return torch.zeros(shape, dtype=self.sum_dtype, device=self.like.device)
 
-    def row_size(self) -> int:
-        """How many numbers are written out for a sample when its row is."""
-        return self.shape.numel()
-
-    def held_size(self) -> int:
-        """How many numbers the form holds for a sample, which `to` copies."""
-        return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
-
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
-
-        row: numbers that are written out for a sample, `row_size` unless told
-        """
+        row: how many numbers are written for a sample, `row_size` unless told"""
         each = self.row_size() if row is None else row
         if self.like.dtype != self.sum_dtype:
             each += self.held_size()
         each = max(1, each) * self.sum_dtype.itemsize
         for piece in stretches(self.samples, budget // each):
             part = self if piece == slice(0, self.samples) else self[piece]
-            yield piece, part.wide()  # type: ignore[misc]  # rows of a form are a form of its kind, or verbs are called again
+            yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
         """The entries of the parameter's first axis with their forms, as many at a time as can be written out."""
@@ -156,6 +171,8 @@ class Form(ABC):
             for rows, block in part.blocks(budget // 2):
                 yield samples, rows, block.matrix()
 
+    # The verbs.
+
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
         v = v.to(self.sum_dtype).reshape(self.shape if self.shape else (1,))
@@ -164,22 +181,19 @@ class Form(ABC):
             found[samples] += written @ v[rows].flatten()
         return found
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         """Jᵀ w: the samples' gradients added up with weights.
 
-        w: N, or (K, N) for K sums at once.  Returns shape, or ``(K, *shape)``.
+        w: N, or (K, N) for K sums at once    total: what an earlier call returned, to add to in place
+        Returns shape, or ``(K, *shape)``.
         """
-        total = self.new_sums(*w.shape[:-1], *self.shape)
-        self.add_weighted_sum(total, w, budget)
-        return total
-
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
-        """Adds Jᵀ w to ``total`` in place, which is what `weighted_sum` returns."""
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
         entries = self.shape[0] if self.shape else 1
         sums = total.view(len(weights), entries, self.shape[1:].numel())
         for samples, rows, written in self._written(budget):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
+        return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
@@ -195,13 +209,10 @@ class Form(ABC):
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
         Returns (N, M)."""
-        if other.is_composite and not self.is_composite:
-            return other.gram(self, budget).mT.conj()
-        return self._gram(other, budget)
-
-    def _gram(self, other: Form, budget: int) -> Tensor:
-        """By writing out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
-        written twice; or else some samples."""
+        if other.parts and not self.parts:  # a form made of others knows more
+            return other.gram(self, budget).mH
+        # Written out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
+        # written twice; or else some samples.
         mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
         width = self.sum_dtype.itemsize
         size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
@@ -214,12 +225,11 @@ class Form(ABC):
             pieces = stretches(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)
             for rows in pieces:
-                total += self.block(rows)._gram(other.block(rows), budget)
+                total += self.block(rows).gram(other.block(rows), budget)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
-            halves = stretches(self.samples, (self.samples + 1) // 2)
-            return torch.cat([self[half]._gram(other, budget) for half in halves])
-        return other._gram(self, budget).mH
+            return torch.cat([self[half].gram(other, budget) for half in stretches(self.samples, (self.samples + 1) // 2)])
+        return torch.cat([self.gram(other[half], budget) for half in stretches(other.samples, (other.samples + 1) // 2)], 1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
@@ -235,29 +245,8 @@ class Form(ABC):
         row = self.row_size() + RandomMap.COLUMNS * min(random.fans)
         for samples, part in self.chunks(budget, row):
             for rows, block in part.blocks(budget):
-                written = block.matrix().view(part.samples, rows.stop - rows.start, random.fans[1])
-                for columns, left, right in random.columns(found):
-                    # Products for a sample, dim · O · I and then dim · min(O, I): the longer axis goes first.
-                    if random.fans[0] < random.fans[1]:
-                        found[samples, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
-                    else:
-                        found[samples, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
+                random.add_to(found[samples], block.matrix(), rows)
         return found
-
-    def __add__(self, other: Form) -> Form:
-        """Row by row, for a parameter that several calls share; the cross terms are kept by every verb."""
-        from autograd_hacks.forms.rows import Sum
-
-        return Sum.of([self, other])
-
-    def group(self, rows: Tensor, samples: int) -> Form:
-        """Relabelled: row k of the result is the sum of the rows n with rows[n] == k.
-
-        rows: N integers in [0, samples)    samples: the number of rows of the result
-        """
-        from autograd_hacks.forms.rows import Grouping
-
-        return Grouping(self, rows, samples)
 
     def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
         """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for
@@ -270,20 +259,41 @@ class Form(ABC):
             total.addmm_(mine.mT, theirs.to(total.dtype))
         return total
 
-    def varied(self, place: int, factor: Tensor) -> Self:
-        """The form with another factor, for one of the places that it `varies` in; J is linear in it."""
-        raise NotImplementedError(f"{type(self).__name__} has no factors to be changed")
 
-    def tangent(self, place: int, v: Tensor) -> Tensor:
-        """What gives J v by its inner product with a factor, sample by sample: of the shape of ``held[place]``, without
-        looking at it.  v: shape"""
-        raise NotImplementedError(f"{type(self).__name__} has no tangents")
+class Dense(Form):
+    """J itself: for small parameters such as biases and affine norms.
+
+    values: ``(N, *shape)``
+    """
+
+    cuts_well = True
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
+        self.held = (values,)
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
+
+    def row_size(self) -> int:
+        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        rows = put(self.values, out, factor)
+        return rows.clone() if rows is self.values else rows
+
+    def matrix(self) -> Tensor:
+        return self.values.reshape(self.samples, self.shape.numel())
+
+    def __getitem__(self, index: Index) -> Form:
+        return Dense(self.values[index])
+
+    def block(self, rows: slice) -> Form:
+        return Dense(self.values[:, rows])
 
     def merge_key(self) -> Hashable:
-        """Forms with the same key, unless that is None, can be added by `merge`."""
-        return None
+        return Dense
 
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        """The sum of forms with one `merge_key`, as one form of the same kind."""
-        raise NotImplementedError(f"{cls.__name__} has a merge_key but no merge")
+    def merge(self, others: Sequence[Form]) -> Form:
+        return Dense(torch.stack([form.held[0] for form in (self, *others)]).sum(0))

@@ -11,11 +11,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import grad as weight_gradients
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.dense import Dense
-from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.paired import PRODUCTS
+from autograd_hacks.forms.positions import Positions, cost_of_products
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -29,7 +29,7 @@ _WEIGHT_GRADIENT = {
 _WINDOWS = 2**20
 
 
-class Convolution(Form):
+class Convolution(Factored):
     """Row n of J is the ordinary weight gradient of sample n alone; the operation's own kernels are the verbs.
 
     x: ``(N, C, *S)``    g: ``(N, O, *L)``, the gradient at the output    shape: the weight's, ``(O, C / groups, *K)``
@@ -50,121 +50,96 @@ class Convolution(Form):
     ) -> None:
         self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
-        self.held = x, g
-        self.kernel, self.positions = tuple(shape[2:]), prod(g.shape[2:])
+        self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
+        self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
 
-    @property
-    def like(self) -> Tensor:
-        return self.x
-
-    @property
-    def cuts_well(self) -> bool:  # type: ignore[override]
-        return self.groups == 1
+    def _of(self, *held: Tensor) -> Convolution:
+        x, g = held
+        shape = torch.Size((g.shape[1], *self.shape[1:]))
+        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups)
 
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
         if self.writes_in_place:
-            return self._dense_by_windows(out, 1.0)
+            return self._dense_by_windows(out, factor)
+        x, g = self.held
+        if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
+            (x, g), factor = self._times(factor), 1.0
         # One ordinary weight gradient in which every sample is a group of its own.
         rows = self._weight_gradient(
-            rearrange(self.x, "n c ... -> 1 (n c) ..."),
-            rearrange(self.g, "n o ... -> 1 (n o) ..."),
+            rearrange(x, "n c ... -> 1 (n c) ..."),
+            rearrange(g, "n o ... -> 1 (n o) ..."),
             self.samples,
         ).view(self.samples, *self.shape)
-        return rows if out is None else out.copy_(rows)
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        if self.samples and self.writes_in_place:
-            return self._dense_by_windows(out, factor)
-        if self.shape.numel() < min(self.x.shape[1:].numel(), self.g.shape[1:].numel()):
-            return torch.mul(self.dense(), factor, out=out)  # J is the smallest thing that it can be put into
-        return super().dense_times(factor, out)
-
-    def __getitem__(self, index: Index) -> Convolution:
-        return self._like(self.x[index], self.g[index])
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.x.dtype == dtype else self._like(self.x.to(dtype), self.g.to(dtype))
+        return put(rows, out, factor)
 
     def block(self, rows: slice) -> Form:
         if self.groups > 1:
-            return Dense(self.dense()[:, rows])
-        block = self._like(self.x, self.g[:, rows])
-        block.shape = torch.Size((block.g.shape[1], *self.shape[1:]))
-        return block
-
-    def multiplied(self, factor: float | Tensor) -> Form:
-        if self.x.numel() < self.g.numel():
-            return self._like(self.x * factor, self.g)
-        return self._like(self.x, self.g * factor)
-
-    def _like(self, x: Tensor, g: Tensor) -> Convolution:
-        return Convolution(x, g, self.shape, self.stride, self.padding, self.dilation, self.groups)
-
-    def varied(self, place: int, factor: Tensor) -> Convolution:
-        return self._like(self.x, factor)
+            return super().block(rows)
+        return self.varied(1, self.g[:, rows])
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         forward = _FORWARD[len(self.kernel)]
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
     def saving(self) -> float:
-        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        by_positions = PRODUCTS * self.positions**2 * (fan_out + fan_in) / max(1, fan_out * fan_in)
-        return min(self.positions, by_positions if self.groups == 1 else self.positions)
+        return self.positions * min(1.0, self._cost_of_products())
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         chunks = self.chunks(budget, 2 * self.g.shape[1:].numel())
         return torch.cat([(part.tangent(1, v.to(self.sum_dtype)) * part.g).flatten(1).sum(1) for _, part in chunks])
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.
         if w.ndim == 2 or self.like.is_complex():
-            return super().add_weighted_sum(total, w, budget)
+            return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
-            weights = w[samples].to(total.dtype).view(-1, *[1] * (self.g.ndim - 1))
-            total += self._weight_gradient(part.x, part.g * weights, 1)
-
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 1 and not self.like.is_complex():
-            (_, part), *more = self.chunks(budget, self.g.shape[1:].numel())
-            if not more:  # no zeros to be written, and read again
-                weights = w.to(self.sum_dtype).view(-1, *[1] * (self.g.ndim - 1))
-                return self._weight_gradient(part.x, part.g * weights, 1)
-        return super().weighted_sum(w, budget)
+            x, g = part._times(w[samples].to(self.sum_dtype))
+            found = self._weight_gradient(x, g, 1)
+            total = found.contiguous() if total is None else total.add_(found)
+        assert total is not None  # there is a chunk
+        return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if not self._prefers_positions():
+        if self._cost_of_products() >= 1:
             return super().norms(budget)
-        pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide().factors(), self.shape).norms(budget) for part in pieces])
+        return torch.cat([product.norms(budget) for _, product in self._products(budget)])
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        if not self._prefers_positions():
+        if self._cost_of_products() >= 1:
             return super().project(random, budget)
-        pieces = self._window_chunks(budget)
-        return torch.cat([Outer(*part.wide().factors(), self.shape).project(random, budget) for part in pieces])
+        return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
 
-    def _prefers_positions(self) -> bool:
-        """Whether a matrix product's cheap way, by positions, is open and cheaper than writing out; see `Outer.norms`."""
-        fan_out, fan_in = self.shape[0], self.shape[1:].numel()
-        return self.groups == 1 and PRODUCTS * self.positions * (fan_out + fan_in) < fan_out * fan_in
+    def _cost_of_products(self) -> float:
+        """As `cost_of_products` says it; as much as writing out where groups don't allow them."""
+        fans = self.shape[0], self.shape[1:].numel()
+        return cost_of_products(self.positions, fans) if self.groups == 1 else 1.0
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """The convolution as a matrix product: gradients (N·G, L, O / G) and windows (N·G, L, C·K / G)."""
-        x = F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
-        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
-            x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
-        n = len(self.kernel)
-        windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
-        windows = windows.flatten(1, 1 + n).flatten(2)
-        left = self.g.unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
-        return left.mT, windows.mT
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        if self.groups > 1:
+            return None
+        _, whole = next(self._products(self.samples * self._window_size()))
+        return [whole.left, *(form.held[1].flatten(2).mT for form in others)], whole.right, None
+
+    def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
+        """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
+        n, sides = len(self.kernel), [pad for pad in reversed(self.padding) for _ in range(2)]
+        for piece in stretches(self.samples, budget // self._window_size()):
+            x = F.pad(self.x[piece], sides)
+            for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
+                x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+            x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
+            windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
+            left = self.g[piece].unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
+            yield piece, Outer(left.mT, windows.flatten(1, 1 + n).flatten(2).mT)
+
+    def _window_size(self) -> int:
+        """Bytes of a sample's windows, at the most."""
+        return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
 
     @property
     def writes_in_place(self) -> bool:  # type: ignore[override]
@@ -180,23 +155,14 @@ class Convolution(Form):
         windows = self.groups * self.shape[1:].numel() * self.positions
         return windows <= self.x.shape[1:].numel() + self.g.shape[1:].numel() + 3 * self.shape.numel()
 
-    def _window_chunks(self, budget: int = _WINDOWS * 8) -> Iterator[Convolution]:
-        row = max(1, self.groups * self.shape[1:].numel() * self.positions)
-        for piece in stretches(self.samples, budget // (8 * row)):
-            yield self[piece]
-
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)
         if out is None and torch.is_grad_enabled() and any(isinstance(f, Tensor) and f.requires_grad for f in factors):
-            products = [Outer(*part.factors()).dense_times(factor) for part in self._window_chunks()]
+            products = [product.dense(factor=factor) for _, product in self._products()]
             return torch.cat(products).view(self.samples, *self.shape)
         rows = self.x.new_empty(self.samples, *self.shape) if out is None else out
-        start = 0
-        for part in self._window_chunks():
-            left, right = part.factors()
-            piece = rows[start : start + part.samples].view(left.shape[0], left.shape[2], right.shape[2])
-            Outer(left, right).dense_times(factor, piece)
-            start += part.samples
+        for piece, product in self._products():
+            product.dense(rows[piece].view(product.samples, *product.shape), factor)
         return rows
 
     def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
-from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.paired import gram_of_pairs
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.factored import Paired
+from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import RandomMap
 
 
-class Lookup(Form):
+class Lookup(Paired):
     """Row n of J has g[n, t] added at the table's row index[n, t], over T positions: a one-hot left factor.
 
     index: (N, T) integers in [0, entries)    g: (N, T, D)    The parameter's shape is (entries, D).
     """
 
-    cuts_well, varies = True, (1,)
+    cuts_well, varies, smallest = True, (0,), 0
 
     def __init__(self, index: Tensor, g: Tensor, entries: int) -> None:
         self.index, self.g, self.entries = index, g, entries
         self.samples, self.shape = len(index), torch.Size((entries, g.shape[2]))
-        self.pair, self.held = (OneHot(index, entries), g), (index, g)
+        self.pair, self.held = (OneHot(index, entries), g), (g, index)
 
-    @property
-    def like(self) -> Tensor:
-        return self.g
+    def _of(self, *held: Tensor) -> Lookup:
+        g, index = held
+        return Lookup(index, g, self.entries)
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        values, _ = self._times(factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
-        rows.view(self.samples * self.entries, self.shape[1]).index_add_(0, self._slots(), self.g.flatten(0, 1))
+        rows.view(self.samples * self.entries, self.shape[1]).index_add_(0, self._slots(), values.flatten(0, 1))
         return rows
-
-    def __getitem__(self, index: Index) -> Form:
-        return Lookup(self.index[index], self.g[index], self.entries)
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.g.dtype == dtype else Lookup(self.index, self.g.to(dtype), self.entries)
 
     def block(self, rows: slice) -> Form:
         first, last, _ = rows.indices(self.entries)
@@ -49,19 +44,18 @@ class Lookup(Form):
             torch.where(inside, self.index - first, 0), self.g.masked_fill(~inside[..., None], 0), max(0, last - first)
         )
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Lookup(self.index, self.g * factor, self.entries)
-
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         v = v.to(self.sum_dtype)
         pieces = self.chunks(budget, 2 * self.held_size())
         return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             for samples, part in self.chunks(budget, self.held_size()):
-                values = part.g * weights[samples, None, None].to(total.dtype)
+                values, _ = part._times(weights[samples].to(total.dtype))
                 each.index_add_(0, part.index.flatten(), values.flatten(0, 1))
+        return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if about is not None:
@@ -73,17 +67,13 @@ class Lookup(Form):
             total.index_add_(0, slots % self.entries, touched.abs().square() * weights[:, None])
         return total
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
-        by_positions = gram_of_pairs(self, other, budget)
-        return super()._gram(other, budget) if by_positions is None else by_positions
-
     def norms(self, budget: int = BUDGET) -> Tensor:
         found = []
         for _, part in self.chunks(budget, 3 * self.held_size()):
             slots, touched = part._touched()
             samples, norms = slots // self.entries, row_norms(touched)
             largest = norms.new_zeros(part.samples).scatter_reduce(0, samples, norms.detach(), "amax")
-            scale = torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
+            scale = divisors(largest)
             shares = (norms / scale[samples]) ** 2
             found.append(norms.new_zeros(part.samples).index_add(0, samples, shares).sqrt() * scale)
         return torch.cat(found)
@@ -95,24 +85,11 @@ class Lookup(Form):
                 found[samples, columns] = (left.mT[part.index] * (part.g @ right.mT)).sum(1)
         return found
 
-    def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
-        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
-        return Lookup(self.index[rows].flatten(1), (self.g[rows] * present[..., None, None]).flatten(1, 2), self.entries)
-
-    def varied(self, place: int, factor: Tensor) -> Lookup:
-        return Lookup(self.index, factor, self.entries)
-
     def tangent(self, place: int, v: Tensor) -> Tensor:
         return v[self.index]
 
     def merge_key(self) -> Hashable:
         return Lookup, self.shape
-
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        lookups = [form for form in forms if isinstance(form, Lookup)]
-        index, g = (torch.cat([getattr(form, name) for form in lookups], dim=1) for name in ("index", "g"))
-        return Lookup(index, g, lookups[0].entries)
 
     def _slots(self) -> Tensor:
         """Where each (sample, position) lands in N tables laid end to end."""

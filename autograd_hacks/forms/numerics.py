@@ -1,6 +1,8 @@
-"""Norms that overflow only where they must, and sums in a precision that holds them."""
+"""Norms that overflow only where they must, sums in a precision that holds them, and pieces of tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,15 +27,12 @@ def row_norms(rows: Tensor) -> Tensor:
     if smallest <= low and high < info.max:  # and not NaN
         return norms
     again = (~(found < info.max) | (found < smallest)).nonzero()[:, 0]
-    scale = row_scales(rows[again])
+    scale = divisors(torch.linalg.vector_norm(rows[again].detach(), torch.inf, dim=1))
     return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
 
 
-def row_scales(rows: Tensor) -> Tensor:
-    """Each row's largest magnitude, (N, P) -> N, or 1 for a row that division by it would spoil (0, ∞, NaN)."""
-    if not rows.shape[1]:
-        return torch.ones(rows.shape[0], dtype=rows.dtype, device=rows.device).abs()
-    largest = torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1)
+def divisors(largest: Tensor) -> Tensor:
+    """Largest magnitudes, to divide by: 1 for those that would spoil what they divide (0, ∞, NaN)."""
     return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
 
 
@@ -41,3 +40,15 @@ def stretches(length: int, step: int) -> list[slice]:
     """[0, length) in slices of at most `step`; an empty one where the length is 0."""
     step = max(1, step)
     return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]
+
+
+def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each sum of a weighted sum, as a view, with its weights, N."""
+    yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
+
+
+def put(rows: Tensor, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+    """factor · rows, into ``out`` where that is given, as `Form.dense` returns them; ``rows`` itself if nothing is to do."""
+    if isinstance(factor, Tensor) or factor != 1:
+        return torch.mul(rows, factor, out=out)
+    return rows if out is None else out.copy_(rows)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from einops import einsum
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index, pairs_of
-from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.forms.paired import PRODUCTS, gram_of_pairs, norms_of_pairs, prefers_positions
+from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.factored import Paired, norms_by_positions
+from autograd_hacks.forms.numerics import pairs_of, row_norms
+from autograd_hacks.forms.positions import Positions, cost_of_products
 from autograd_hacks.forms.projection import RandomMap
 
 
-class Outer(Form):
+class Outer(Paired):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
 
     left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
@@ -35,32 +36,26 @@ class Outer(Form):
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
         self.held = self.pair = self.left, self.right
+        self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
 
-    @property
-    def like(self) -> Tensor:
-        return self.left
+    def _of(self, *held: Tensor) -> Outer:
+        left, right = held
+        return Outer(left, right, self.shape)
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        return self._product(self.left, self.right, 1.0, out)
-
-    def dense_times(self, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-        if isinstance(factor, Tensor) or self._is_multiplied():
-            return self._product(*self._times(factor), 1.0, out)
-        return self._product(self.left, self.right, factor, out)  # the matrix kernel multiplies by it for nothing
-
-    def _product(self, left: Tensor, right: Tensor, factor: float, out: Tensor | None) -> Tensor:
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        if self._is_multiplied():
+        is_multiplied = self.positions == 1 and not self._outgrows_the_cache()
+        left, right = self.held
+        if is_multiplied or isinstance(factor, Tensor):
+            (left, right), factor = self._times(factor), 1.0
+        if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
-        else:
+        else:  # the matrix kernel multiplies by it for nothing
             nothing = left.new_zeros(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
-
-    def _is_multiplied(self) -> bool:
-        return self.positions == 1 and not self._outgrows_the_cache()
 
     def _outgrows_the_cache(self) -> bool:
         """Whether a matrix kernel beats a multiplication even for one position.
@@ -71,32 +66,15 @@ class Outer(Form):
         size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
         return self.left.is_cpu and size > 128 * 2**20
 
-    def __getitem__(self, index: Index) -> Form:
-        return Outer(self.left[index], self.right[index], self.shape)
-
-    def to(self, dtype: torch.dtype) -> Form:
-        return self if self.left.dtype == dtype else Outer(self.left.to(dtype), self.right.to(dtype), self.shape)
-
     def block(self, rows: slice) -> Form:
         if self.shape[:1] != (self.fan_out,):
             raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
         left = self.left[..., rows]
         return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
 
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Outer(*self._times(factor), self.shape)
-
-    def _times(self, factor: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The factors, the smaller one of them multiplied by a number."""
-        if self.fan_out < self.fan_in:
-            return self.left * factor, self.right
-        return self.left, self.right * factor
-
     def saving(self) -> float:
-        if self.positions == 1:
-            return 0.0
-        by_positions = PRODUCTS * self.positions**2 * (self.fan_out + self.fan_in) / max(1, self.fan_out * self.fan_in)
-        return min(self.positions, by_positions)
+        shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
+        return 0.0 if self.positions == 1 else shared
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         v = v.to(self.sum_dtype).reshape(self.fan_out, self.fan_in)
@@ -108,29 +86,25 @@ class Outer(Form):
                 found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
         return torch.cat(found)
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
-            return super().add_weighted_sum(total, w, budget)
+            return super().weighted_sum(w, budget, total)
+        size = self.positions * min(self.fan_in, self.fan_out)
+        if w.ndim == 1 and total is None:
+            (_, part), *more = self.chunks(budget, size)
+            if not more:  # no zeros to be written, and read again
+                return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             sums = each.view(self.fan_out, self.fan_in)
-            for samples, part in self._sum_chunks(budget):
-                sums.addmm_(*part._weighted(weights[samples].to(total.dtype)))
+            for samples, part in self.chunks(budget, size):
+                sums.addmm_(*part._matrices(weights[samples].to(total.dtype)))
+        return total
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> Tensor:
-        if w.ndim == 1:
-            (_, part), *more = self._sum_chunks(budget)
-            if not more:  # no zeros to be written, and read again
-                return torch.mm(*part._weighted(w.to(self.sum_dtype))).view(self.shape)
-        return super().weighted_sum(w, budget)
-
-    def _sum_chunks(self, budget: int) -> Iterator[tuple[slice, Outer]]:
-        return self.chunks(budget, self.positions * min(self.fan_in, self.fan_out))
-
-    def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is the sum, O (N T) and (N T) I, the smaller multiplied by the weights."""
-        by = w[:, None, None]
-        left, right = (self.left * by, self.right) if self.fan_out < self.fan_in else (self.left, self.right * by)
+    def _matrices(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is Jᵀ w, O (N T) and (N T) I."""
+        left, right = self._times(w)
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
@@ -138,18 +112,15 @@ class Outer(Form):
             return super().second_moment(w, about, budget)
         total = self.new_sums(*self.shape)
         for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
-            Outer(part.left.square(), part.right.square(), self.shape).add_weighted_sum(total, w[samples], budget // 2)
+            Outer(part.left.square(), part.right.square(), self.shape).weighted_sum(w[samples], budget // 2, total)
         return total
-
-    def _gram(self, other: Form, budget: int) -> Tensor:
-        by_positions = gram_of_pairs(self, other, budget)
-        return super()._gram(other, budget) if by_positions is None else by_positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes)
-        return norms_of_pairs(self, budget) if prefers_positions(self.terms) else super().norms(budget)
+        by_positions = norms_by_positions(self, budget)
+        return super().norms(budget) if by_positions is None else by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
@@ -161,23 +132,12 @@ class Outer(Form):
                 found[samples, columns] = ((part.left @ left.mT) * (part.right @ right.mT)).sum(1)
         return found
 
-    def side_by_side(self, rows: Tensor, present: Tensor) -> Form:
-        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
-        left = self.left[rows] * present[..., None, None]
-        return Outer(left.flatten(1, 2), self.right[rows].flatten(1, 2), self.shape)
-
-    def varied(self, place: int, factor: Tensor) -> Outer:
-        return Outer(*((factor, self.right) if place == 0 else (self.left, factor)), self.shape)
-
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
 
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        return [form.held[0] for form in (self, *others)], self.right, None
+
     def merge_key(self) -> Hashable:
         return Outer, self.fan_out, self.fan_in, self.shape
-
-    @classmethod
-    def merge(cls, forms: Sequence[Form]) -> Form:
-        outers = [form for form in forms if isinstance(form, Outer)]
-        left, right = (torch.cat([getattr(form, side) for form in outers], dim=1) for side in ("left", "right"))
-        return Outer(left, right, outers[0].shape)

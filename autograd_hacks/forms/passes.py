@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, pairs_of
-from autograd_hacks.forms.dense import Dense
-from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.base import BUDGET, Dense, Form
+from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.numerics import pairs_of, stretches
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.rows import Concatenation, Grouping
 
 
@@ -23,7 +24,9 @@ class Passes(Concatenation):
     parts: see ``of``    varying: the place in ``held`` of the factor that differs
     """
 
-    def __init__(self, parts: Sequence[Form], varying: int) -> None:
+    parts: Sequence[Factored]
+
+    def __init__(self, parts: Sequence[Factored], varying: int) -> None:
         super().__init__(parts)
         self.varying, self.each = varying, parts[0].samples
 
@@ -36,12 +39,16 @@ class Passes(Concatenation):
         if len(groupings) == len(parts) and all(_same(own.rows, groupings[0].rows) for own in groupings):
             rows = torch.cat([own.rows + k * first.samples for k, own in enumerate(groupings)])
             return Grouping(Passes.of([own.form for own in groupings]), rows, len(parts) * first.samples)
-        for varying in first.varies if all(type(part) is type(first) for part in parts) else ():
+        if not isinstance(first, Factored) or any(type(part) is not type(first) for part in parts):
+            return Concatenation(parts)
+        for varying in first.varies:
             if all(_same(first.held[1 - varying], part.held[1 - varying]) for part in parts[1:]):
                 return Passes([first.varied(varying, part.held[varying]) for part in parts], varying)
         return Concatenation(parts)
 
     def to(self, dtype: torch.dtype) -> Form:
+        if self.like.dtype == dtype:
+            return self
         first = self.parts[0].to(dtype)
         return Passes([first.varied(self.varying, p.held[self.varying].to(dtype)) for p in self.parts], self.varying)
 
@@ -53,7 +60,8 @@ class Passes(Concatenation):
             found.append(along)
         return torch.cat(found, dim=1).flatten()
 
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
             for piece in stretches(self.each, budget // (4 * self._size())):
@@ -63,7 +71,12 @@ class Passes(Concatenation):
                 for factor, scales in zip(factors, by_pass[1:, piece]):
                     combined = combined.addcmul_(factor, scales)
                 form = form.varied(self.varying, combined.view(form.held[self.varying].shape))
-                form.add_weighted_sum(each, weights.new_ones(form.samples), budget // 2)
+                form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
+        return total
+
+    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+        first, *more = self.parts
+        return first.factors(more) if self.varying == first.varies[0] else None
 
     def _factors(self, piece: slice) -> Iterator[Tensor]:
         """What differs, of some samples, pass by pass: N F."""
@@ -73,11 +86,11 @@ class Passes(Concatenation):
         """Bytes of a sample's factor."""
         return max(1, self.parts[0].held[self.varying].shape[1:].numel() * self.sum_dtype.itemsize)
 
-    def _gram(self, other: Form, budget: int) -> Tensor:
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         first, second = self.parts[0], other.parts[0] if isinstance(other, Passes) else other
         if isinstance(first, Outer) and isinstance(second, Outer) and first.positions == second.positions == 1:
-            return super()._gram(other, budget)
-        return Form._gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
+            return super().gram(other, budget)
+        return Form.gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -46,3 +46,13 @@ class RandomMap:
             signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8)
             left, right = signs.to(like).mul_(2).sub_(1).split([fan_out, fan_in], dim=1)
             yield columns, left / self.dim**0.5, right
+
+    def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
+        """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
+        written = written.view(len(written), rows.stop - rows.start, self.fans[1])
+        for columns, left, right in self.columns(found):
+            # Products for a sample, dim · O · I and then dim · min(O, I): the longer axis goes first.
+            if self.fans[0] < self.fans[1]:
+                found[:, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
+            else:
+                found[:, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form, Index, pairs_of
-from autograd_hacks.forms.dense import Dense
-
-
-class Source(Protocol):
-    """Something that runs a call again.  Samples are those at an index, or all."""
-
-    @property
-    def row_size(self) -> int:
-        """How many numbers the rows of all its parameters have for a sample."""
-
-    def prepare(self) -> None:
-        """Works the rows out, for what is asked next."""
-
-    def forget(self) -> None:
-        """Frees the rows that were worked out."""
-
-    def doubt(self) -> None:
-        """Works the rows out in the way that takes least for granted, where another was taken."""
-
-    def rows(self, name: str, index: Tensor | None, keep: bool) -> Tensor:
-        """A parameter's rows, ``(N, *shape)``.  keep: whether they will be asked for again"""
-
-    def weighted_sum(self, name: str, w: Tensor) -> Tensor:
-        """The parameter's gradient where sample n's counts w[n]-fold.  w: N, of all samples.  Returns shape."""
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.numerics import pairs_of, put
+from autograd_hacks.forms.source import Source
 
 
 class Replay(Form):
@@ -64,10 +42,11 @@ class Replay(Form):
     def row_size(self) -> int:
         return self.source.row_size
 
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        # Not in place: two parameters' rows may be one tensor, as of a token and a position that are added.
-        rows = self.source.rows(self.name, self.index, keep=False)
-        return rows.to(self.dtype, copy=True) if out is None else out.copy_(rows)
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        found = self.source.rows(self.name, self.index, keep=False)
+        rows = put(found.to(self.dtype), out, factor)
+        # Two parameters' rows may be one tensor, as of a token and a position that are added.
+        return rows.clone() if rows is found else rows
 
     def matrix(self) -> Tensor:
         rows = self.source.rows(self.name, self.index, keep=True)
@@ -82,21 +61,24 @@ class Replay(Form):
             return self
         return Replay(self.source, self.name, self.all_samples, self.shape, self._like, self.index, dtype)
 
+    @property
+    def sources(self) -> Sequence[Source]:
+        return [self.source]
+
+    def release(self) -> None:
+        self.source.forget()
+
     def saving(self) -> float:
         return float("inf")  # the module is run once and not twice
 
-    def block(self, rows: slice) -> Form:
-        return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
-
-    def multiplied(self, factor: float | Tensor) -> Form:
-        return Dense(self.dense() * factor)
-
-    def add_weighted_sum(self, total: Tensor, w: Tensor, budget: int) -> None:
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # A backward pass for each sum, or about one for each sample; the sums of the former don't lead back to the weights.
         differentiable = w.requires_grad and torch.is_grad_enabled()
         if differentiable or (w.ndim == 2 and 2 * len(w) > self.samples):
-            return super().add_weighted_sum(total, w, budget)
+            return super().weighted_sum(w, budget, total)
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             if self.index is not None:
                 weights = weights.new_zeros(self.all_samples).index_add(0, self.index, weights)
             each += self.source.weighted_sum(self.name, weights)
+        return total

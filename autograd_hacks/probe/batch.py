@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,31 +17,12 @@ vmap's ``in_dims``, or a dictionary for those by keyword."""
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """Where the samples may be.
-
-    axis: of the model's arguments, None where these say it    kept: for each probe N, the samples that are not replaced
-    """
-
-    axis: int | None
-    kept: Sequence[Tensor]
-
-    @property
-    def samples(self) -> int:
-        return len(self.kept[0])
-
-
-@dataclass(frozen=True)
 class Batch:
-    """The arguments of one forward.
+    """The arguments of one forward."""
 
-    leaves: of the arguments' tree    spec: the tree    axes: for each leaf the axis of its samples, or None, where the user
-    has said so; else None
-    """
-
-    leaves: list[Any]
-    spec: TreeSpec
-    axes: list[int | None] | None
+    leaves: list[Any]  # of the arguments' tree
+    spec: TreeSpec  # the tree
+    axes: list[int | None] | None  # for each leaf the axis of its samples, or None, where the user has said so; else None
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
@@ -90,47 +70,50 @@ class Batch:
         plain = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
         return sorted({type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, plain) and not is_packed(leaf)})
 
-    def carried(self, hypotheses: Sequence[Hypothesis], probe: int) -> list[list[tuple[int, Tensor]]]:
-        """For each leaf the axes on which the hypotheses see samples, the leaves that have N there, and those kept."""
+    def carried(self, axis: int | None, samples: int) -> list[int | None]:
+        """For each leaf the axis on which it has samples; None where it has none."""
         if self.axes is not None:
-            return [[] if axis is None else [(axis, hypotheses[0].kept[probe])] for axis in self.axes]
-        carried = [
-            [(h.axis, h.kept[probe]) for h in hypotheses if h.axis is not None and _size(leaf, h.axis) == h.samples]
-            for leaf in self.leaves
-        ]
-        first = next((n for n, at in enumerate(carried) if at), 0)
-        return [at if n == first or not _counts_up(self.leaves[n]) else [] for n, at in enumerate(carried)]
+            return self.axes
+        carried = [axis if axis is not None and _size(leaf, axis) == samples else None for leaf in self.leaves]
+        first = next((n for n, at in enumerate(carried) if at is not None), 0)
+        return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(carried)]
 
-    def replaced(self, hypotheses: Sequence[Hypothesis], probe: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with others of the batch's values in the place of the samples that are not kept, and where there
-        are several hypotheses only of what none keeps; None where all samples are alike.
+    def replaced(self, axis: int | None, kept: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with others of the batch's values in the place of the samples that are not kept; None where all
+        samples are alike.
 
         Behind the first tensor that carries samples, square matrices stay, which may be masks over T = N positions, and
         vectors of integers, which may be lengths.
+
+        axis: of the samples, see `samples`    kept: N, the samples that are not replaced
         """
-        carried = self.carried(hypotheses, probe)
-        first = next((n for n, at in enumerate(carried) if at), 0)
+        carried = self.carried(axis, len(kept))
+        first = next((n for n, at in enumerate(carried) if at is not None), 0)
         if self.axes is None:
-            carried = [at if n == first or not _stays(self.leaves[n]) else [] for n, at in enumerate(carried)]
-        for shift in range(1, min(max(h.samples for h in hypotheses), 8)):
-            leaves = [_replace(leaf, at, shift) if at else leaf for leaf, at in zip(self.leaves, carried)]
-            if any(at and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
+            carried = [None if n != first and _stays(self.leaves[n]) else at for n, at in enumerate(carried)]
+        for shift in range(1, min(len(kept), 8)):
+            leaves = [leaf if at is None else _replace(leaf, at, kept, shift) for leaf, at in zip(self.leaves, carried)]
+            if any(at is not None and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
                 copies = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
                 args, kwargs = tree_unflatten(copies, self.spec)
                 return args, kwargs
         return None
+
+    def is_alike(self, axis: int | None, told_by: int | None) -> bool:
+        """Whether its samples are all the same, so that nothing can be replaced.  See `samples` for the arguments"""
+        return any(self.replaced(axis, kept) is None for kept in kept_samples(self.samples(axis, told_by) or 0))
 
     def signature(self) -> tuple[object, ...]:
         """What the arguments are but for their extents and values; an extent of one may be no axis at all."""
         return self.spec, tuple(map(_kind, self.leaves))
 
 
-def kept_samples(samples: int, seed: int) -> list[Tensor]:
-    """Which samples probes keep, the same at every call: a random half, and for two or three samples the others in a second
-    probe.
+def kept_samples(samples: int, seed: int = 0) -> list[Tensor]:
+    """Which samples the traces keep, the same at every call: a random half, and for two or three samples the others in a
+    second trace.  Each is N booleans.
 
-    A half that no order along the batch leaves in the dark: some sample before and some behind one that is kept is replaced,
-    and so is some mirror image.  For so few samples that takes two.
+    Chosen so that shifting, reversing or scanning along the batch carries a replaced sample's value into a kept one.  For
+    two or three samples that takes two traces.
     """
     if samples < 4:
         one = torch.arange(samples) > 0
@@ -144,14 +127,12 @@ def kept_samples(samples: int, seed: int) -> list[Tensor]:
             return [kept]
 
 
-def _replace(leaf: Tensor, carried: list[tuple[int, Tensor]], shift: int) -> Tensor:
-    replaced = torch.ones((), dtype=torch.bool, device=leaf.device)
-    for axis, kept in carried:
-        replaced = replaced & ~kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
-    donors = leaf.detach().roll(shift, carried[-1][0])
+def _replace(leaf: Tensor, axis: int, kept: Tensor, shift: int) -> Tensor:
+    donors = leaf.detach().roll(shift, axis)
     if leaf.is_floating_point():
         donors = donors * 1.5  # beyond the batch's own values, or what takes their largest would stay the same
-    return torch.where(replaced, donors, leaf.detach())
+    by_sample = kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
+    return torch.where(by_sample, leaf.detach(), donors)
 
 
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:

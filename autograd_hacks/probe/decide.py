@@ -1,115 +1,99 @@
-"""From a survey to a plan: which calls give the rows of which parameters, or why none do."""
+"""From a comparison of traces to a plan: which calls give the rows of which parameters, or why none do."""
 
 from __future__ import annotations
 
-from autograd_hacks.capture.graph import ends_of
+from collections.abc import Collection
+
 from autograd_hacks.errors import where
+from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
-from autograd_hacks.probe.trace import Seen, Survey
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 
 
-def plan_of(survey: Survey) -> Plan:
-    """The plan for all forwards of this signature, by the hypothesis under which no samples mix and the most rules can tell
-    them apart; the visits of this forward are changed to follow it."""
-    verdicts = [Verdict(survey, number) for number in range(len(survey.hypotheses))]
-    return min(verdicts, key=lambda verdict: (bool(verdict.mixed), len(verdict.unplaced))).plan()
+class Decision:
+    """What a comparison says of each parameter, by its name in the model."""
 
-
-class Verdict:
-    """What a survey says under one of its hypotheses."""
-
-    def __init__(self, survey: Survey, number: int) -> None:
-        self.survey, self.number, self.reads = survey, number, survey.tracker.reads
-        self.calls: dict[str, list[Seen]] = {}
-        self.unplaced: dict[int, set[Stack]] = {}  # by a parameter's id, calls whose rule can't tell the samples apart
-        for call in survey.calls:
-            self.calls.setdefault(call.stack[-1].path, []).append(call)
-            if not call.placed[number] and (call.probed is None or call.probed.from_batch):
-                for parameter in call.owned:
-                    self.unplaced.setdefault(parameter, set()).add(call.stack)
+    def __init__(self, comparison: Comparison, told_by: int | None) -> None:
+        self.comparison, self.told_by = comparison, told_by
+        self.facts = comparison.others[-1].tracker
+        self.reads = self.facts.reads
+        self.calls: dict[str, list[Compared]] = {}
+        self._inside: dict[str, dict[str, str]] = {}  # by a module's path its parameters
+        self.unplaced: dict[str, set[Stack]] = {}  # calls whose rule can't tell the samples apart
+        for call in comparison.calls:
+            self.calls.setdefault(call.path, []).append(call)
+            if not call.placed and (call.other is None or call.other.from_batch):
+                for name in call.owned:
+                    self.unplaced.setdefault(name, set()).add(call.traced.stack)
         self.chosen = {
-            parameter: units
-            for parameter in (*self.reads, *self.unplaced)
-            if (units := self._around(parameter, {*self.reads.get(parameter, ()), *self.unplaced.get(parameter, ())}))
+            name: units
+            for name in (*self.reads, *self.unplaced)
+            if (units := self._around(name, {*self.reads.get(name, ()), *self.unplaced.get(name, ())}))
         }
-        lost = [stacks for parameter, stacks in self.unplaced.items() if parameter not in self.chosen]
-        first = [call for call in survey.calls if any(call.stack in stacks for stacks in lost)][:1]
-        whole = [call for call in self.calls.get("", ()) if any(call.mixing[number]) and not any(call.layouts[number])]
+        lost = [stacks for name, stacks in self.unplaced.items() if name not in self.chosen]
+        first = [call for call in comparison.calls if any(call.traced.stack in stacks for stacks in lost)][:1]
+        whole = [call for call in self.calls.get("", ()) if any(call.mixing) and not any(call.layouts)]
         self.mixed = [*first, *whole]
 
+    @property
+    def cost(self) -> tuple[bool, int]:
+        """What the better of two axes has less of: samples that mix, and parameters whose rules can't tell them apart."""
+        return bool(self.mixed), len(self.unplaced)
+
     def plan(self) -> Plan:
-        survey = self.survey
-        samples = survey.hypotheses[self.number].samples
-        begun = survey.recorder.plan
+        comparison, whole = self.comparison, self.calls[""][-1]
         plan = Plan(
-            axis=survey.hypotheses[self.number].axis,
-            told_by=begun.told_by,
+            axis=comparison.axis,
+            told_by=self.told_by,
+            model=whole.layouts,
+            expanded_lookups=comparison.expanded,
             refused=self._refused(),
-            spread=begun.spread,
-            assumed=begun.assumed,
+            mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
+            unproven=comparison.is_unproven,
+            unplaced={call.path for call in comparison.calls if call.owned and not call.placed},
         )
-        whole = self.calls[""][-1]
-        plan.model = whole.layouts[self.number]
-        plan.blind = [slot for slot, mixes in enumerate(whole.mixing[self.number]) if mixes]
-        plan.unplaced = {call.stack[-1].path for call in survey.calls if call.owned and not call.placed[self.number]}
-        for parameter, stacks in self.chosen.items():
+        # The modules that this forward has shown must be run again, each for the parameters read inside.
+        for name, stacks in self.chosen.items():
             for path in {stack[-1].path for stack in stacks}:
-                named = self.calls[path][0].module.named_parameters()
-                unit = plan.units.setdefault(path, self._unit(path, self._why(parameter, path)))
-                unit.parameters |= {name: p for name, p in named if id(p) == parameter}
+                unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
+                unit.parameters |= self._named(path, {name})
                 unit.is_doubtful |= any(
-                    call.stack in self.unplaced.get(parameter, ()) and not (call.probed and call.probed.routed)
-                    for call in self.survey.calls
+                    call.traced.stack in self.unplaced.get(name, ()) and not (call.other and call.other.routed)
+                    for call in comparison.calls
                 )
-        for path, static in static_units(survey.model).items():  # what this forward has not read; a later one may
-            unread = {name: p for name, p in static.parameters.items() if id(p) not in survey.tracker.uses}
-            if unread:
+        # What it has not read, a later one may: a parameter that no rule covers, or an expert that no sample has chosen.
+        for path, static in static_units(comparison.tracer.model).items():
+            if unread := {local: name for local, name in static.parameters.items() if name not in self.facts.uses}:
                 plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
-        for parameter in self.unplaced.keys() & self.chosen.keys():  # experts that no sample has chosen yet
-            for path in {stack[-1].path for stack in self.chosen[parameter]}:
-                named = self.calls[path][0].module.named_parameters()
-                plan.units[path].parameters |= {name: p for name, p in named if id(p) not in survey.tracker.uses}
-        for call in survey.calls:
-            unit_of = plan.units.get(call.stack[-1].path)
-            if call.unit is not None:
-                parameters = {} if unit_of is None else {n: p for n, p in unit_of.parameters.items() if p.requires_grad}
-                call.unit.is_doubtful = unit_of is not None and unit_of.is_doubtful
-                call.unit.parameters, call.unit.layouts, call.unit.samples = (
-                    ends_of(parameters),
-                    call.layouts[self.number],
-                    samples,
-                )
-                if not parameters:  # it needn't be kept
-                    call.unit.args, call.unit.kwargs, call.unit.results, call.unit.versions = (), {}, [], []
-            if call.visit is not None:
-                self._settle(call, plan, samples)
-            layout = call.layouts[self.number][0] if call.owned else None
-            if layout is not None and call.placed[self.number]:
-                known: list[Layout] = list(plan.layouts.get(call.stack[-1].path, ()))
-                plan.layouts[call.stack[-1].path] = [*known, layout]
+        unused = set(comparison.tracer.names.values()) - self.facts.uses
+        for name in self.unplaced.keys() & self.chosen.keys():
+            for path in {stack[-1].path for stack in self.chosen[name]}:
+                plan.units[path].parameters |= self._named(path, unused)
+        for call in comparison.calls:
+            if call.owned and call.placed:
+                paths = {frame.path for frame in call.traced.stack}
+                plan.by_rule |= {
+                    name
+                    for name in call.owned
+                    if name not in plan.refused and not any(unit[-1].path in paths for unit in self.chosen.get(name, ()))
+                }
+                known: list[Layout | None] = list(plan.layouts.get(call.path, ()))
+                plan.layouts[call.path] = [*known, call.layouts[0]]
         return plan
 
-    def _settle(self, call: Seen, plan: Plan, samples: int) -> None:
-        """Leaves a rule's visit what no unit around it gives, and notes where its samples are."""
-        visit, paths = call.visit, {frame.path for frame in call.stack}
-        assert visit is not None
-        visit.parameters = {
-            name: (p, end)
-            for name, (p, end) in visit.parameters.items()
-            if call.placed[self.number]
-            and id(p) not in plan.refused
-            and not any(unit[-1].path in paths for unit in self.chosen.get(id(p), ()))
-        }
-        plan.by_rule.update(id(p) for p, _ in visit.parameters.values())
-        visit.layouts, visit.samples = call.layouts[self.number], samples
+    def _named(self, path: str, names: Collection[str]) -> dict[str, str]:
+        """Parameters by their names in the module at a path, as far as it has them."""
+        if path not in self._inside:
+            first, module = self.comparison.tracer.names, self.calls[path][0].traced.module
+            self._inside[path] = {local: first[p] for local, p in module.named_parameters()}
+        return {local: name for local, name in self._inside[path].items() if name in names}
 
-    def _around(self, parameter: int, uses: set[Stack]) -> set[Stack]:
+    def _around(self, name: str, uses: set[Stack]) -> set[Stack]:
         """The calls to run again: around each use the innermost that tells the samples apart, and of nested ones the
         outermost.  Empty where there are none around some use."""
-        found = [self._innermost(parameter, use) for use in uses]
+        found = [self._innermost(name, use) for use in uses]
         paths = {unit[-1].path for unit in found if unit}
         return (
             {next(unit[: depth + 1] for depth, frame in enumerate(unit) if frame.path in paths) for unit in found if unit}
@@ -117,37 +101,32 @@ class Verdict:
             else set()
         )
 
-    def _innermost(self, parameter: int, use: Stack) -> Stack:
+    def _innermost(self, name: str, use: Stack) -> Stack:
         for depth in range(len(use), 0, -1):
             calls = self.calls.get(use[depth - 1].path, [])
-            if calls and all(self._tells_apart(call, parameter) for call in calls):
+            if calls and all(self._tells_apart(call, name) for call in calls):
                 return use[:depth]
         return ()
 
-    def _tells_apart(self, call: Seen, parameter: int) -> bool:
+    def _tells_apart(self, call: Compared, name: str) -> bool:
         """Whether running a call again gives rows for a parameter."""
-        if not call.replayable or all(id(p) != parameter for p in call.module.parameters()):
+        if not call.traced.has_plain_arguments or not self._named(call.path, {name}):
             return False
-        told = self._output_tells_apart(call)
+        follows = call.other is not None and call.other.from_batch
+        told = [layout is not None for layout in call.layouts] if follows else [False]
         # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.
-        return any(told) if len(call.stack) == 1 else all(told)
+        return any(told) if len(call.traced.stack) == 1 else all(told)
 
-    def _output_tells_apart(self, call: Seen) -> list[bool]:
-        """For each output whether samples have places of their own in it."""
-        if call.probed is None or not call.probed.from_batch:
-            return [False]
-        return [layout is not None for layout in call.layouts[self.number]]
-
-    def _refused(self) -> dict[int, str]:
+    def _refused(self) -> dict[str, str]:
         refused = {}
-        for parameter in (*self.unplaced, *self.reads):
-            if parameter in self.chosen:
+        for name in (*self.unplaced, *self.reads):
+            if name in self.chosen:
                 continue
             if self.mixed:
-                refused[parameter] = _mixing(self.mixed[0])
+                refused[name] = _mixing(self.mixed[0])
             else:
-                readers = sorted({stack[-1].path for stack in self.reads.get(parameter, ()) if stack})
-                refused[parameter] = (
+                readers = sorted({stack[-1].path for stack in self.reads.get(name, ()) if stack})
+                refused[name] = (
                     f"it is read past a rule (in {', '.join(map(repr, readers))}), and no module around that returns the "
                     "samples apart. If the loss is computed inside the model, compute it outside."
                 )
@@ -155,28 +134,26 @@ class Verdict:
 
     def _unit(self, path: str, why: str) -> Unit:
         calls = self.calls.get(path, [])
-        probed = [call.probed for call in calls if call.probed is not None]
         return Unit(
             parameters={},
             why=why,
-            calls=[call.layouts[self.number] for call in calls],
-            copies=any(known.copies for known in probed),
-            buffers=sorted({name for known in probed for name in known.buffers}),
+            calls=[call.layouts for call in calls],
+            copies=any(call.traced.changes_arguments for call in calls),
+            buffers=sorted({name for call in calls for name in call.traced.buffers}),
         )
 
-    def _why(self, parameter: int, path: str) -> str:
-        if parameter in self.unplaced:
+    def _why(self, name: str, path: str) -> str:
+        if name in self.unplaced:
             return "its layer can't tell the samples apart"
-        readers = sorted({stack[-1].path for stack in self.reads[parameter]})
+        readers = sorted({stack[-1].path for stack in self.reads[name]})
         return "read there past a rule" if readers == [path] else f"read past a rule in {', '.join(map(repr, readers))}"
 
 
-def _mixing(call: Seen) -> str:
-    place = where(call.stack[-1].path, call.module)
-    why = getattr(rule_for(call.module), "mixes", None)
-    if why is not None and (told := why(call.module, call.module.training)):
+def _mixing(call: Compared) -> str:
+    place, rule = where(call.path, call.traced.module), rule_for(call.traced.module)
+    if rule is not None and rule.mixes is not None and (told := rule.mixes(call.traced.module, call.traced.module.training)):
         return f"{MIXING}: {place} {told}"
-    if call.probed is not None and call.probed.routed:
+    if call.other is not None and call.other.routed:
         return (
             f"{MIXING}, or may: the rows of {place} are chosen by their values, and no module around it returns the samples "
             "in places of their own, so that rows can't be told to be anyone's."

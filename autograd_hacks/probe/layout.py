@@ -11,13 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """An axis and what is folded into it: nothing, or T positions of each sample, which stand together (N·T) or apart (T·N).
+    """An axis, and what is folded into it: nothing, or T positions of a sample that stand together (N·T) or apart (T·N)."""
 
-    axis: counted from the front    fold: '', 'N·T' or 'T·N'
-    """
-
-    axis: int = 0
-    fold: str = ""
+    axis: int = 0  # counted from the front
+    fold: str = ""  # '', 'N·T' or 'T·N'
 
     def samples_first(self, x: Tensor, samples: int) -> Tensor:
         """N ..., with the folded positions on an axis of their own where the folded one was."""
@@ -54,8 +51,11 @@ class Layout:
         return f"{self.fold} on axis {self.axis}" if self.fold else f"axis {self.axis}"
 
 
+Layouts = tuple[Layout | None, ...]
+"""For each tensor that a call returned where its samples are, None where it has none."""
+
 Evidence = Sequence[tuple[Tensor, Tensor]]
-"""What a tensor was when some samples were replaced, and N, whether each was kept; for one probe or more."""
+"""What a tensor was when some samples were replaced, and N, whether each was kept; for one trace or more."""
 
 
 def layouts_that_fit(real: Tensor, evidence: Evidence, axes: Iterable[int]) -> tuple[list[Layout], bool]:

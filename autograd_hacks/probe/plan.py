@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.probe.layout import Layout, only_by_sizes
+from autograd_hacks.probe.layout import Layout, Layouts, only_by_sizes
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 
 MIXING = "samples mix"
@@ -21,27 +22,25 @@ UNKNOWN = (
     "next forward is probed again: repeat the step."
 )
 
-Layouts = tuple[Layout | None, ...]
-"""For each tensor that a call returned where its samples are, None where it has none."""
+
+class SumCheck(Enum):
+    """Whether the sums of a plan's rows were compared with the gradients that arrived at the parameters."""
+
+    PENDING = "those of the next backward pass are kept for it"
+    MISSED = "a backward pass has gone by that nobody read"
+    DONE = "once is enough"
 
 
 @dataclass
 class Unit:
-    """A module that is run again for the rows of parameters that no rule gives.
+    """A module that is run again for the rows of parameters that no rule gives."""
 
-    parameters: by their names in the module    why: for people    calls: the layouts, for each call in a forward, or for all
-    copies: whether the module changes its arguments    buffers: those that it changes, by name
-    is_doubtful: whether samples seem to mix inside, though not in what comes out    doubted: whether the rows of samples by
-    themselves have once not added up, where those of the whole batch's graph did
-    """
-
-    parameters: dict[str, Tensor]
-    why: str
-    calls: Sequence[Layouts] = ()
-    copies: bool = False
-    buffers: Sequence[str] = ()
-    is_doubtful: bool = False
-    doubted: bool = False
+    parameters: dict[str, str]  # by their names in the module, their names in the model
+    why: str  # for people
+    calls: Sequence[Layouts] = ()  # the layouts of its outputs, for each call in a forward, or for all
+    copies: bool = False  # whether the module changes its arguments
+    buffers: Sequence[str] = ()  # those that it changes, by name
+    is_doubtful: bool = False  # whether samples seem to mix inside, though not in what comes out
 
     def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
@@ -52,50 +51,39 @@ class Unit:
 
 @dataclass
 class Plan:
-    """What holds for all forwards of a signature.
-
-    axis: of the samples in the model's arguments; None where they say it themselves
-    told_by: which argument tells how many they are, where it isn't the first    model: the layouts of its outputs
-    layouts: by a layer's path, for each call in a forward    units: by path
-    unplaced: the layers in which rules can't tell the samples apart    by_rule: the ids of the parameters that some rule's
-    call gives rows of    spread: lookups whose output is the same for all samples    refused: why there are no rows, by the
-    parameter's id    blind: the model's outputs by number in which samples mix    stale: whether a call has come that the
-    plan doesn't know    assumed: whether the samples were all alike, so that their axis is the likeliest alone
-    checked: whether the rows' sums were once compared with the gradients that arrived    watched: whether these are kept
-    until they are
-    """
+    """What holds for all forwards of a signature.  Parameters are known by their first name in the model."""
 
     AGAIN: ClassVar[int] = -1
     """The number of a call that a backward pass makes anew, so that it can't be known which one it was."""
 
-    axis: int | None = None
-    told_by: int | None = None
-    model: Layouts = ()
-    layouts: dict[str, Sequence[Layout]] = field(default_factory=dict)
-    units: dict[str, Unit] = field(default_factory=dict)
-    unplaced: set[str] = field(default_factory=set)
-    by_rule: set[int] = field(default_factory=set)
-    spread: frozenset[str] = frozenset()
-    refused: dict[int, str] = field(default_factory=dict)
-    blind: Sequence[int] = ()
-    stale: bool = False
-    assumed: bool = False
-    checked: bool = False
-    watched: bool = True
+    axis: int | None = None  # of the samples in the model's arguments; None where the user has said it for each
+    told_by: int | None = None  # which argument tells how many samples there are, where it isn't the first
+    model: Layouts = ()  # of the model's outputs
+    layouts: dict[str, Sequence[Layout | None]] = field(default_factory=dict)  # by a layer's path, call by call
+    units: dict[str, Unit] = field(default_factory=dict)  # modules that are run again, by path
+    unplaced: set[str] = field(default_factory=set)  # the layers by path in which rules can't tell the samples apart
+    by_rule: set[str] = field(default_factory=set)  # the parameters that some rule's call gives rows of
+    expanded_lookups: frozenset[str] = frozenset()  # by path: the same for all samples, and copied for each
+    refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
+    mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
+    incomplete: bool = False  # whether a call has come that the plan doesn't know
+    unproven: bool = False  # whether the samples were all alike, so that their axis is the likeliest alone
+    sum_check: SumCheck = SumCheck.PENDING
 
     def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         """Where the samples are in what a layer with a rule returned."""
         if samples is None:
             return ()
-        if path in self.spread:
+        if path in self.expanded_lookups:
             return (Layout(),)
         known = self.layouts.get(path, ())
         if call == Plan.AGAIN and known and all(layout == known[0] for layout in known):
             return (known[0],)
         if 0 <= call < len(known):
-            self.stale |= not known[call].fits(outputs[0], samples)  # the next forward is probed again
-            return (known[call],)
-        self.stale = True
+            layout = known[call]
+            self.incomplete |= layout is None or not layout.fits(outputs[0], samples)  # the next forward is traced again
+            return (layout,)
+        self.incomplete = True
         return (only_by_sizes(outputs[0].shape, samples, axes_for(layer, outputs[0])),)
 
     def inherit(self, earlier: Plan) -> None:
@@ -112,35 +100,33 @@ class Plan:
         """Where the samples are in the model's own outputs."""
         if len(self.model) == len(outputs):
             return self.model
-        axes = getattr(rule_for(model), "axes", None)
-        axes = axes(model) if axes is not None else ()
+        rule = rule_for(model)
+        axes = rule.axes(model) if rule is not None and rule.axes is not None else ()
         places = [*axes, *[0] * len(outputs)]
         return tuple(Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, places))
 
-    def is_watched(self, parameter: Tensor) -> bool:
+    def keeps_arrived(self, name: str) -> bool:
         """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first for all,
-        always where they come of a replay."""
-        if self.watched or not self.units:
-            return self.watched
-        return any(parameter is p for unit in self.units.values() for p in unit.parameters.values())
+        always where they come of running a module again."""
+        return self.sum_check is SumCheck.PENDING or any(name in unit.parameters.values() for unit in self.units.values())
 
 
 def static_units(model: nn.Module) -> dict[str, Unit]:
     """Units that can be told without a forward: each module with parameters that no rule covers, or where it is never
     called, as containers and parametrisations aren't, the module around it."""
-    modules = dict(model.named_modules())
-    by_rule = {id(p) for layer in modules.values() if rule_for(layer) for p in covered(layer).values()}
+    modules, first = dict(model.named_modules()), {p: name for name, p in model.named_parameters()}
+    by_rule = {first[p] for layer in modules.values() if rule_for(layer) for p in covered(layer).values()}
     units: dict[str, Unit] = {}
     for path, owner in modules.items():
         for name, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in by_rule:
+            if parameter is None or first[parameter] in by_rule:
                 continue
             place, inside = path, name
             while place and not _is_called(place, modules):
                 place, _, last = place.rpartition(".")
                 inside = f"{last}.{inside}"
             unit = units.setdefault(place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}"))
-            unit.parameters[inside] = parameter
+            unit.parameters[inside] = first[parameter]
     return units
 
 

@@ -1,66 +1,145 @@
-"""Which plan each forward of a model follows."""
+"""The plan of each forward of a model: `plan_for` makes one, `Planner` keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.errors import ProbeFailed
-from autograd_hacks.probe.batch import Batch, BatchDim, Hypothesis, kept_samples
-from autograd_hacks.probe.decide import plan_of
+from autograd_hacks.probe.batch import Batch, BatchDim, kept_samples
+from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.decide import Decision
+from autograd_hacks.probe.layout import differs
 from autograd_hacks.probe.plan import Plan, static_units
-from autograd_hacks.probe.trace import Arguments, Survey
+from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
-from autograd_hacks.support.untouched import cuda_devices_of, random_state
+from autograd_hacks.support.trees import modules_of
+
+
+def plan_for(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Batch,
+    axes: Sequence[int | None],
+    with_gradients: bool = False,
+) -> Plan | None:
+    """The plan of a forward, from traces without gradients: of the batch, and of the batch with samples replaced.
+
+    It changes nothing, neither in the model nor in the arguments.
+
+    batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
+    with_gradients: whether to trace with gradients from the start, for a model that has made other calls without them
+    Returns None where the model can't run its own arguments, as the forward will say.
+    Raises ProbeFailed where it can't run them with samples replaced.
+    """
+    tracer, decisions = Tracer(model, with_gradients), []
+    wholes: dict[tuple[bool, ...], Trace] = {}  # by which arguments carry samples
+    for axis in axes:
+        samples, told_by = batch.samples(axis), None
+        assert samples is not None  # or there would be nothing to plan
+        carrying = tuple([at is not None for at in batch.carried(axis, samples)])
+        whole = wholes.get(carrying) or _attempt(tracer, (args, kwargs), batch, axis, samples)
+        if whole is None and not tracer.with_gradients:
+            tracer.with_gradients = True  # which the model may need inside
+            whole = _attempt(tracer, (args, kwargs), batch, axis, samples)
+        if whole is None:
+            return None
+        if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
+            samples = whole.output_size()
+            whole = tracer.trace((args, kwargs), batch, axis, samples)
+        else:
+            wholes[carrying] = whole
+        decisions.append(Decision(_compared(tracer, whole, (args, kwargs), batch, axis, samples), told_by))
+    return min(decisions, key=lambda decision: decision.cost).plan()
+
+
+def _attempt(
+    tracer: Tracer,
+    arguments: Arguments,
+    batch: Batch,
+    axis: int | None,
+    samples: int,
+    expanded: frozenset[str] = frozenset(),
+) -> Trace | None:
+    """A trace; None where the model's own code raises."""
+    try:
+        return tracer.trace(arguments, batch, axis, samples, expanded)
+    except ProbeFailed:
+        raise
+    except Exception:  # whatever the model's own code raises
+        return None
+
+
+def _compared(
+    tracer: Tracer, whole: Trace, arguments: Arguments, batch: Batch, axis: int | None, samples: int
+) -> Comparison:
+    kept = kept_samples(samples)
+    replaced = [found for half in kept if (found := batch.replaced(axis, half)) is not None]
+    alike = len(replaced) < len(kept)
+    whole, expanded = _with_expanded_lookups(tracer, whole, arguments, batch, axis, samples)
+    try:
+        others = [tracer.trace(other, batch, axis, samples, expanded) for other in ([] if alike else replaced)]
+    except ProbeFailed:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise ProbeFailed(
+            f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
+            f"{error}). The library runs one before the first of each kind, to find out where the samples are and "
+            "whether they mix. If the model's input has no batch on axis 0, say where: add_hooks(model, "
+            "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
+            "add_hooks(model, probe=False)."
+        ) from error
+    return Comparison(tracer, whole, others or [whole] * len(kept), kept, alike, axis, expanded)
+
+
+def _with_expanded_lookups(
+    tracer: Tracer, whole: Trace, arguments: Arguments, batch: Batch, axis: int | None, samples: int
+) -> tuple[Trace, frozenset[str]]:
+    """The trace with a copy for each sample of what is looked up without a batch, learnt positions say, and which lookups
+    those are; the trace as it was where some other call then returns something else."""
+    lookups = frozenset(path for path, is_free in whole.lookups.items() if is_free)
+    found = _attempt(tracer, arguments, batch, axis, samples, lookups) if lookups else None
+    if found is None or found.calls.keys() != whole.calls.keys():
+        return whole, frozenset()
+    pairs = [
+        (x, y)
+        for frame, call in whole.calls.items()
+        if frame.path not in lookups
+        for x, y in zip(call.outputs, found.calls[frame].outputs)
+    ]
+    same = all(x.shape == y.shape and not differs(x, y).any() for x, y in pairs)
+    return (found, lookups) if same else (whole, frozenset())
 
 
 class Planner:
     """The plans of one hooked model, by signature.
 
-    batch_dim: see `add_hooks`    probes: whether new signatures are probed    hook_unit: has the calls of a module, by path,
-    kept to be run again
+    batch_dim: see `add_hooks`    probes: whether new signatures are traced
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        batch_dim: BatchDim,
-        probes: bool,
-        hook_unit: Callable[[str, nn.Module], None],
-    ) -> None:
-        self.recorder, self.batch_dim, self.probes, self._hook_unit = recorder, batch_dim, probes, hook_unit
-        self.static = Plan(units=static_units(model))
-        self._hook(model, self.static)
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool) -> None:
+        self.batch_dim, self.probes = batch_dim, probes
+        self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
-        self._surveyed: tuple[object, Survey] | None = None
-        self._told_by: int | None = None  # of the forward that is surveyed
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
-        recorder.plan = recorder.static = self.static
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the plan of a forward that begins; where there is none, runs the probe."""
-        recorder = self.recorder
-        recorder.plan, recorder.samples, self._surveyed = self.static, None, None
-        state = random_state(cuda_devices_of(model))
-        recorder.arguments = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs), state
+    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, int | None]:
+        """The plan of a forward that begins, and its number of samples, None where that isn't known."""
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
-            return  # a layer alone mixes nothing that its rule doesn't know
+            return self.static, None  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         axis = self._learnt if axis == 0 and self._learnt is not None else axis
-        samples = batch.samples(axis)
-        modules = modules_of(model)
+        samples, modules = batch.samples(axis), modules_of(model)
         if any(p is not None and is_lazy(p) for module in modules for p in module._parameters.values()) or _is_ragged(
             model, batch
         ):
-            return  # a model that isn't whole yet, or samples that no axis tells apart
+            return self.static, None  # a model that isn't whole yet, or samples that no axis tells apart
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
                 f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
@@ -68,99 +147,24 @@ class Planner:
                 "and that samples don't mix: add_hooks(model, probe=False)."
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
-            return
+            return self.static, None
         signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
-        plan = self.plans.get(signature)
-        if plan is not None and not plan.stale and not plan.assumed:
-            recorder.plan, recorder.samples = plan, batch.samples(plan.axis, plan.told_by)
-            return
+        known = self.plans.get(signature)
+        if known is not None and not known.incomplete and (not known.unproven or batch.is_alike(known.axis, known.told_by)):
+            return known, batch.samples(known.axis, known.told_by)
         if not samples:
-            return
-        told_by = self._survey(model, batch, axis, samples, plan, signature, args, kwargs, None)
-        if told_by is not None:
-            others = batch.samples(axis, told_by)
-            assert others is not None  # it is a size there
-            self._survey(model, batch, axis, others, plan, signature, args, kwargs, told_by)
-
-    def _survey(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        axis: int | None,
-        samples: int,
-        plan: Plan | None,
-        signature: object,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        told_by: int | None,
-    ) -> int | None:
-        """Runs the probe for a forward that begins.  Returns which argument tells the number of samples, if it must be run
-        anew for that."""
-        recorder = self.recorder
-        hypotheses = [Hypothesis(axis, kept_samples(samples, seed=0))]
-        if axis == 0 and self._learnt is None and (others := batch.samples(1) or 0) > 1 and _has_time_first(model):
-            kept = hypotheses[0].kept if others == samples else kept_samples(others, seed=1)
-            hypotheses.append(Hypothesis(1, [~half for half in kept]))
-        probes = max(len(hypothesis.kept) for hypothesis in hypotheses)
-        hypotheses = [Hypothesis(h.axis, [h.kept[min(n, len(h.kept) - 1)] for n in range(probes)]) for h in hypotheses]
-        replacements = [found for n in range(probes) if (found := batch.replaced(hypotheses, n)) is not None]
-        alike = len(replacements) < probes
-        if plan is not None and plan.assumed and alike:
-            recorder.plan, recorder.samples = plan, samples
-            return None
-        survey = Survey(model, recorder, batch, hypotheses)
-        if not self._probe(survey, [(args, kwargs)] * probes if alike else replacements, (args, kwargs)):
-            return None
-        if told_by is None and (told_by := batch.told_otherwise(axis, survey.output_size())) is not None:
-            return told_by
-        recorder.plan = Plan(spread=frozenset(survey.lookups), assumed=alike and samples > 1, told_by=told_by)
-        recorder.samples, self._surveyed = samples, (signature, survey)
-        survey.begin(args, kwargs)
-        return None
-
-    def _probe(self, survey: Survey, replacements: Sequence[Arguments], arguments: Arguments) -> bool:
-        """Returns whether the probe has run; not where the model fails on its own arguments too, and will say so."""
-        try:
-            survey.probe(replacements, with_gradients=False)
-        except ProbeFailed:
-            raise
-        except Exception:
-            # Once more with gradients, which the model may need inside.
-            try:
-                survey.probe(replacements, with_gradients=True)
-            except Exception as error:
-                if survey.fails_on(arguments):
-                    return False
-                raise ProbeFailed(
-                    f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
-                    f"{error}). The library runs one before the first of each kind, to find out where the samples are and "
-                    "whether they mix. If the model's input has no batch on axis 0, say where: add_hooks(model, "
-                    "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
-                    "add_hooks(model, probe=False)."
-                ) from error
-        return True
-
-    def end(self, model: nn.Module, output: Any) -> None:
-        """Keeps the plan that a new signature's first forward has given.  output: of the model; None where it has failed"""
-        if self._surveyed is not None:
-            (signature, survey), self._surveyed = self._surveyed, None
-            survey.close()
-            if output is not None:
-                self.recorder.plan = plan_of(survey)
-                if len(survey.hypotheses) > 1 and not self.recorder.plan.refused and not self.recorder.plan.assumed:
-                    self._learnt = self.recorder.plan.axis
-                if signature in self.plans and not self.plans[signature].assumed:
-                    self.recorder.plan.inherit(self.plans[signature])
-                self.plans[signature] = self.recorder.plan
-                self._hook(model, self.recorder.plan)
-        outputs = [x for x in tensors_of(output) if not x.is_nested]
-        self.recorder.returned = list(zip([x.shape for x in outputs], self.recorder.plan.layouts_of_model(model, outputs)))
-        if self.recorder.plan.blind and self.recorder.records():
-            self.recorder.watch_outputs(output)
-
-    def _hook(self, model: nn.Module, plan: Plan) -> None:
-        for path in plan.units:
-            self._hook_unit(path, model.get_submodule(path))
+            return self.static, None
+        axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
+        # A plan that lacks calls may be a model's that makes others where gradients are on.
+        plan = plan_for(model, args, kwargs, batch, axes, with_gradients=known is not None and known.incomplete)
+        if plan is None:
+            return self.static, None
+        if len(axes) > 1 and not plan.refused and not plan.unproven:
+            self._learnt = plan.axis
+        if known is not None and not known.unproven:
+            plan.inherit(known)
+        self.plans[signature] = plan
+        return plan, batch.samples(plan.axis, plan.told_by)
 
 
 def _is_ragged(model: nn.Module, batch: Batch) -> bool:
@@ -169,6 +173,7 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
     return len(vectors) > 1 and batch.axes is None and any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
 
 
-def _has_time_first(model: nn.Module) -> bool:
+def _may_be_time_first(model: nn.Module, batch: Batch) -> bool:
     """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    return any(getattr(module, "batch_first", True) is False for module in model.modules())
+    has_second = (batch.samples(1) or 0) > 1
+    return has_second and any(getattr(module, "batch_first", True) is False for module in model.modules())

@@ -1,12 +1,9 @@
-"""The probe: one more forward, before a signature's first, with half of the samples replaced.
-
-What it leaves says which values follow from the batch, where each parameter is read, and what every module returned; the
-forward after it, compared with that, says where the samples are (`autograd_hacks.probe.trace`).
-"""
+"""Follows values through the operations of a trace: which follow from the batch, which from parameters alone, and where the
+two meet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -32,18 +29,14 @@ Stack = tuple[Frame, ...]
 
 @dataclass
 class Facts:
-    """What is known of some memory.
+    """What is known of some memory."""
 
-    from_batch: it follows from the samples    routed: which rows it has follows from the samples' values
-    order: where each row was before, if all that has happened to them is one permutation
-    sources: the parameters that it follows from while it doesn't follow from the batch, each with the innermost calls
-    around all operations on the way
-    """
-
-    from_batch: bool = False
-    routed: bool = False
-    order: tuple[int, ...] | None = None
-    sources: dict[int, Stack] = field(default_factory=dict)
+    from_batch: bool = False  # it follows from the samples
+    routed: bool = False  # which rows it has follows from the samples' values
+    order: tuple[int, ...] | None = None  # where each row was before, if all that has happened to them is one permutation
+    # The parameters that it follows from while it doesn't follow from the batch, by name, each with the innermost calls
+    # around all operations on the way.
+    sources: dict[str, Stack] = field(default_factory=dict)
 
     def add(self, other: Facts) -> None:
         self.from_batch |= other.from_batch
@@ -66,26 +59,26 @@ _SCATTERS = ("index_add", "index_put", "index_copy", "index_fill", "scatter", "m
 class Tracker(TorchDispatchMode):
     """Follows values through all operations, those inside scripted code and C++ included.
 
-    What the batch decides is found in the data alone, so that Python's own numbers, taken from tensors, end the trail.
+    A number that Python takes from a tensor ends the trail: what the batch decides is found in tensors alone.
 
-    parameters: to follow    carrying: the tensors that hold the batch    by_rule: whether a rule covers the parameter, by
-    id, where its module reads it in a call of its own
+    parameters: to follow, by name    carrying: the tensors that hold the batch    by_rule: whether a rule covers the
+    parameter of a name, where the module at a path reads it in a call of its own
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], carrying: Iterable[Tensor], by_rule: Callable[[str, int], bool]
+        self, parameters: Mapping[str, Tensor], carrying: Iterable[Tensor], by_rule: Callable[[str, str], bool]
     ) -> None:
         super().__init__()
         self.stack: Stack = ()
-        self.reads: dict[int, set[Stack]] = {}  # where parameters meet the batch but for their rules
-        self.uses: dict[int, set[str]] = {}  # the modules by path in which an operation uses a parameter
+        self.reads: dict[str, set[Stack]] = {}  # where parameters meet the batch but for their rules
+        self.uses: set[str] = set()  # the parameters that an operation uses
         self.counting: set[Frame] = set()  # the calls in which sizes or choices are taken from the batch
         self._facts: dict[StorageWeakRef, Facts] = {}
-        self._parameters: dict[StorageWeakRef, list[int]] = {}
+        self._parameters: dict[StorageWeakRef, list[str]] = {}
         self._by_rule = by_rule
-        for parameter in parameters:
+        for name, parameter in parameters.items():
             if (key := _key(parameter)) is not None:
-                self._parameters.setdefault(key, []).append(id(parameter))
+                self._parameters.setdefault(key, []).append(name)
         for tensor in carrying:
             self._add(tensor, Facts(from_batch=True))
 
@@ -111,7 +104,7 @@ class Tracker(TorchDispatchMode):
             known.add(self.facts(x))
             key = _key(x)
             for parameter in () if key is None else self._parameters.get(key, ()):
-                self.uses.setdefault(parameter, set()).add(self.stack[-1].path if self.stack else "")
+                self.uses.add(parameter)
                 known.add(Facts(sources={parameter: self.stack}))
         known.sources = {parameter: common(stack, self.stack) for parameter, stack in known.sources.items()}
         counts = name == "_local_scalar_dense" and not inputs[0].is_floating_point() and inputs[0].dtype != torch.bool
@@ -128,7 +121,7 @@ class Tracker(TorchDispatchMode):
                     self._add(x, known)
         return out
 
-    def _read(self, sources: dict[int, Stack]) -> None:
+    def _read(self, sources: dict[str, Stack]) -> None:
         for parameter, stack in sources.items():
             if not (stack == self.stack and stack and self._by_rule(stack[-1].path, parameter)):
                 self.reads.setdefault(parameter, set()).add(stack)

@@ -1,10 +1,9 @@
-"""What a rule sees of a layer's call, and the helper that spares the common one-tensor rule the ceremony."""
+"""What a rule sees of a layer's call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,32 +11,33 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
-from autograd_hacks.forms import Form
 from autograd_hacks.support.trees import version_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer as the gate hands it on, in the parameters' dtype.
+    """One call of a layer, as a formula gets it: in the parameters' dtype."""
 
-    args, kwargs: what the layer's forward was given
-    grads: for each tensor that the layer returned, the gradient of the batch's loss at it, or None where the loss did not
-    reach it
-    training: whether the layer was in training mode    state: its parameters and buffers, for `read`
-    random_state: the generators' states before the call, for layers with dropout inside    outputs: what came out, for
-    layers that are recomputed    precision: autocast's dtype, where the call ran under it
-    """
-
+    #: the layer's name in the model
     path: str
+    #: the layer itself
     layer: nn.Module
+    #: what the layer's forward was given by position
     args: tuple[Any, ...]
+    #: what the layer's forward was given by name
     kwargs: Mapping[str, Any]
-    grads: tuple[Tensor | None, ...]
+    #: whether the layer was in training mode
     training: bool
-    state: Mapping[str, tuple[Tensor, int]]
-    random_state: Mapping[str, Tensor] | None
-    outputs: tuple[Tensor, ...]
-    precision: torch.dtype | None
+    #: for each tensor that the layer returned, the gradient of the batch's loss at it; None where the loss did not reach it
+    grads: tuple[Tensor | None, ...] = ()
+    #: the layer's parameters and buffers with their versions, for `read`
+    state: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
+    #: the generators' states before the call, for layers with dropout inside
+    random_state: Mapping[str, Tensor] | None = None
+    #: what the layer returned, for rules that recompute it
+    outputs: tuple[Tensor, ...] = ()
+    #: autocast's dtype, where the call ran under it
+    precision: torch.dtype | None = None
 
     @property
     def grad(self) -> Tensor:
@@ -54,9 +54,9 @@ class Call:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def read(self, name: str) -> Tensor:
-        """The layer's own parameter or buffer as it was in the forward pass.
+        """A parameter or buffer of the layer, as it was in the forward pass.
 
-        Raises StaleRecord where it has been changed since.
+        Raises StaleRecord where it has changed since.
         """
         tensor, version = self.state[name]
         *path, own_name = name.split(".")
@@ -68,74 +68,8 @@ class Call:
         return tensor.detach()
 
 
-Rule = Callable[[Any, Call], Mapping[str, Form]]
-"""``rule(layer, call)`` returns a form for each of the layer's own parameters."""
-
-
-def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -> Rule:
-    """A rule from ``formula(layer, x, g)``, for a layer of one tensor in, x, and one out, with the gradient g at it."""
-
-    @wraps(formula)
-    def rule(layer: nn.Module, call: Call) -> Mapping[str, Form]:
-        inputs = (*call.args, *call.kwargs.values())
-        if len(inputs) != 1:
-            raise TypeError(
-                f"{where(call.path, layer)} was given {len(inputs)} arguments, but its rule {formula.__name__} is for one. "
-                "Write rule(layer, call) without single_input, which sees all of them."
-            )
-        return formula(layer, inputs[0], call.grad)
-
-    return rule
-
-
-def counts_samples(
-    count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int], axes: Callable[[Any], Sequence[int]]
-) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer may have samples elsewhere than on axis 0: ``count(layer, args, kwargs)`` counts them, and
-    ``axes(layer)`` says where they are in each output."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["samples"], vars(rule)["axes"] = count, axes
-        return rule
-
-    return mark
-
-
-def positionwise(features: Callable[[Any], int]) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer does the same at every position, wherever the batch is: ``features(layer)`` says how many of
-    the output's last axes belong to one position."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["features"] = features
-        return rule
-
-    return mark
-
-
-def mixes(why: Callable[[Any, bool], str | None]) -> Callable[[Rule], Rule]:
-    """Marks a rule whose layer may mix samples: ``why(layer, training)`` says so for people, or is None."""
-
-    def mark(rule: Rule) -> Rule:
-        vars(rule)["mixes"] = why
-        return rule
-
-    return mark
-
-
-def by_input(rule: Rule) -> Rule:
-    """Marks a rule whose layer may return a loss of the whole batch: its first argument tells where the samples are."""
-    vars(rule)["by_input"] = True
-    return rule
-
-
-def recomputes(rule: Rule) -> Rule:
-    """Marks a rule that recomputes its layer's output, which is kept for it as ``call.outputs``."""
-    vars(rule)["recomputes"] = True
-    return rule
-
-
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:
-    """Raises for an input with fewer axes than a batch has.  layout: a batch's shape, for people."""
+    """Raises for an input with fewer axes than a batch has.  layout: the shape expected, for people."""
     if x.ndim < at_least:
         raise BatchSizeError(
             f"was given an input without a batch axis, of shape {tuple(x.shape)}; expected {layout}. "

@@ -8,7 +8,8 @@ from einops import reduce
 from torch import Tensor
 
 from autograd_hacks.forms import Convolution, Dense, Form
-from autograd_hacks.rules.call import Call, needs_batch, single_input
+from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.rule import single_input
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -30,8 +31,7 @@ def conv(layer: _Conv, x: Tensor, g: Tensor) -> Mapping[str, Form]:
 def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
     """x: N C *S    g: N O *L.  The layer is a convolution's input gradient, so x and g change places.
 
-    That convolution goes from L to S.  Behind its last position there is room for padding, of which output_padding has
-    made a part real.
+    That convolution takes L to S.  Its padding after L is smaller than that before by output_padding.
     """
     x, g = call.argument(0, "input"), call.grad
     needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
@@ -48,8 +48,8 @@ def _forms(
 ) -> Mapping[str, Form]:
     """The weight's form for a convolution from x to g, and the bias's.
 
-    sides: what is put before and after each spatial axis of x; negative where something is cut off.  A kernel sees the
-    same whether the convolution pads or x is padded; equal zeros are left to the convolution, which needs no copy.
+    sides: the padding before and after each spatial axis of x, negative to cut off    at_output: the gradient at the output
+    Zeros of equal number on both sides are left to the convolution, which needs no copy; else x itself is padded.
     """
     padding = tuple(before for before, _ in sides)
     if mode != "zeros" or any(before != after for before, after in sides):

@@ -1,4 +1,4 @@
-"""Embedding and EmbeddingBag: tables that are read by index."""
+"""Embedding and EmbeddingBag: tables read by index."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from einops import rearrange
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Form, Lookup
-from autograd_hacks.rules.call import Call, needs_batch, positionwise, recomputes, single_input
+from autograd_hacks.forms import Form, Lookup, group
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
+from autograd_hacks.rules.rule import single_input
 
 
-@positionwise(features=lambda layer: 1)
 @single_input
 def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
@@ -25,10 +25,9 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     return {"weight": _lookup(layer, index, g)}
 
 
-@recomputes
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
-    """N bags, g: N D.  A bag's entries get its g, times their weights for 'sum', over their number for 'mean', and for
-    'max' in the features where they are the largest."""
+    """N bags    g: N D.  Each entry of a bag gets the bag's g: for 'sum' times its weight, for 'mean' divided by the number
+    of entries, for 'max' only in the features where it is the largest."""
     _refuse_scale_by_freq(layer)
     index, offsets, weights = (
         call.argument(place, name) for place, name in enumerate(("input", "offsets", "per_sample_weights"))
@@ -50,11 +49,11 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
         values = values / sizes.clamp(min=1)[bags, None]
     elif weights is not None:
         values = values * weights[:, None]
-    return {"weight": Lookup(index[:, None], values[:, None], layer.num_embeddings).group(bags, len(offsets))}
+    return {"weight": group(Lookup(index[:, None], values[:, None], layer.num_embeddings), bags, len(offsets))}
 
 
 def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
-    """Each feature of a bag goes to the entry in which it is the largest, which the operation itself tells."""
+    """Each feature's gradient goes to the entry that is the largest there; torch's operation returns which one it is."""
     largest = 2  # torch's number for the mode
     weight = call.read("weight")
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
@@ -64,7 +63,7 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
 
 def _lookup(layer: nn.Embedding, index: Tensor, g: Tensor) -> Form:
     if layer.padding_idx is not None:
-        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # and not a product: 0 · NaN is no zero
+        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
     return Lookup(index, g, layer.num_embeddings)
 
 

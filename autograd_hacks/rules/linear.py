@@ -8,15 +8,15 @@ from einops import rearrange
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.call import Call, needs_batch, positionwise, single_input
+from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.rule import single_input
 
 
-@positionwise(features=lambda layer: 1)
 @single_input
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t]; the bias sees Σₜ g[n, t]."""
+    """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t], and Σₜ g[n, t] for the bias."""
     needs_batch(x, at_least=2, layout="(N, ..., in_features)")
-    if x.ndim == 2:  # nothing to rearrange, which takes 8 µs for a layer
+    if x.ndim == 2:  # `rearrange` would take 8 µs a layer to change nothing
         left, right, total = g, x.conj(), g
     else:
         left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i").conj()
@@ -27,16 +27,14 @@ def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return forms
 
 
-@positionwise(features=lambda layer: 1)
 @single_input
 def transposed_linear(layer: nn.Module, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x: N *T I    g: N *T O.  A Linear whose weight is stored as I O, which GPT-2 is made of."""
+    """x: N *T I    g: N *T O.  A Linear whose weight is stored as I O, as in GPT-2."""
     needs_batch(x, at_least=2, layout="(N, ..., in_features)")
     left, right = rearrange(x, "n ... i -> n (...) i").conj(), rearrange(g, "n ... o -> n (...) o")
     return {"weight": Outer(left, right), "bias": Dense(right.sum(1))}
 
 
-@positionwise(features=lambda layer: 1)
 def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
     """x₁: N *T I    x₂: N *T J    g: N *T O.  y = x₁ᵀ W x₂ + b, so a position adds g ⊗ x₁ ⊗ x₂."""
     x1, x2, g = call.argument(0, "input1"), call.argument(1, "input2"), call.grad

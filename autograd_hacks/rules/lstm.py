@@ -1,5 +1,8 @@
-"""LSTM, back through time by hand: what the layer returned is its state at every step, so that only the cell's is computed
-again, and all gates at once."""
+"""LSTM, backpropagated through time by hand: no formula but an optimisation of `recurrent`, for the usual LSTM.
+
+The layer returned its state h at every step.  So the gates of all steps are computed at once from x and h, and loops over
+time remain for the cell state c and for the gradients alone; `recurrent` runs every step again under autograd.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from autograd_hacks.rules.recompute import check_same, recomputing
 
 @torch.no_grad()
 def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, ...]]) -> dict[str, Form]:
-    """x: T N I    states: for each layer and direction h and c before the first step, each N H.  No projections."""
+    """x: T N I    states: h and c before the first step for each layer and direction, each N H.  Not for projections."""
     out = call.outputs[0].transpose(0, 1) if layer.batch_first else call.outputs[0]
     directions, size = 2 if layer.bidirectional else 1, layer.hidden_size
     inputs, masks, hidden = [x], list[Tensor | None](), list[Tensor]()
@@ -63,7 +66,7 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
 
 @dataclass
 class _Direction:
-    """One layer in one direction, or in the order of time backwards."""
+    """One layer in one direction, forwards or backwards in time."""
 
     layer: nn.LSTM
     call: Call
@@ -86,11 +89,11 @@ class _Direction:
         return [self.call.read(name + self.suffix) for name in ("bias_ih", "bias_hh")] if self.layer.bias else []
 
     def in_order(self, x: Tensor) -> Tensor:
-        """T ..., in the order that this direction goes."""
+        """x: T ..., forwards in time.  Returns it in the order in which this direction runs, and the other way round."""
         return x.flip(0) if self.side else x
 
     def run(self, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-        """The states at every step, T N H, by torch's own kernel."""
+        """The states at every step, T N H, computed by torch's own kernel."""
         weights = [self.weight_ih, self.weight_hh, *self.biases()]
         before = tuple(part[None].to(x.dtype).contiguous() for part in state)
         return self.in_order(torch.lstm(self.in_order(x), before, weights, self.layer.bias, 1, 0.0, False, False, False)[0])
@@ -101,7 +104,7 @@ class _Direction:
         """Backpropagation through time.
 
         x: T N I    h, g: T N H, the states and the gradients at them    g_last, g_cell: N H, those at the last h and c
-        Returns the gradients at the gates, T N 4H, and the states before each step, T N H, in this direction's order.
+        Returns the gradients at the gates, T N 4H, and the states before each step, T N H, in the order of this direction.
         """
         x, h, g = self.in_order(x), self.in_order(h), self.in_order(g)
         before = torch.cat([state[0][None].to(h.dtype), h[:-1]])
@@ -116,7 +119,7 @@ class _Direction:
         cell = torch.stack(cells)
         seen = cell[1:].tanh()
         check_same(self.call, h, show * seen)
-        # What the gates change in the cell, and the cell and the last gate in the state.
+        # Derivatives of c by the first three gates, and of h by the last gate and by c.
         in_cell = torch.stack([added * (1 - take), cell[:-1] * keep * (1 - keep), take * (1 - new * new)], 2)
         in_state, through = seen * show * (1 - show), show * (1 - seen * seen)
         by_gates = g.new_empty(*g.shape[:2], 4, g.shape[2])

@@ -1,5 +1,5 @@
-"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised; so the weight's J is g x̂ and the bias's is g, summed over
-the positions that share an entry."""
+"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised.  So J is g x̂ for the weight and g for the bias, summed
+over the positions that share an entry."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Dense, Form
-from autograd_hacks.rules.call import Call, mixes, needs_batch, positionwise, single_input
+from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.rule import single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
 
 
-@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, normalised over S."""
@@ -24,7 +24,6 @@ def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
 
 
-@positionwise(features=lambda layer: len(layer.normalized_shape))
 @single_input
 def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, divided by the root mean square over S."""
@@ -38,7 +37,7 @@ def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     return _affine(layer, F.group_norm(x, layer.num_groups, eps=layer.eps), g)
 
 
-def _why_it_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
+def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str | None:
     of_batch = training or not layer.track_running_stats
     if not of_batch or isinstance(layer, nn.modules.instancenorm._InstanceNorm):
         return None
@@ -48,10 +47,9 @@ def _why_it_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str 
     )
 
 
-@mixes(_why_it_mixes)
 def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[str, Form]:
     """BatchNorm and InstanceNorm.  x, g: N C *T, normalised with running statistics, or each instance by its own."""
-    if why := _why_it_mixes(layer, call.training):
+    if why := why_norm_mixes(layer, call.training):
         raise SamplesMixed(why)
     by_instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm)
     of_input = call.training or not layer.track_running_stats
@@ -68,13 +66,13 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
 
 
 def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
-    """Forms for a weight and a bias over the `last` axes, or over the channels, axis 1, where there is no such number."""
+    """Forms for a weight and a bias.  They lie on the `last` axes of x, or on axis 1, the channels, where `last` is None."""
 
     def sum_positions(values: Tensor) -> Tensor:
         shared = range(1, values.ndim - last) if last else range(2, values.ndim)
         return values.sum(tuple(shared)) if len(shared) else values
 
-    # x̂ is nobody else's, and its memory is at hand.
+    # In place where it can be: nobody else holds x̂, and new memory costs more.
     products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
     forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
     if getattr(layer, "bias", None) is not None:

@@ -1,6 +1,6 @@
-"""RNN, LSTM, GRU and their cells: the linear maps of every time step, recomputed.
+"""RNN, LSTM, GRU and their cells: every time step is recomputed as linear maps.
 
-In one step the input's map gives i and the state's map gives h; the gates are functions of both.
+In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.lstm import lstm
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
@@ -22,7 +22,7 @@ State = tuple[Tensor, ...]
 """h, or h and c, each N H"""
 
 
-def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+def count_sequences(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
     x = args[0] if args else kwargs["input"]
     if isinstance(x, PackedSequence):
         return int(x.batch_sizes[0]) if len(x.batch_sizes) else 0
@@ -30,8 +30,6 @@ def _count(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[str, objec
     return x.shape[0 if layer.batch_first or x.ndim < 3 else 1]
 
 
-@recomputes
-@counts_samples(_count, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1))
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
     step is recomputed as linear maps; a weight's gradient sums over its map's uses."""
@@ -56,7 +54,7 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
                 last.append(state)
             x = torch.cat(sides, 2)
             if layer.dropout and call.training and depth < layer.num_layers - 1:
-                # Packed, as in the forward pass, for the same random numbers to fall on the same places.
+                # Packed, as in the forward pass, so that the same random numbers fall on the same places.
                 x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
         out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
         outputs = [out, *[torch.stack(parts) for parts in zip(*last)]]
@@ -64,7 +62,6 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
         return maps.forms(outputs)
 
 
-@recomputes
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     """x: N I    states: N H.  The step is recomputed as linear maps."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")
@@ -95,7 +92,7 @@ def _run(
         after = _step(layer, by_input[t], maps(state[0], "weight_hh" + suffix, bias_hh), state)
         if layer.proj_size:
             after = (maps(after[0], "weight_hr" + suffix, None), *after[1:])
-        if packing:  # a sequence that has ended, or not begun, keeps its state
+        if packing:  # a sequence that has ended, or has not begun, keeps its state
             after = tuple(torch.where(packing.running[t], new, old) for new, old in zip(after, state))
         state = after
         outputs[t] = state[0]
@@ -103,7 +100,7 @@ def _run(
 
 
 def _step(layer: nn.RNNBase | nn.RNNCellBase, i: Tensor, h: Tensor, state: State) -> State:
-    """The state after a step.  i, h: N gates·H, from the input's map and the state's"""
+    """The state after a step.  i, h: N gates·H, the outputs of the input's map and the state's"""
     if isinstance(layer, nn.LSTM | nn.LSTMCell):
         take, keep, new, show = (i + h).chunk(4, 1)
         c = keep.sigmoid() * state[1] + take.sigmoid() * new.tanh()
@@ -125,7 +122,7 @@ def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor) -> list[
 
 
 class _Packing:
-    """Where the rows of packed data stand in a padded batch, in the order that the user gave the samples."""
+    """Where each row of packed data goes in a padded batch, whose samples are in the order in which the user gave them."""
 
     def __init__(self, packed: PackedSequence) -> None:
         sizes = packed.batch_sizes.to(packed.data.device)
@@ -137,7 +134,7 @@ class _Packing:
         self.running = self.sorted[:, self.by_user, None]  # T N 1, whether a sample has a step t
 
     def pad(self, data: Tensor) -> Tensor:
-        """rows ... -> T N ..., zeros behind each sequence's end"""
+        """rows ... -> T N ..., with zeros after each sequence's end"""
         padded = data.new_zeros(*self.sorted.shape, *data.shape[1:])
         return padded.index_put(self.sorted.nonzero(as_tuple=True), data)[:, self.by_user]
 

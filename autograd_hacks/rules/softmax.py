@@ -1,5 +1,5 @@
-"""Layers that end in a loss: AdaptiveLogSoftmaxWithLoss and LinearCrossEntropyLoss.  Their losses are recomputed from the
-logits; whatever the reduction, the gradient at a sample's logits is that sample's own."""
+"""Layers that end in a loss: AdaptiveLogSoftmaxWithLoss and LinearCrossEntropyLoss.  The loss is recomputed from the logits,
+which the reduction comes after: so the gradient at a sample's logits belongs to that sample alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, by_input, counts_samples, needs_batch, recomputes
+from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
 
 
-def _count(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
+def count_rows(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
     return len(args[0] if args else next(iter(kwargs.values())))
 
 
-@by_input
-@recomputes
-@counts_samples(_count, axes=lambda layer: (0,))
 def adaptive_log_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss, call: Call) -> Mapping[str, Form]:
     """x: N I    target: N.  The head scores the frequent classes and each cluster of rare ones; a cluster's tail scores its
     classes, for the samples whose target is among them."""
@@ -46,11 +43,9 @@ def adaptive_log_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss, call: Call) -> Ma
         return maps.forms(outputs)
 
 
-@by_input
-@recomputes
-@counts_samples(_count, axes=lambda layer: (0,))
 def linear_cross_entropy(layer: Any, call: Call) -> Mapping[str, Form]:
-    """x: N I    target: N *S, or N C *S.  The loss is cross entropy between the target and logits N C *S, C·S maps of x."""
+    """x: N I    target: N *S, or N C *S.  The loss is the cross entropy of the target and the logits, N C *S,
+    a linear map of x."""
     x, target = call.argument(0, "input"), call.argument(1, "target")
     needs_batch(x, at_least=2, layout="(N, in_features)")
     maps, weight = LinearMaps(call), None if layer.weight is None else call.read("weight")

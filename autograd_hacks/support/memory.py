@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +16,43 @@ SMALL = 64 * 1024
 """Bytes up to which new memory takes less time than to find out whether the old may be used: 1 µs against 6."""
 
 
-def is_free(alone: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
+class Pool:
+    """Memory by key: a tensor that this has made, and that was given back, is written into again if nobody else holds it."""
+
+    def __init__(self) -> None:
+        self.reuse = True
+        self._made: dict[str, weakref.ref[Tensor]] = {}
+        self._held: dict[str, list[Tensor]] = {}
+
+    def give_back(self, key: str, tensor: Tensor | None) -> None:
+        """Takes memory back, if this has made it."""
+        made = self._made.get(key)
+        if self.reuse and tensor is not None and made is not None and made() is tensor:
+            self._held[key] = [tensor]
+
+    def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor to write into, of a shape, and of the dtype and device of another."""
+        alone = self._held.pop(key, None)
+        if alone is not None and _is_free(alone, tuple(shape), like):
+            return alone[0]
+        alone = None  # the old makes room before the new comes
+        new = like.new_empty(tuple(shape))
+        if self.reuse and new.nbytes >= SMALL:
+            self._made[key] = weakref.ref(new)
+        return new
+
+    def clear(self) -> None:
+        """Frees what is held."""
+        self._held.clear()
+
+
+def _is_free(alone: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
     """Whether a tensor can be written into as a new one of a shape, and of the dtype and device of another.
 
     alone: the tensor, which must be held by no other list or name than this list of one
     """
     old = alone[0]
-    if vars(old) or weakref.getweakrefcount(old) > 1:  # the library's own is one
+    if vars(old) or weakref.getweakrefcount(old) > 1:  # the pool's own is one
         return False
     del old
     if _holders(alone) != _ALONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,31 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if _is_flat(tree):
         return tuple([function(leaf) for leaf in tree])
+    return tree_map(at_leaf, tree, is_leaf=is_packed)
+
+
+def weakly(tree: Any) -> Any:
+    """The tree with a weak reference in the place of each tensor, and of each object that takes one; see `held`."""
+
+    def at_leaf(leaf: Any) -> Any:
+        try:
+            return weakref.ref(leaf)
+        except TypeError:  # numbers and strings take none
+            return leaf
+
+    return tree_map(at_leaf, tree, is_leaf=is_packed)
+
+
+def held(tree: Any) -> Any:
+    """What `weakly` was given.  Raises ReferenceError where something in it is gone."""
+
+    def at_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, weakref.ref):
+            return leaf
+        if (found := leaf()) is None:
+            raise ReferenceError("an argument is gone")
+        return found
+
     return tree_map(at_leaf, tree, is_leaf=is_packed)
 
 

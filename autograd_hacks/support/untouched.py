@@ -71,6 +71,11 @@ def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
     return torch.autocast(device.type, dtype, dtype is not None, cache_enabled=False)
 
 
+def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:
+    """A context in which products keep a parameter's precision, wherever reading is called from."""
+    return autocast_to(None, parameter.device)
+
+
 def cuda_devices_of(module: nn.Module) -> set[torch.device]:
     """The devices with generators of their own that a module is on."""
     if not torch.cuda.is_initialized():

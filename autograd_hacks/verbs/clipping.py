@@ -1,15 +1,16 @@
-"""Gradients of which no sample has more than its share."""
+"""Per-sample gradient clipping."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.forms import Dense, Scaled
-from autograd_hacks.reading.gate import set_grads
-from autograd_hacks.reading.guards import check_ordinary
+from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.support.memory import Pool
+from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 
 BUDGET = 256 * 2**20
@@ -28,19 +29,24 @@ def clip_grad1_norm_(
     scale: float | Tensor = 1.0,
     error_if_nonfinite: bool = False,
     budget: int = BUDGET,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean (or sum, as the loss was) of the per-sample gradients, each clipped to a norm.
 
     A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖).  One backward pass is enough, and
     nothing of size N × P is written.  Whatever was in ``.grad`` is replaced: run the backward pass of a penalty afterwards.
 
-    max_norm: larger than 0    loss_type, scale: as in `compute_grad1`
+    max_norm: larger than 0    loss_type: as in `compute_grad1`    scale: 1, since ``scaler`` takes its place
     error_if_nonfinite: whether to raise RuntimeError for a norm that is infinite or no number; else such samples spoil the
     sum, as they would without clipping    budget: bytes to use beside the result
+    scaler: what has scaled the loss. Its scale is in ``.grad`` as after any backward pass, so that ``scaler.step`` is right
+    after it, and ``scaler.unscale_``, but not before; a norm that is not finite makes all of ``.grad`` NaN, and
+    ``scaler.step`` skips the step
 
-    Returns the norms before clipping, N.
+    Returns the norms before clipping, N, without the scale.
 
-    Raises ValueError for max_norm ≤ 0, and what `compute_grad1` raises.
+    Raises ValueError for max_norm ≤ 0 or another scale, RuntimeError after ``scaler.unscale_``, NotReduced where
+    DistributedDataParallel has reduced ``.grad``, and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
@@ -49,45 +55,67 @@ def clip_grad1_norm_(
         raise TypeError(f"clip_grad1_norm_ was given max_norm={max_norm!r}; expected a number")
     if not max_norm > 0:
         raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
+    _check_scale(scale, scaler)
     recorder = recorder_of(model)
-    check_ordinary(recorder, "gradient to clip")
-    grads = written_where_it_saves(per_sample_grads(model, loss_type, scale), 3 * budget // 4, recorder.memory)
-    if not recorder.reuse:
-        recorder.memory.clear()
+    check_ordinary(recorder.record, "gradient to clip")
+    recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "clip_grad1_norm_")
+    grads, written = written_where_it_saves(per_sample_grads(model, loss_type), 3 * budget // 4, recorder.pool)
     norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
+    norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
             f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
             "Leave them out of the batch, or clip with error_if_nonfinite=False."
         )
     weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
+    if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
+        weights = weights.where(norms.isfinite(), torch.nan)
     if grads.loss_type == "mean":
         weights = weights / max(1, grads.samples)
     set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached)
-    for segment in recorder.segments:
+    for segment in recorder.record.segments:
         segment.replaced = True
+    for key, rows in written.items():  # for the next step
+        recorder.pool.give_back(key, rows)
     return norms
 
 
-def written_where_it_saves(grads: PerSampleGrads, budget: int, memory: dict[str, Tensor]) -> PerSampleGrads:
-    """The same, with some rows written out: those of which norms and weighted sums both are best taken so.
+def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
+    """Raises where ``scaler.step`` would divide by the scale twice, or not at all."""
+    check_scale(scale)
+    if scale != 1:
+        raise ValueError(
+            f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself, scaler=scaler: .grad then "
+            "has the scale in it, and scaler.step() divides by that. For a loss that you have multiplied yourself clip to "
+            "max_norm * scale, and divide by the scale afterwards: p.grad /= scale."
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler")
+    # Whose optimizers they are is not known: the scaler keeps nothing of them but numbers.
+    states = scaler._per_optimizer_states.values() if scaler is not None and scaler.is_enabled() else ()
+    if any(state["stage"] is OptState.UNSCALED for state in states):
+        raise RuntimeError(
+            "clip_grad1_norm_ was given a scaler after its unscale_(optimizer), so that scaler.step(optimizer) would not "
+            "divide by the scale, which .grad will have in it again. Call unscale_ after clip_grad1_norm_, or not at all. "
+            "If it was for another model's optimizer, step that one first, or clip before its unscale_."
+        )
+
+
+def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tuple[PerSampleGrads, dict[str, Tensor]]:
+    """The same, with some rows written out: those of which norms and weighted sums both are best taken so; and these.
 
     Two readings of a row and its writing cost about as much as ``READING`` multiplications for each number.
 
-    memory: what an earlier call has written into, which is used again, and what this one does: fresh memory costs more
+    pool: of memory to write into: fresh memory costs more
     """
-    found, left, before = dict(grads), budget, dict(memory)
-    memory.clear()
+    found, left, written = dict(grads), budget, dict[str, Tensor]()
     with grads.reading():
         for name in sorted(grads, key=lambda name: grads[name].saving(), reverse=True):
             form = grads[name]
             size = form.samples * form.shape.numel() * form.like.element_size()
             if form.saving() > READING and size <= left:
-                inner, factor = (form.form, form.factor) if isinstance(form, Scaled) else (form, 1.0)
-                old, shape = before.get(name), (form.samples, *form.shape)
-                kind = shape, inner.like.dtype, inner.like.device
-                fits = old is not None and (old.shape, old.dtype, old.device) == kind
-                memory[name] = inner.dense(old if fits and old is not None else inner.like.new_empty(shape))
-                found[name], left = Scaled(Dense(memory[name]), factor), left - size
-    return grads.with_forms(found, grads.samples)
+                key = f"clipped rows of {name}"
+                written[key] = pool.take(key, (form.samples, *form.shape), form.like)
+                found[name], left = form.written(written[key]), left - size
+    return grads.with_forms(found, grads.samples), written

@@ -12,7 +12,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.plan import Plan, static_units
-from autograd_hacks.reading.gate import per_parameter_forms
+from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.tables import text_table
 
@@ -76,7 +76,7 @@ def describe(model: nn.Module) -> Description:
         readers = owners[parameter]
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
         form = forms.get(name)
-        how = _how(parameter, layer, plan, modules, is_known)
+        how = _how(name, parameter, layer, plan, modules, is_known)
         if form is None and name in forms:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
@@ -93,7 +93,7 @@ def describe(model: nn.Module) -> Description:
 def _plan(model: nn.Module) -> tuple[Plan, bool]:
     """The plan of the model's last forward, and whether a probe has made it."""
     try:
-        plan = recorder_of(model).plan
+        plan = recorder_of(model).record.plan
     except NothingRecorded:
         return Plan(units=static_units(model)), False
     return plan, bool(plan.model)
@@ -102,23 +102,26 @@ def _plan(model: nn.Module) -> tuple[Plan, bool]:
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
-        return per_parameter_forms(model, dict(model.named_parameters()), recorder_of(model), None), ""
+        return dict(read(model, dict(model.named_parameters()), recorder_of(model), None)), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
         return {}, f"No forms to show: {error}"
 
 
-def _how(parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[str, nn.Module], is_known: bool) -> str:
+def _how(
+    name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[str, nn.Module], is_known: bool
+) -> str:
     rule = rule_for(layer)
     if not parameter.requires_grad:
         return "frozen"
-    if reason := plan.refused.get(id(parameter)):
+    if reason := plan.refused.get(name):
         return f"refused: {reason}"
-    units = [(path, unit) for path, unit in plan.units.items() if any(p is parameter for p in unit.parameters.values())]
+    units = [(path, unit) for path, unit in plan.units.items() if name in unit.parameters.values()]
     if units and not is_known:
         return "replay, of what module the first step finds out"
     parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    by_rule = rule is not None and (not units or id(parameter) in plan.by_rule)
-    return " and ".join([*([f"rule {getattr(rule, '__name__', 'of yours')}"] if by_rule else []), *parts])
+    if rule is not None and (not units or name in plan.by_rule):
+        parts.insert(0, f"rule {rule.name}")
+    return " and ".join(parts)
 
 
 def _with_unit(size: int | None) -> str:

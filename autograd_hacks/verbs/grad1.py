@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.forms import Form, Outer
+from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
-from autograd_hacks.reading.gate import per_parameter_forms, without_autocast
-from autograd_hacks.reading.guards import check_ordinary, common_reduction
-from autograd_hacks.support import memory
+from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.untouched import without_autocast
 
 
 def compute_grad1(
@@ -30,28 +29,32 @@ def compute_grad1(
 
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
     scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
-    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``
+    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``; without ``scale``
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
-    (see `autograd_hacks.errors`), and ValueError for another loss_type.
+    (see `autograd_hacks.errors`), ValueError for another loss_type; and with ``set_grad`` ValueError for a scale, and
+    NotReduced where DistributedDataParallel has reduced ``.grad``.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
     """
     recorder = recorder_of(model)
     parameters = dict(model.named_parameters())
     try:
-        check_ordinary(recorder, "grad1")
-        forms = per_parameter_forms(model, parameters, recorder, loss_type, scale)
+        check_ordinary(recorder.record, "grad1")
+        if set_grad:
+            _check_unscaled(scale)
+            recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "compute_grad1(set_grad=True)")
+        forms = dict(read(model, parameters, recorder, loss_type, scale))
     except BaseException:
         _forget(parameters.values())  # an earlier step's rows must not be taken for this one's
         raise
-    is_mean = set_grad and common_reduction(recorder, loss_type) == "mean"
+    is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
     share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
     totals: dict[str, Tensor | None] = {}
     try:
         with torch.no_grad():
             for name, parameter in parameters.items():
-                rows = _set(parameter, name in forms, forms.get(name), recorder)
+                rows = _set(name, parameter, name in forms, forms.get(name), recorder.pool)
                 if set_grad and name in forms:
                     totals[name] = None if rows is None else _total(forms[name], rows, share)
     except BaseException:  # and not some of this step's beside some of the last one's
@@ -61,48 +64,45 @@ def compute_grad1(
         parameters[name].grad = total
 
 
+def _check_unscaled(scale: float | Tensor) -> None:
+    """Raises where ``scaler.step`` would divide by the scale twice."""
+    check_scale(scale)
+    if scale != 1:
+        raise ValueError(
+            f"compute_grad1(set_grad=True) was given scale={float(scale)}, after which .grad has no scale in it, and "
+            "scaler.step() would divide by that once more. Leave scale out: rows and .grad then have the scale in them, as "
+            ".grad has it after any backward pass, and scaler.step() is right."
+        )
+
+
 def _forget(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         vars(parameter).pop("grad1", None)
 
 
-def _set(parameter: Tensor, trains: bool, form: Form | None, recorder: Recorder) -> Tensor | None:
-    """Writes a parameter's rows, and returns them."""
-    old = None if form is None else _free_memory(parameter, form, recorder)
+def _set(name: str, parameter: Tensor, trains: bool, form: Form | None, pool: Pool) -> Tensor | None:
+    """Writes a parameter's rows, into the memory of the last step's where nobody else holds that, and returns them."""
+    key = f"grad1 of {name}"
+    if form is not None and form.writes_in_place:
+        pool.give_back(key, vars(parameter).pop("grad1", None))
     vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
     if not trains:
         return None
-    rows = None if form is None else _write(form, parameter, old)
+    rows = None if form is None else _write(form, parameter, key, pool)
     vars(parameter)["grad1"] = rows
-    if rows is not None and recorder.reuse and rows.nbytes >= memory.SMALL:
-        recorder.written[parameter] = weakref.ref(rows)
     return rows
 
 
-def _write(form: Form, parameter: Tensor, out: Tensor | None) -> Tensor:
-    if out is None and form.writes_in_place:
-        out = parameter.new_empty(form.samples, *form.shape)  # a tensor of its own, not a view, to be used again
+def _write(form: Form, parameter: Tensor, key: str, pool: Pool) -> Tensor:
+    # A tensor of its own, not a view, to be used again.
+    out = pool.take(key, (form.samples, *form.shape), parameter) if form.writes_in_place else None
     with without_autocast(parameter):
         return form.dense(out).to(parameter.dtype)
 
 
 def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    if form is not None and all(isinstance(leaf, Outer) and leaf.positions == 1 for leaf in form.leaves()):
+    if form is not None and form.sums_cheaply:
         with without_autocast(rows):
             return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)
-
-
-def _free_memory(parameter: Tensor, form: Form, recorder: Recorder) -> Tensor | None:
-    """The last step's grad1 to write into, where it is the library's own, fits, is not small, and nobody else holds it.
-
-    It is the parameter's no longer then.
-    """
-    written = recorder.written.get(parameter)
-    if written is None or not recorder.reuse or not form.writes_in_place or form.samples * parameter.nbytes < memory.SMALL:
-        return None
-    alone: list[Tensor] = [vars(parameter).pop("grad1", None)]
-    if alone[0] is None or written() is not alone[0]:
-        return None
-    return alone[0] if memory.is_free(alone, (form.samples, *form.shape), parameter) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,16 +12,13 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Replay, Zero
-from autograd_hacks.forms.numerics import row_norms, stretches
-from autograd_hacks.reading.gate import per_parameter_forms
-from autograd_hacks.reading.guards import common_batch_size, common_hess_type, common_reduction
+from autograd_hacks.forms import BUDGET, Form, RandomMap, Zero, group
+from autograd_hacks.reading.gate import read
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
+from autograd_hacks.verbs.arguments import check_dim, check_direction, kind_of, unwrapped
 from autograd_hacks.verbs.matvec import Curvature
-
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers put into the names of the parameters inside."""
+from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
 
 
 def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> PerSampleGrads:
@@ -33,17 +30,16 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     """
     recorder = recorder_of(model)
     parameters = dict(model.named_parameters())
-    forms = per_parameter_forms(model, parameters, recorder, loss_type, scale, lazily=True)
+    forms = dict(read(model, parameters, recorder, loss_type, scale, lazily=True))
     samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
     filled = {
         name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form
         for name, form in forms.items()
     }
-    batches = [common_batch_size(segment) for segment in recorder.segments]
-    hess_type = common_hess_type(recorder)
-    reduction = common_reduction(recorder, loss_type)
-    return PerSampleGrads(filled, samples, reached, reduction, weakref.ref(model), hess_type, batches)
+    record = recorder.record
+    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), weakref.ref(model), hess_type, batches)
 
 
 class PerSampleGrads(Curvature):
@@ -105,10 +101,10 @@ class PerSampleGrads(Curvature):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = self._by_rows(lambda name, form: form.norms(budget), budget)
+            norms = by_rows(self, self.samples, lambda name, form: form.norms(budget), budget)
             if per_parameter:
                 return norms
-            return row_norms(torch.stack(_alike(list(norms.values())), dim=1)) if norms else torch.zeros(self.samples)
+            return joint_norms(list(norms.values()), self.samples)
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
@@ -118,7 +114,7 @@ class PerSampleGrads(Curvature):
         """
         check_direction(v, {name: form.shape for name, form in self.items()})
         with self.reading():
-            return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
+            return summed(self, self.samples, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -147,7 +143,7 @@ class PerSampleGrads(Curvature):
             )
         with self.reading(), other.reading():
             found = (form.gram(other[name], budget) for name, form in self.items())
-            return _added(found, (self.samples, other.samples))
+            return added(found, (self.samples, other.samples))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -158,7 +154,7 @@ class PerSampleGrads(Curvature):
         if w is not None:
             self._check_weights(w, "(N,)", ndim=(1,))
         with self.reading():
-            return self._second_moments(w, {}, budget)
+            return second_moments(self, self.samples, w, {}, budget)
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
@@ -170,7 +166,7 @@ class PerSampleGrads(Curvature):
         with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
             means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
-            found = self._second_moments(None, means, budget)
+            found = second_moments(self, self.samples, None, means, budget)
             return {name: total / (self.samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
@@ -185,7 +181,7 @@ class PerSampleGrads(Curvature):
         check_dim("project was given dim", dim)
         with self.reading():
             maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            return self._summed(lambda name, form: form.project(maps[name], budget), budget, dim)
+            return summed(self, self.samples, lambda name, form: form.project(maps[name], budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -195,7 +191,7 @@ class PerSampleGrads(Curvature):
         Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
         """
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"group was given {_kind(ids)}; expected a tensor of N integers")
+            raise TypeError(f"group was given {kind_of(ids)}; expected a tensor of N integers")
         if ids.shape != (self.samples,):
             raise ValueError(f"group was given ids of shape {tuple(ids.shape)}; expected ({self.samples},), one per sample")
         if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
@@ -205,7 +201,7 @@ class PerSampleGrads(Curvature):
             groups = len(known)
         elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
             raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
-        return self.with_forms({n: form.group(ids.to(form.like.device), groups) for n, form in self.items()}, groups)
+        return self.with_forms({n: group(form, ids.to(form.like.device), groups) for n, form in self.items()}, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
         """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
@@ -216,7 +212,7 @@ class PerSampleGrads(Curvature):
         """
         if not isinstance(index, slice | Tensor) or (isinstance(index, Tensor) and index.ndim != 1):
             raise TypeError(
-                f"select was given {_kind(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
+                f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
             )
         if isinstance(index, slice):
             index = torch.tensor(range(self.samples)[index], dtype=torch.long)
@@ -256,134 +252,16 @@ class PerSampleGrads(Curvature):
             try:
                 yield
             finally:
-                for leaf in (leaf for form in self.values() for leaf in form.leaves()):
-                    if isinstance(leaf, Replay):
-                        leaf.source.forget()
-
-    def _by_rows(self, verb: Callable[[str, Form], Tensor], budget: int) -> dict[str, Tensor]:
-        """A verb that returns something for each sample, of every form."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self}
-        for names, samples in self._rounds(budget):
-            for name in names:
-                parts[name].append(verb(name, self[name] if samples is None else self[name][samples]))
-        return {name: torch.cat(found) for name, found in parts.items()}
-
-    def _summed(self, verb: Callable[[str, Form], Tensor], budget: int, *shape: int) -> Tensor:
-        """A verb that returns something for each sample, added up over all forms."""
-        like = next((form.new_sums(0) for form in self.values()), torch.zeros(0))
-        total = like.new_zeros(self.samples, *shape)
-        for names, samples in self._rounds(budget):
-            for name in names:
-                part = verb(name, self[name] if samples is None else self[name][samples]).to(total.device)
-                total = total.to(torch.promote_types(total.dtype, part.dtype))
-                total[slice(None) if samples is None else samples] += part
-        return total
-
-    def _second_moments(self, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
-        totals: dict[str, Tensor] = {}
-        for names, samples in self._rounds(budget):
-            for name in names:
-                form = self[name] if samples is None else self[name][samples]
-                weights = form.new_sums(form.samples) + 1 if w is None else w.to(form.like.device)
-                weights = weights if w is None or samples is None else weights[samples]
-                found = form.second_moment(weights.abs() if w is None else weights, about.get(name), budget)
-                totals[name] = totals[name] + found if name in totals else found
-        return {name: totals[name] for name in self}
-
-    def _rounds(self, budget: int) -> Iterator[tuple[list[str], slice | None]]:
-        """Names of parameters with the samples to ask them for; None for all.
-
-        Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run
-        once for these and not once for each parameter.
-        """
-        together: dict[frozenset[int], list[str]] = {}
-        sizes: dict[frozenset[int], int] = {}
-        for name, form in self.items():
-            replays = [leaf for leaf in form.leaves() if isinstance(leaf, Replay)]
-            sources = frozenset(id(leaf.source) for leaf in replays)
-            together.setdefault(sources, []).append(name)
-            sizes[sources] = sum({id(leaf.source): leaf.source.row_size for leaf in replays}.values())
-        for sources, names in together.items():
-            if not sources:
-                yield names, None
-                continue
-            each = sizes[sources] * max(self[name].like.element_size() for name in names)
-            for samples in stretches(self.samples, budget // max(1, each)):
-                yield names, None if samples == slice(0, self.samples) else samples
+                for form in self.values():
+                    form.release()
 
     def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
         if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and self._is_complex())):
-            raise TypeError(f"the weights are {_kind(w)}; expected a floating-point tensor of shape {expected}")
+            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}")
         if w.ndim not in ndim or w.shape[-1] != self.samples:
             raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
-
-
-def check_dim(what: str, dim: object) -> None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates")
-    if dim < 1:
-        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more")
-
-
-def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises for what is no direction in the space of the parameters, {name: shape}."""
-    if not isinstance(v, Mapping):
-        raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
-    missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
-    if missing or extra:
-        raise ValueError(
-            f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
-            f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
-            "of model.named_parameters()."
-        )
-    for name, shape in shapes.items():
-        if not isinstance(v[name], Tensor) or v[name].shape != shape or not _is_number(v[name]):
-            raise ValueError(
-                f"dot was given {_kind(v[name])} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
-            )
-
-
-def _added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The sum over parameters, which may differ in dtype and device."""
-    total: Tensor | None = None
-    for part in found:
-        if total is None:
-            total = part
-        elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
-            total = total + part.to(total.device)
-        else:
-            total += part.to(total.device)
-    return torch.zeros(shape) if total is None else total
-
-
-def _alike(tensors: list[Tensor]) -> list[Tensor]:
-    """In one dtype, on one device: those of a model may differ."""
-    if not tensors:
-        return tensors
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return [tensor.to(tensors[0].device, dtype) for tensor in tensors]
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _widened(w: Tensor, form: Form) -> Tensor:
     """Weights on a form's device, in what it adds up in or better."""
     return w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))
-
-
-def _kind(value: object) -> str:
-    """A value for people."""
-    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def unwrapped(name: str) -> str:
-    """A parameter's name without what wrappers have put into it."""
-    for wrapper in WRAPPERS:
-        while name.startswith(wrapper):
-            name = name[len(wrapper) :]
-        name = name.replace("." + wrapper, ".")
-    return name

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.passes import Losses, announced
-from autograd_hacks.reading.guards import check_batch_size, check_loss_type
+from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.records import Announcement
+from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
@@ -29,7 +30,7 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
             "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)."
         )
     check_loss_type(loss_type)
-    announcement = Losses(losses.shape, loss_type, "the vector given to backward(losses)")
+    announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph)

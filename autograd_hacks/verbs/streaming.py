@@ -9,16 +9,19 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.passes import Pass, Segment
-from autograd_hacks.capture.records import Visit
+from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
+from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
-from autograd_hacks.forms import Form, RandomMap, Sum
-from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.reading.gate import forms_of, without_autocast
-from autograd_hacks.reading.guards import batch_size, check_scale, check_seen, check_sum, readable_segments, reduction
-from autograd_hacks.verbs.grads import check_dim, check_direction, unwrapped
+from autograd_hacks.forms import Form, RandomMap, scale
+from autograd_hacks.probe.plan import SumCheck
+from autograd_hacks.reading.certificate import check_sum, comparable
+from autograd_hacks.reading.gate import Gate
+from autograd_hacks.reading.guards import readable_segments
+from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.support.untouched import without_autocast
+from autograd_hacks.verbs.arguments import check_dim, check_direction, unwrapped
+from autograd_hacks.verbs.rounds import Verb, joint_norms
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""
@@ -50,27 +53,29 @@ def streaming(
 
     Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, and RuntimeError for a second backward pass inside.
     """
-    recorder = recorder_of(model)
+    record = recorder_of(model).record
+    check_unsharded(model)
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
     check_scale(scale)
     if project is not None:
         check_dim("streaming was given project", project)
-    if recorder.stream is not None:
+    if record.on_arrival is not None:
         raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
-    if recorder.accumulating:
+    if record.accumulating:
         raise RuntimeError(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"
         )
-    recorder.clear()
+    record.clear()
     streamed = Streamed()
-    recorder.stream = Stream(model, recorder, streamed, dot, gram, project, seed, loss_type, 1 / scale, budget)
+    stream = _Stream(model, record, streamed, dot, gram, project, seed, loss_type, scale, budget)
+    record.on_arrival = stream.arrived
     try:
         yield streamed
-        recorder.stream.end()
+        stream.end()
     finally:
-        recorder.stream = None
-        recorder.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
+        record.on_arrival = None
+        record.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
 
 
 class Streamed:
@@ -93,99 +98,88 @@ class Streamed:
         raise AttributeError(name)
 
 
-class Stream:
-    """Takes the quantities of each parameter when the last gradient for it has arrived."""
+class _Stream:
+    """The gate taken one parameter at a time, when the last gradient for it has arrived."""
 
     def __init__(
         self,
         model: nn.Module,
-        recorder: Recorder,
+        record: Record,
         streamed: Streamed,
         dot: Mapping[str, Tensor] | None,
         gram: bool,
         project: int | None,
         seed: int,
         loss_type: str | None,
-        factor: float | Tensor,
+        scaling: float | Tensor,
         budget: int,
     ) -> None:
-        self.model, self.recorder, self.streamed, self.loss_type, self.factor = model, recorder, streamed, loss_type, factor
-        self.dot, self.gram, self.dim, self.seed, self.budget = dot, gram, project, seed, budget
-        self.names = {id(p): name for name, p in model.named_parameters()}
-        self.samples: tuple[int, str] | None = None  # N, and which layer has told
-        self._pass: Pass | None = None
-        self._forms: dict[Visit, dict[str, Form]] = {}  # of calls some of whose parameters are still to come
-        self._norms: list[Tensor] = []
-        self._totals: dict[str, Tensor] = {}
+        self.model, self.record, self.streamed, self.loss_type, self.scaling = model, record, streamed, loss_type, scaling
+        self.names = {record.name_of(p): name for name, p in model.named_parameters()}
+        self.verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
+        if dot is not None:
+            self.verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device), budget)
+        if gram:
+            self.verbs["gram"] = lambda name, form: form.gram(form, budget)
+        if project is not None:
+            self.verbs["projection"] = lambda name, form: form.project(
+                RandomMap(unwrapped(name), form.shape, project, seed), budget
+            )
+        self._gate: Gate | None = None
+        self._told: tuple[int, str] | None = None  # N, and which layer has told
+        self._found: dict[str, list[Tensor]] = {what: [] for what in self.verbs}
 
-    def arrived(self, current: Pass, parameter: Tensor, grad: Tensor | None) -> None:
+    def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
         computed"""
         if current.is_hess:
             raise RuntimeError("backprop_hess has begun inside streaming(model), which is for one ordinary backward pass")
-        if self._pass is None:
-            self._pass = current
-        if self._pass is not current:
+        if self._gate is None:
+            self._gate = Gate(Segment([current]), self.loss_type)
+        if self._gate.segment.passes[0] is not current:
             raise RuntimeError("a second backward pass has begun inside streaming(model), which is for one")
         if current.higher_order:
             raise HigherOrderError("streaming takes no quantities of a backward pass with create_graph=True")
-        is_mean, terms = reduction(current, self.loss_type) == "mean", []
-        for visit in [v for v in current.received if any(p is parameter for p, _ in v.parameters.values())]:
-            forms = self._forms.get(visit)
-            if forms is None:
-                forms = self._forms[visit] = self._read(visit, current)
-            for name in [name for name in forms if visit.parameters[name][0] is parameter]:
-                form = forms.pop(name)
-                terms.append(form.scaled(form.samples) if is_mean and form.samples != 1 else form)
-        if terms:
-            form = Sum.of(terms)
-            if grad is not None and self.recorder.plan.watched:
-                current.arrived = {parameter: grad.detach()}
-                name = self.names.get(id(parameter), "a parameter")
-                segment = Segment([current])
-                check_sum(name, parameter, form, segment, self.loss_type, form.samples, self.recorder, lazily=True)
+        for call in current.calls_of.get(name, ()):
+            self._check_size(call, current.received.get(call))
+        form = self._gate.form(name)
+        pending = self.record.plan.sum_check is SumCheck.PENDING
+        if form is not None and name in self.names:
+            if grad is not None and pending:
+                current.arrived = {name: grad.detach()}
+                check_sum(
+                    self.names[name], form, comparable(self._gate.segment, name), self.record, self.loss_type, lazily=True
+                )
                 current.arrived = {}
-            self._take(parameter, form if isinstance(self.factor, float) and self.factor == 1 else form.scaled(self.factor))
-        for visit in [visit for visit, forms in self._forms.items() if not forms]:
-            del self._forms[visit]
-            if not self.recorder.plan.watched:  # else the largest gradient is still to be told
-                current.received.pop(visit)
+            self._take(self.names[name], scale(form, 1 / self.scaling))
+        current.calls_of.pop(name, None)
+        for call in self._gate.done():
+            if not pending:  # else the largest gradient is still to be told
+                current.received.pop(call)
 
-    def _read(self, visit: Visit, current: Pass) -> dict[str, Form]:
-        received = current.received[visit]
-        check_seen(visit, received)
-        samples = batch_size(visit, received)
-        self.samples = self.samples or (samples, where(visit.path, visit.layer))
-        if samples != self.samples[0]:
+    def _check_size(self, call: RecordedCall, grads: OutputGrads | None) -> None:
+        if grads is None:  # it was read already
+            return
+        size, place = call.batch_size(grads), where(call.path, call.layer)
+        self._told = self._told or (size, place)
+        if size != self._told[0]:
             raise BatchSizeError(
-                f"the numbers of samples disagree, so that rows can't be matched: {self.samples[1]}: {self.samples[0]}; "
-                f"{where(visit.path, visit.layer)}: {samples}."
+                f"the numbers of samples disagree, so that rows can't be matched: {self._told[1]}: {self._told[0]}; "
+                f"{place}: {size}."
             )
-        return dict(forms_of(visit, received))
 
     @torch.no_grad()
-    def _take(self, parameter: Tensor, form: Form) -> None:
-        name = self.names.get(id(parameter))
-        if name is None:
-            return
-        with without_autocast(parameter):
-            self._norms.append(form.norms(self.budget))
-            if self.dot is not None:
-                self._add("dot", form.dot(self.dot[name].to(parameter.device), self.budget))
-            if self.gram:
-                self._add("gram", form.gram(form, self.budget))
-            if self.dim is not None:
-                random = RandomMap(unwrapped(name), form.shape, self.dim, self.seed)
-                self._add("projection", form.project(random, self.budget))
-
-    def _add(self, what: str, value: Tensor) -> None:
-        self._totals[what] = self._totals[what] + value.to(self._totals[what]) if what in self._totals else value
+    def _take(self, name: str, form: Form) -> None:
+        with without_autocast(form.like):
+            for what, verb in self.verbs.items():
+                value, found = verb(name, form), self._found[what]
+                # Norms are of a part of the row each; all else adds up.
+                self._found[what] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
 
     def end(self) -> None:
         """Makes the results, if the pass can be trusted."""
-        readable_segments(dict(self.model.named_parameters()), self.recorder)
-        self.recorder.plan.checked, self.recorder.plan.watched = True, False
-        if self._norms:
-            dtype = self._norms[0].dtype
-            norms = torch.stack([own.to(self._norms[0].device, dtype) for own in self._norms], dim=1)
-            self.streamed.found = {"norms": row_norms(norms), **self._totals}
+        readable_segments(dict(self.model.named_parameters()), self.record)
+        self.record.plan.sum_check = SumCheck.DONE
+        if norms := self._found.pop("norms"):
+            totals = {what: total for what, (total,) in self._found.items()}
+            self.streamed.found = {"norms": joint_norms(norms, len(norms[0])), **totals}

@@ -1,4 +1,4 @@
-"""The library's answer for a model against autograd's own, by weights that only right rows stand."""
+"""The library's answer for a model against autograd's own, by randomly weighted sums, which a wrong row would change."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.capture.forward import Recorder
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
-from autograd_hacks.reading.gate import per_parameter_forms
-from autograd_hacks.reading.guards import is_rounding
+from autograd_hacks.reading.certificate import is_rounding
+from autograd_hacks.reading.gate import read
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.tables import text_table
-from autograd_hacks.support.trees import is_packed, map_tensors, tensors_of
-from autograd_hacks.support.untouched import RandomState, untouched, with_random_state
+from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
+from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
@@ -41,7 +42,9 @@ class _Comparison:
         return _largest(self.expected)
 
 
-def verify(model: nn.Module, samples: int = 0) -> None:
+def verify(
+    model: nn.Module, samples: int = 0, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
     With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ
@@ -51,20 +54,38 @@ def verify(model: nn.Module, samples: int = 0) -> None:
     ``.grad`` and the record as they were.
 
     samples: how many single samples to compare besides, by one backward pass each
+    args, kwargs: other arguments to take, positional and by keyword; needed where those of the last forward were kept by
+    nobody, as the library doesn't
 
     Raises VerificationFailed with a table of the parameters that differ; NothingRecorded where the model has not run with
-    hooks; SamplesMixed where no output has a place for each sample; and whatever reading raises.
+    hooks, or its arguments are gone; SamplesMixed where no output has a place for each sample; and whatever reading raises.
     """
     recorder = recorder_of(model)
-    if recorder.arguments is None:
-        raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
-    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, *recorder.arguments, samples)
+    state = random_state(cuda_devices_of(model))
+    if args is None and kwargs is None:
+        args, kwargs, state = _last_step(recorder.record)
+    args, kwargs = args or (), dict(kwargs or {})
+    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples)
     largest = max((c.value for c in comparisons), default=torch.zeros(()))
     wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, (c.found.dtype, *c.used))]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
         hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
         raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *rows]))
+
+
+def _last_step(record: Record) -> tuple[tuple[Any, ...], dict[str, Any], RandomState]:
+    """The last forward's arguments, and the state that its random numbers came from."""
+    if record.arguments is None:
+        raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
+    try:
+        args, kwargs, state = record.arguments
+        return held(args), held(kwargs), state
+    except ReferenceError:
+        raise NothingRecorded(
+            "verify(model) needs the arguments of the last forward pass, which nobody has kept. Keep them until then, or "
+            "give it some: verify(model, args=(x,))."
+        ) from None
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -74,15 +95,16 @@ def _largest(x: Tensor) -> Tensor:
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
     """The recorded rows' sums with ``.grad``."""
-    passes = [recorded for segment in recorder.segments for recorded in segment.passes]
-    if any(segment.replaced for segment in recorder.segments):
+    record = recorder.record
+    passes = [recorded for segment in record.segments for recorded in segment.passes]
+    if any(segment.replaced for segment in record.segments):
         return []
-    if not passes or not recorder.skipper.param_grad or any(recorded.captures or recorded.is_hess for recorded in passes):
+    if not passes or not recorder.param_grad.wanted or any(recorded.captures or recorded.is_hess for recorded in passes):
         return []
     comparisons = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
-    parameters, used = dict(model.named_parameters()), _precisions(recorder)
-    for name, form in per_parameter_forms(model, parameters, recorder, None if announced else "sum").items():
+    parameters, used = dict(model.named_parameters()), _precisions(record)
+    for name, form in dict(read(model, parameters, recorder, None if announced else "sum")).items():
         grad = parameters[name].grad
         if form is not None and grad is not None:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
@@ -104,9 +126,10 @@ def _with_autograd(
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: dict[tuple[str, str], Tensor] = {}
-    with recorder.set_aside(), recorder.skipper.aside(), torch.enable_grad(), untouched(model):
+    record = recorder.record
+    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
-        layouts = recorder.plan.layouts_of_model(model, outputs)
+        layouts = record.plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
@@ -116,7 +139,8 @@ def _with_autograd(
         draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
         grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
         sums = _pull(outputs, grads, parameters)
-        forms, used = per_parameter_forms(model, dict(model.named_parameters()), recorder, "sum"), _precisions(recorder)
+        forms = dict(read(model, dict(model.named_parameters()), recorder, "sum"))
+        used = _precisions(record)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
         weights = {"weighted sum of rows": _random((samples,), draws)}
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples)[: min(singles, samples)])}
@@ -128,7 +152,7 @@ def _with_autograd(
                 for number, (what, w) in enumerate(weights.items()):
                     own = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(sums[name]))
                     found[name, what] = own.detach()
-    with recorder.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
+    with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
         outputs = _run(model, args, kwargs, state)
         for what, w in weights.items():
             weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
@@ -142,10 +166,10 @@ def _random(shape: Sequence[int], draws: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=draws)
 
 
-def _precisions(recorder: Recorder) -> set[torch.dtype]:
+def _precisions(record: Record) -> set[torch.dtype]:
     """What autocast has computed in, in the calls that are recorded."""
-    visits = (visit for segment in recorder.segments for recorded in segment.passes for visit in recorded.received)
-    return {visit.precision for visit in visits if visit.precision is not None}
+    calls = (call for segment in record.segments for recorded in segment.passes for call in recorded.received)
+    return {call.precision for call in calls if call.precision is not None}
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:

@@ -1,0 +1,150 @@
+"""The ways from a call to the rows of its parameters: by the layer's rule, or by an inner linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.capture.records import OutputGrads, RecordedCall
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.forms import Dense, Form, group
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.rules.attention import projection
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.support.untouched import without_autocast
+
+
+class ByRule:
+    """By the rule of the layer, which is looked up when the rows are read."""
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        """The size of axis 0 of the call's outputs, or what the layer's rule counts where it knows better."""
+        rule = rule_for(call.layer)
+        if rule is not None and rule.count is not None:
+            return rule.count(call.layer, call.args, call.kwargs)
+        return grads.first.shape[0] if grads.first.ndim else 1
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        rule, rows = rule_for(call.layer), self.rows(call, grads)
+        if call.samples is None:
+            return _apply(call, grads, None, rows)
+        layout = call.layouts[0]
+        assert layout is not None  # a call whose samples have no place is not recorded by rule
+        if rule is not None and rule.features is not None:
+            _check_layout(call, layout, grads.first.shape)
+            return _apply(call, grads, layout if layout.axis or layout.fold else None, call.samples)
+        return _by_sample(_apply(call, grads, None, rows), call, rows, grads)
+
+
+BY_RULE = ByRule()
+
+
+@dataclass(frozen=True)
+class ByMap:
+    """By a linear map inside the layer, from the call's only argument to its only output."""
+
+    uses: Mapping[str, slice]  # by a parameter's name in the layer, the entries of its first axis that the map uses
+    weight: str  # the name of its weight
+    count: int  # how many rows the layer has
+    at: Layout  # where they are in the map's output
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        return self.count
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        ready = _ready(call, grads, self.at, self.count)
+        shapes = {name: edge.parameter.shape for name, edge in call.edges.items()}
+        uses = {name: used for name, used in self.uses.items() if name in grads.reached}
+        forms = projection(ready.args[0].flatten(1, -2), ready.grad.flatten(1, -2), self.weight, uses, shapes)
+        return _by_sample(forms, call, self.count, grads)
+
+
+@dataclass(frozen=True)
+class ByCopies:
+    """By the copies that the layer makes of a parameter, 1 N E, one for each of its rows."""
+
+    name: str  # the parameter's in the layer
+    count: int  # N
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        return self.count
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        rows = _ready(call, grads, Layout(1), self.count).grad
+        return _by_sample(
+            {self.name: Dense(rows.view(self.count, *call.edges[self.name].parameter.shape))}, call, self.count, grads
+        )
+
+
+def _by_sample(forms: Mapping[str, Form], call: RecordedCall, rows: int, grads: OutputGrads) -> Mapping[str, Form]:
+    """Forms of a layer's rows, grouped where a sample has several of them."""
+    layout = call.layouts[0] if call.samples is not None else None
+    if layout is None or not layout.fold:
+        return forms
+    labels = layout.rows(rows, call.samples or 0, grads.first.device)
+    return {name: group(form, labels, call.samples or 0) for name, form in forms.items()}
+
+
+def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, samples: int) -> RecordedCall:
+    """The call as rules expect it: samples first, in the parameters' dtype, whatever autocast made of the layer's input.
+
+    layout: where the samples are; None where they are where the rule looks for them
+    """
+    dtype = next(edge.parameter.dtype for edge in call.edges.values())
+
+    def ready(tensor: Tensor) -> Tensor:
+        if layout is not None and layout.fits(tensor, samples):
+            tensor = layout.samples_first(tensor, samples)
+        if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
+            return tensor
+        return tensor.to(dtype)
+
+    return replace(
+        call,
+        args=map_tensors(ready, call.args),
+        kwargs=map_tensors(ready, call.kwargs) if call.kwargs else {},
+        grads=tuple([grad if grad is None else ready(grad) for grad in grads.at]),
+    )
+
+
+def _apply(call: RecordedCall, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+    """What the layer's rule says, checked against what forms must be.  rows: how many they must have"""
+    rule, place = rule_for(call.layer), where(call.path, call.layer)
+    if rule is None:
+        raise UnsupportedLayer(f"{place} has lost its rule since the forward pass; repeat the step")
+    try:
+        with without_autocast(next(iter(call.edges.values())).parameter):
+            forms = rule.formula(call.layer, _ready(call, grads, layout, rows))
+    except (BatchSizeError, SamplesMixed) as error:
+        raise type(error)(f"{place} {error}") from None
+    if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
+        raise TypeError(f"the rule of {place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms")
+    found = {}
+    for name in grads.reached:
+        if name not in forms:
+            raise UnsupportedLayer(
+                f"the rule of {place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. Register "
+                "a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+            )
+        form, shape = forms[name], call.edges[name].parameter.shape
+        if form.samples != rows or tuple(form.shape) != shape:
+            raise BatchSizeError(
+                f"the rule of {place} returned per-sample gradients of shape {(form.samples, *form.shape)} for {name!r}; "
+                f"expected {(rows, *shape)}: samples first, then the parameter's shape."
+            )
+        found[name] = form
+    return found
+
+
+def _check_layout(call: RecordedCall, layout: Layout, shape: torch.Size) -> None:
+    """Raises where a call's output has other sizes than its samples would give it."""
+    size = shape[layout.axis] if layout.axis < len(shape) else None
+    if size is None or (size % (call.samples or 1) if layout.fold else size != call.samples):
+        raise BatchSizeError(
+            f"the numbers of samples disagree: the model was given {call.samples}, but {where(call.path, call.layer)} "
+            f"returned a tensor of shape {tuple(shape)}, in which they were to be found as {layout}. Rows can't be matched."
+        )

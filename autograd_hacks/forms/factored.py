@@ -1,0 +1,97 @@
+"""The base of forms that are products of tensors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.positions import gram_of_pairs, norms_of_pairs, prefer_products
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
+
+
+def norms_by_positions(form: Form, budget: int) -> Tensor | None:
+    """The norms of a form, or a sum of forms, from products over positions; None where writing its rows out is cheaper.
+
+    Rows whose positions cancel are written out.
+    """
+    pairs, found = [term.pair for term in form.parts or [form]], []
+    if not prefer_products(pairs):
+        return None
+    for _, part in form.chunks(budget, 2 * sum(right.shape[1] for _, right in pairs) ** 2):
+        norms, exact = norms_of_pairs([term.pair for term in part.parts or [part] if term.pair is not None], budget)
+        written = (~exact).nonzero()[:, 0]
+        found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
+    return torch.cat(found)
+
+
+class Factored(Form):
+    """J that is linear in each number tensor in ``held``: some of its rows, or their multiples, are the same form of other
+    factors."""
+
+    smallest: int
+    """The place in ``held`` of the smallest factor that J is linear in."""
+    varies: Sequence[int]
+    """The places in ``held`` that `tangent` knows, that of the gradient first."""
+
+    @abstractmethod
+    def _of(self, *held: Tensor) -> Self:
+        """The same form of other factors."""
+
+    @abstractmethod
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        """What gives J v by its inner product with a factor, sample by sample: of the shape of ``held[place]``, without
+        looking at it.  v: shape"""
+
+    @property
+    def like(self) -> Tensor:
+        return self.held[0]
+
+    def __getitem__(self, index: Index) -> Self:
+        return self._of(*[factor[index] for factor in self.held])
+
+    def to(self, dtype: torch.dtype) -> Self:
+        if self.like.dtype == dtype:
+            return self
+        return self._of(*(f.to(dtype) if f.is_floating_point() or f.is_complex() else f for f in self.held))
+
+    def varied(self, place: int, factor: Tensor) -> Self:
+        """The form with another factor in a place in ``held``."""
+        return self._of(*self.held[:place], factor, *self.held[place + 1 :])
+
+    def _times(self, factor: float | Tensor) -> Sequence[Tensor]:
+        """The factors of factor · J, with the factor folded into the smallest tensor.
+
+        factor: a number, or one for each row, N
+        """
+        if not isinstance(factor, Tensor) and factor == 1:
+            return self.held
+        held = list(self.held)
+        smallest = held[self.smallest]
+        if isinstance(factor, Tensor) and factor.ndim:
+            factor = factor.view(-1, *[1] * (smallest.ndim - 1))
+        held[self.smallest] = smallest * factor
+        return held
+
+
+class Paired(Factored):
+    """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all factors in ``held``."""
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
+        return super().gram(other, budget) if by_positions is None else by_positions
+
+    def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
+        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
+        taken = [factor[rows] for factor in self.held]
+        absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
+        return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        return self._of(*(torch.cat([form.held[k] for form in (self, *others)], dim=1) for k in range(len(self.held))))

@@ -1,0 +1,62 @@
+"""How the losses were scaled: the reduction over the batch, the number of samples, what the loss was multiplied by."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from autograd_hacks.capture.records import Announcement, Record
+from autograd_hacks.errors import BatchSizeError, NothingRecorded
+from autograd_hacks.probe.layout import Layout
+
+LOSS_TYPES = ("mean", "sum")
+
+
+def check_loss_type(loss_type: str | None) -> None:
+    if loss_type is not None and loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
+            "autograd_hacks.backward(losses)"
+        )
+
+
+def check_scale(scale: float | Tensor) -> None:
+    value = scale.detach() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | Tensor)
+        or (isinstance(value, Tensor) and value.numel() != 1)
+    ):
+        raise TypeError(f"scale is {scale!r}; expected the number that the loss was multiplied by, GradScaler.get_scale()")
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"scale is {float(value)}; expected a number above 0, which the loss was multiplied by")
+
+
+def check_ordinary(record: Record, what: str) -> None:
+    """Raises where the record holds the passes of `backprop_hess`.  what: is to be read, for people"""
+    if record.hess_type is not None:
+        raise NothingRecorded(
+            f"the record holds the passes of backprop_hess, whose rows are no samples' gradients, so that there is no "
+            f"{what}. Run loss.backward() first, on a new forward or after clear_backprops(model); or read these by "
+            "compute_hess(model) or per_sample_grads(model)."
+        )
+
+
+def check_batch_size(losses: Announcement, why: str) -> None:
+    """Clears the records of passes that have come through another number of samples than there are losses, and raises.
+
+    why: there is nothing to read then, for people
+    """
+    for record in losses.heard_by:
+        try:
+            for shape, layout in record.returned if losses.hess_type else ():
+                if shape == losses.shape and layout is not None and layout != Layout():
+                    raise BatchSizeError(
+                        f"{losses.what}, of shape {tuple(shape)}, has its samples as {layout}, not on axis 0. Bring them "
+                        "there: output.transpose(0, 1) for (T, N, C)."
+                    )
+            for segment in record.segments:
+                if any(recorded.losses is losses for recorded in segment.passes):
+                    segment.batch_size()
+        except RuntimeError:
+            record.clear(why)
+            raise

@@ -1,0 +1,65 @@
+"""What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers put into the names of the parameters inside."""
+
+
+def set_grads(model: nn.Module, sums: Mapping[str, Tensor], reached: Collection[str]) -> None:
+    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.
+
+    sums: {name: shape}    reached: the names of those that it reached
+    """
+    for name, parameter in model.named_parameters():
+        if name in sums:
+            parameter.grad = sums[name].detach().to(parameter.dtype) if name in reached else None
+
+
+def check_dim(what: str, dim: object) -> None:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates")
+    if dim < 1:
+        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more")
+
+
+def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises for what is no direction in the space of the parameters, {name: shape}."""
+    if not isinstance(v, Mapping):
+        raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
+    missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
+    if missing or extra:
+        raise ValueError(
+            f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
+            f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
+            "of model.named_parameters()."
+        )
+    for name, shape in shapes.items():
+        if not isinstance(v[name], Tensor) or v[name].shape != shape or not _is_number(v[name]):
+            raise ValueError(
+                f"dot was given {kind_of(v[name])} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
+            )
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def kind_of(value: object) -> str:
+    """A value for people."""
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    for wrapper in WRAPPERS:
+        while name.startswith(wrapper):
+            name = name[len(wrapper) :]
+        name = name.replace("." + wrapper, ".")
+    return name

@@ -1,0 +1,72 @@
+"""How a layer may be called: by keyword, at two paths, among the user's hooks, scripted or traced."""
+
+import pytest
+import torch
+import torch.nn as nn
+from steps import assert_right, batch, mlp, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+def test_the_users_hooks_keep_working_and_the_rows_follow_them(model: nn.Sequential) -> None:
+    """A forward hook that changes the output, and one on the output that changes the gradient, before and after ours."""
+    early = mlp()
+    early[0].register_forward_hook(lambda layer, args, out: 3 * out)
+    with autograd_hacks.add_hooks(early):
+        early[2].register_forward_hook(lambda layer, args, out: out**2)
+        early[2].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+        early[0].register_forward_hook(lambda layer, args, out: out.register_hook(lambda g: g.clamp(-0.1, 0.1)) and None)
+        step(early, *batch())
+        autograd_hacks.compute_grad1(early)
+        for p in early.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_keyword_calls() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(input=x)
+
+    model = Keyword()
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
+def test_lazy_layers_once_materialised() -> None:
+    model = nn.Sequential(nn.LazyConv1d(2, 2), nn.Flatten(), nn.LazyLinear(2)).double()
+    with autograd_hacks.add_hooks(model):
+        x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
+        step(model, x, y)
+        assert_right(model, x, y)
+
+
+def test_layers_used_at_two_paths_are_one() -> None:
+    layer = nn.Linear(3, 3).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2).double())
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_scripted_child() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2))).double()
+    x, y = batch()
+    with autograd_hacks.add_hooks(model):
+        step(model, x, y)
+        assert_right(model, x, y)
+    with pytest.raises(TypeError, match="scripted"):
+        autograd_hacks.add_hooks(model[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_tracing_a_hooked_model(model: nn.Module) -> None:
+    traced = torch.jit.trace(model, batch()[0])
+    assert torch.equal(traced(batch()[0]), model(batch()[0]))

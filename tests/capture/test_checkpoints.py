@@ -1,0 +1,193 @@
+"""Checkpointing runs layers again within a backward pass, and backward passes within one."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Noisy
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, check, mlp, step
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+
+class Whole(nn.Module):
+    """A model that runs in checkpoints and nothing else, one within the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(3, 3), mlp()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return checkpoint(self.rest, self.first(x), use_reentrant=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_within_checkpoints_in_a_loop() -> None:
+    model = Whole().double()
+    plain = nn.Sequential(model.first, *model.rest)
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            for loss_type in ("mean", "sum"):
+                x, y = batch(4, seed)
+                model.zero_grad()
+                with torch.no_grad():
+                    model(x)
+                autograd_hacks.backward(squares(model(x.clone().requires_grad_()), y), loss_type)
+                autograd_hacks.compute_grad1(model)
+                with autograd_hacks.pause_hooks():
+                    expected = one_backward_per_sample(plain, squares, x, y)
+                    assert_rows(plain, expected)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_of_several_forwards_can_not_be_told_apart() -> None:
+    model = Whole().double()
+    with autograd_hacks.add_hooks(model):
+        losses = [squares(model(batch(4, seed)[0].requires_grad_()), batch(4, seed)[1]).mean() for seed in (0, 1)]
+        for loss in losses:
+            loss.backward()
+            with pytest.raises(NothingRecorded, match="use_reentrant=False"):
+                autograd_hacks.compute_grad1(model)
+        x, y = batch(5)
+        squares(model(x.requires_grad_()), y).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.first.weight.grad1.shape, (5, 3, 3))
+
+
+def test_a_failure_after_a_checkpoint_inside_a_backward() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h.register_hook(lambda g: 1 / 0)
+            return checkpoint(self.last, h, use_reentrant=True)
+
+    model = Fails()
+    with autograd_hacks.add_hooks(model):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(NothingRecorded, match="not run to its end"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_checkpoints_of_several_forwards_behind_other_layers() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
+
+    model = Between().double()
+    with autograd_hacks.add_hooks(model):
+        for x, y in (batch(4), batch(4, 1)):
+            step(model, x, y)
+            assert_right(model, x, y)
+        losses = [squares(model(batch(4, seed)[0]), batch(4, seed)[1]).mean() for seed in (0, 1)]
+        for loss in losses:
+            loss.backward()
+        with pytest.raises(NothingRecorded, match="use_reentrant=False"):
+            autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpointed_steps_free_their_memory_at_once() -> None:
+    model = Whole().double()
+    x, y = batch(4)
+
+    def live() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    with autograd_hacks.add_hooks(model):
+        counts = []
+        gc.disable()
+        try:
+            for _ in range(6):
+                squares(model(x.clone().requires_grad_()), y).mean().backward()
+                counts.append(live())
+        finally:
+            gc.enable()
+    assert counts[-1] <= counts[2]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_recomputes_and_that_is_no_forward(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.block, self.first(x), use_reentrant=use_reentrant))
+
+    model = Checkpointed().double()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            x, y = batch(4 + seed, seed)
+            step(model, x, y)
+        assert_right(model, x, y)
+
+
+def test_checkpoints_whose_backward_comes_after_another() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for _ in range(3):
+        loss = checkpoint(model, x, use_reentrant=False).square().sum()
+        model(y).square().sum().backward()
+        loss.backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            (expected,) = torch.autograd.grad(model(x[:1]).square().sum(), model[0].weight)
+        assert_close(model[0].weight.grad1[0], expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_that_is_replayed(reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(3, 3), Noisy().eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    model, x = Model().double().eval(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check(model, x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inside, self.first(x), use_reentrant=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (4, 4, 8), (1, 8, 8), (3, 5, 8)])
+def test_reentrant_checkpointing_of_any_sizes(shape: tuple[int, ...]) -> None:
+    model = Checkpointed().double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            x = torch.randn(shape).double()
+            check(model, x, "sum")
+        with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="reentrant"):
+            autograd_hacks.verify(model)

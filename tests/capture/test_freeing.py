@@ -1,0 +1,137 @@
+"""What is freed, and when: records, activations, models, and nothing that piles up."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import Patched
+from oracle import squares
+from steps import alive, assert_right, batch, mlp, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.capture.records import RecordedCall
+
+
+def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:
+    x, y = batch()
+    loss = squares(model(x), y).mean()
+    loss.backward()
+    del loss
+    (record,) = (hook.recorder.record for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
+    with torch.no_grad():
+        model(x)
+    model(x)  # not read yet
+    autograd_hacks.compute_grad1(model)
+    with torch.no_grad():
+        model(x)
+    autograd_hacks.compute_grad1(model)  # read, but no backward pass can come after a forward like that
+    activation = weakref.ref(record.segments[0])
+    output = model(x)
+    assert activation() is None
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="has been read already"):
+        autograd_hacks.compute_grad1(model)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def test_what_was_read_is_kept_where_another_pass_may_add_to_it(model: nn.Module) -> None:
+    x, y = batch()
+    output = model(x)
+    squares(output, y).mean().backward(retain_graph=True)
+    autograd_hacks.compute_grad1(model)
+    once = [p.grad1.clone() for p in model.parameters()]
+    model(x)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    for p, rows in zip(model.parameters(), once):
+        assert_close(p.grad1, 2 * rows)
+
+
+def test_nothing_piles_up_over_steps_or_forwards_without_a_backward(model: nn.Module) -> None:
+    def run(times: int) -> None:
+        for _ in range(times):
+            step(model, *batch())
+            model(batch()[0])
+        model.zero_grad()
+
+    run(3)
+    before = alive(Tensor)
+    run(1000)
+    assert alive(Tensor) <= before
+
+
+def test_a_record_goes_with_its_model() -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("read", ["nothing", "grad1", "clip", "hess"])
+def test_a_hooked_model_that_is_dropped_is_freed(read: str, param_grad: bool) -> None:
+    """Also with a record that nobody has read, and without remove_hooks."""
+    model = mlp()
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(2):
+        output = model(batch()[0])
+        if read == "hess":
+            autograd_hacks.backprop_hess(output)
+            autograd_hacks.compute_hess(model)
+        else:
+            output.sum().backward()
+        if read == "grad1":
+            autograd_hacks.compute_grad1(model)
+        if read == "clip":
+            autograd_hacks.clip_grad1_norm_(model, 1.0)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model, output
+    gc.collect()
+    assert not any(p() is not None for p in parameters)
+
+
+def test_losses_that_are_kept_do_not_keep_the_inputs() -> None:
+    model, kept, before = mlp(), [], alive(RecordedCall)
+    with autograd_hacks.add_hooks(model):
+        for seed in range(4):
+            x, y = batch(seed=seed)
+            kept.append(squares(model(x), y).mean())
+            kept[-1].backward()
+            assert_right(model, x, y)
+        assert alive(RecordedCall) == before + 2  # the last step's two layers
+
+
+def test_strays_do_not_pile_up(model: nn.Sequential) -> None:
+    (record,) = [hook.recorder.record for hook in model._forward_pre_hooks.values()]
+    for _ in range(20):
+        F.linear(batch()[0], model[0].weight).sum().backward()
+    assert len(record.unseen) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "times"),
+    [
+        (lambda model, x: squares(model(x)).mean().backward(), 1000),
+        (lambda model, x: model(x), 1000),
+        (lambda model, x: (squares(model(x)).mean().backward(), autograd_hacks.compute_grad1(model)), 100),
+    ],
+    ids=["steps", "forwards", "read steps"],
+)
+def test_many_steps_leave_nothing_behind(step: Callable[[nn.Module, Tensor], object], times: int) -> None:
+    model, tokens = Patched(), torch.randint(7, (4, 3))
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            step(model, tokens)
+        before = alive(Tensor)
+        for _ in range(times):
+            step(model, tokens)
+        assert alive(Tensor) <= before

@@ -1,0 +1,198 @@
+"""The face: adding, removing and switching hooks, and what they leave on the model."""
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Patched
+from oracle import squares
+from steps import assert_right, batch, mlp, step
+
+import autograd_hacks
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """All that a library could leave on a model."""
+    return {
+        **{f"{path}.{key}": dict(value) if isinstance(value, dict) else value
+           for path, layer in model.named_modules() for key, value in vars(layer).items()},
+        **{f"{name}.*": dict(vars(p)) for name, p in model.named_parameters()},
+    }  # fmt: skip
+
+
+def test_remove_hooks_leaves_the_model_as_it_was() -> None:
+    model = mlp()
+    before = traces(model)
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    assert traces(model) != before
+    autograd_hacks.remove_hooks(model)
+    assert traces(model) == before
+
+
+def test_no_attribute_on_layers_or_parameters_but_grad1() -> None:
+    model, tokens = Patched(), torch.randint(7, (4, 3))
+    before = [sorted(vars(module)) for module in model.modules()]
+    with autograd_hacks.add_hooks(model):
+        squares(model(tokens)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert [sorted(vars(module)) for module in model.modules()] == before
+        assert {name for p in model.parameters() for name in vars(p)} == {"grad1"}
+    assert {name for p in model.parameters() for name in vars(p)} == set()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_remove_hooks_warns_where_there_are_none(model: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="Sequential has no hooks"):
+        autograd_hacks.remove_hooks(mlp())
+
+
+def test_remove_hooks_reaches_layers_that_left_the_model(model: nn.Sequential) -> None:
+    old, model[2] = model[2], nn.Linear(4, 2).double()
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model)
+    assert not old._forward_hooks
+
+
+def test_a_graph_that_outlives_the_hooks_records_nothing(model: nn.Module) -> None:
+    loss = squares(model(batch()[0]), batch()[1]).mean()
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model)
+    loss.backward()
+    with pytest.raises(autograd_hacks.errors.UnseenGradient, match=r"0\.weight"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_adding_hooks_twice_records_once(model: nn.Module) -> None:
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    assert_right(model, *batch())
+
+
+def test_adding_hooks_again_picks_up_new_layers(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2).double())
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    assert_right(model, *batch())
+
+
+def test_a_context_in_a_hooked_model_leaves_its_hooks(model: nn.Module) -> None:
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+    assert_right(model, *batch())
+
+
+def test_the_context_removes_hooks_after_an_exception_too() -> None:
+    model = mlp()
+    with pytest.raises(KeyError), autograd_hacks.add_hooks(model):
+        raise KeyError
+    assert not model._forward_pre_hooks
+    assert not model[0]._forward_hooks
+
+
+def test_the_context_allows_removing_inside_it() -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.remove_hooks(model)
+
+
+def test_pausing_nests_and_restores(model: nn.Module) -> None:
+    step(model, *batch())
+    with autograd_hacks.pause_hooks():
+        step(model, *batch(7))
+        with autograd_hacks.pause_hooks():
+            pass
+        step(model, *batch(8))
+    assert_right(model, *batch())
+    autograd_hacks.disable_hooks()
+    with autograd_hacks.pause_hooks():
+        pass
+    step(model, *batch(7))
+    autograd_hacks.enable_hooks()
+    assert_right(model, *batch())
+
+
+def test_hooks_are_paused_after_an_exception_in_the_pause_no_more(model: nn.Module) -> None:
+    with pytest.raises(KeyError), autograd_hacks.pause_hooks():
+        raise KeyError
+    step(model, *batch())
+    assert_right(model, *batch())
+
+
+def test_pauses_that_overlap_in_two_threads(model: nn.Module) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with autograd_hacks.pause_hooks():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    inside.wait()
+    with autograd_hacks.pause_hooks():
+        leave.set()
+        thread.join()
+    step(model, *batch())
+    assert_right(model, *batch())
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+def test_a_copy_of_a_hooked_model_is_unhooked(model: nn.Sequential, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    step(model, *batch())
+    twin = duplicate(model)
+    step(twin, *batch(7))
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="no hooks"):
+        autograd_hacks.compute_grad1(twin)
+    assert not twin._forward_pre_hooks
+    assert not twin[0]._forward_hooks
+    assert_right(model, *batch())
+    with autograd_hacks.add_hooks(twin):
+        step(twin, *batch(3))
+        step(model, *batch(4))
+        assert_right(twin, *batch(3))
+    assert_right(model, *batch(4))
+
+
+def test_a_copys_dead_hooks_leave_no_key_behind(model: nn.Sequential) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(batch()[0])
+        for layer in twin.modules():
+            assert not layer._forward_hooks
+            assert not layer._forward_pre_hooks
+            assert not layer._forward_hooks_with_kwargs
+            assert not layer._forward_hooks_always_called
+        for p in twin.parameters():
+            assert not p._backward_hooks
+
+
+def test_state_dict_does_not_know_of_hooks(model: nn.Module) -> None:
+    step(model, *batch())
+    autograd_hacks.compute_grad1(model)
+    plain = mlp()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    for p in plain.parameters():
+        assert not hasattr(p, "grad1")
+
+
+def test_add_hooks_to_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match="list"):
+        autograd_hacks.add_hooks([nn.Linear(1, 1)])

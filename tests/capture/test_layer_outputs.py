@@ -1,0 +1,131 @@
+"""What users do to a layer's output, and tensors of unusual kinds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from steps import assert_right, batch, check, check_losses, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.forms import Dense
+from autograd_hacks.rules import RULES, Rule
+
+
+class Offset(nn.Module):
+    """A bare parameter, handed out as a view of some kind."""
+
+    def __init__(self, view: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.offset, self.view = nn.Parameter(torch.randn(3, dtype=torch.float64)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(self.offset * 2, len(x))
+
+
+class Reverse(torch.autograd.Function):
+    """A view whose backward is not a view's."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+        return -3 * g
+
+
+@pytest.mark.parametrize(
+    ("view", "slope"),
+    [
+        (lambda y, n: y.expand(n, 3), lambda g: 2 * g),
+        (lambda y, n: y.repeat(n, 1).T.contiguous().T, lambda g: 2 * g),
+        (lambda y, n: Reverse.apply(y.repeat(n, 1)), lambda g: -6 * g),
+        (lambda y, n: y.repeat(n, 2)[:, :3], lambda g: 2 * g),
+    ],
+    ids=["expand", "transpose", "a Function's", "a slice"],
+)
+def test_views_of_every_kind_from_a_layer_of_ones_own(
+    view: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Offset(view), torch.randn(4, 3, dtype=torch.float64)
+    monkeypatch.setitem(RULES, Offset, Rule(lambda layer, call: {"offset": Dense(slope(call.grad))}))
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        ((out * x).sum(1) + out.pow(2).sum(1)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(model.offset.grad1.mean(0), model.offset.grad)
+        assert_close(model.offset.grad1, slope(x + 2 * out.detach()))
+
+
+def test_in_place_operations_after_a_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        step(model, *batch())
+        assert_right(model, *batch())
+
+
+def linear_on_positions() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double()
+
+
+def test_in_place_operations_on_an_output_that_is_a_view() -> None:
+    """They give the view another node in the graph."""
+
+    def once(out: Tensor) -> Tensor:
+        early = out.exp().mean((1, 2))
+        out.mul_(2)
+        out[:, 0] = 0
+        return early + out.pow(2).mean((1, 2))
+
+    layer, x = linear_on_positions()
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, lambda: once(layer(x)) + layer(x + 1).relu_().sum((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.InstanceNorm2d(4, affine=True), (3, 4, 5, 5)),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(), (3, 4, 5)),
+        (nn.Conv2d(4, 2, 3), (3, 4, 5, 5)),
+        (nn.Linear(4, 2), (3, 2, 2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_in_place_activations_after_any_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(layer, nn.ReLU(inplace=True)).double(), torch.randn(shape, dtype=torch.float64)
+
+    for memory_format in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x = x.to(memory_format=memory_format)
+        with autograd_hacks.add_hooks(model):
+            check(model, x)
+
+
+@pytest.mark.parametrize("which", ["out", "state", "both"])
+def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
+    layer, x = nn.LSTM(2, 3, batch_first=True).double(), torch.randn(4, 5, 2).double()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, (h, _) = layer(x)
+        if which != "out":
+            h.mul_(2)
+        if which != "state":
+            out += 1
+        return out, h[0]
+
+    with autograd_hacks.add_hooks(layer):
+        check(layer, x, run=run)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_and_are_refused() -> None:
+    layer = nn.Linear(3, 2)
+    with autograd_hacks.add_hooks(layer):
+        out = layer(torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]))
+        out.to_padded_tensor(0.0).sum().backward()
+        with pytest.raises(UnseenGradient):
+            autograd_hacks.compute_grad1(layer)

@@ -1,0 +1,155 @@
+"""`add_hooks(param_grad=False)`: autograd computes no ordinary gradients of parameters."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import MODELS
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import check
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_and_no_gradients(name: str, training: bool) -> None:
+    build, batch = MODELS[name]
+    model = build().double().train(training)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for step in range(3):
+            x = batch()
+            squares(model(x)).mean().backward()
+            assert all(p.grad is None and p.requires_grad for p in model.parameters())
+            autograd_hacks.compute_grad1(model, set_grad=step == 2)
+            grads = autograd_hacks.per_sample_grads(model)
+            with autograd_hacks.pause_hooks():
+                rows = one_backward_per_sample(model, squares, x)
+            assert_rows(model, rows)
+            assert_close(grads.norms(), torch.cat([r.flatten(1) for r in rows.values()], 1).norm(dim=1))  # type: ignore[union-attr]
+        for p in model.parameters():
+            assert_close(p.grad, p.grad1.mean(0))
+        assert autograd_hacks.clip_grad1_norm_(model, 1e9).shape == (3,)
+        for p in model.parameters():
+            assert_close(p.grad, p.grad1.mean(0))
+        autograd_hacks.verify(model) if name != "reentrant" else None
+    model.zero_grad()
+    squares(model(x)).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_autograd_computes_none() -> None:
+    """The weight's gradient is a product that doesn't run, and the input is not kept for it by the graph."""
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    counts = []
+    for param_grad in (True, False):
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            for _ in range(2):
+                loss = squares(model(x)).mean()
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    loss.backward()
+            counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
+    assert counts[1] == counts[0] - 2
+
+
+def test_a_gradient_that_was_there_stays() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+            assert all((p.grad == 1).all() for p in model.parameters())
+
+
+def test_flags_after_an_exception() -> None:
+    class Fails(nn.Module):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyError("in the middle")
+            return x
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 2)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            squares(model(x)).mean().backward()
+        with pytest.raises(RuntimeError, match="mat1"):
+            model(torch.randn(3, 5))
+        assert all(p.requires_grad for p in model.parameters())
+        model[1].fails = True
+        with pytest.raises(KeyError):
+            model(x)
+        assert all(p.requires_grad for p in model.parameters())
+        model[1].fails = False
+        check(model, x)
+
+
+def test_attention_keeps_to_the_way_with_gradients() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).eval(), torch.randn(3, 5, 4)
+    with autograd_hacks.add_hooks(layer, param_grad=False):
+        for _ in range(3):
+            assert layer(x, x, x)[0].grad_fn is not None
+            assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_autocast_and_micro_batches() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            with autograd_hacks.accumulate(model):
+                for part in (x[:2], x[2:]):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        out = model(part)
+                    squares(out.float()).mean().backward()
+        autograd_hacks.compute_grad1(model, set_grad=True)
+        assert all(p.grad1.shape[0] == 6 and p.grad1.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        for p in model.parameters():
+            assert_close(p.grad, p.grad1.mean(0))
+
+
+def test_hooks_added_again_take_the_other_contract() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    autograd_hacks.add_hooks(model)
+    for param_grad in (False, True, False):
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        for _ in range(2):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            assert all((p.grad is not None) == param_grad for p in model.parameters())
+
+
+def test_a_scaler_and_an_optimizer() -> None:
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 4), torch.randint(2, (8,))
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), 0.5)
+            for _ in range(5):
+                optimizer.zero_grad()
+                (F.cross_entropy(net(x), y) * 16).backward()
+                if net is model:
+                    autograd_hacks.clip_grad1_norm_(net, 16e9)
+                for p in net.parameters():
+                    p.grad /= 16
+                optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert_close(p, q)
+
+
+def test_a_context_gives_the_contract_back() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
+    autograd_hacks.add_hooks(model)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            squares(model(x)).mean().backward()
+    assert model[0].weight.grad is None
+    squares(model(x)).mean().backward()
+    assert model[0].weight.grad is not None

@@ -1,0 +1,178 @@
+"""What a record is and how long it lives: training loops of every kind read the rows they should."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import assert_right, batch, mlp, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+def test_a_plain_training_loop_needs_no_clearing(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        step(model, *batch(seed=seed))
+        assert_right(model, *batch(seed=seed))
+        for p in model.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+        optimizer.step()
+
+
+def test_reading_every_third_step_reads_that_step(model: nn.Module) -> None:
+    for seed in range(6):
+        step(model, *batch(4 + seed, seed))
+        if seed % 3 == 2:
+            assert_right(model, *batch(4 + seed, seed))
+
+
+def test_reading_twice_gives_the_same(model: nn.Module) -> None:
+    step(model, *batch())
+    assert_right(model, *batch())
+    assert_right(model, *batch())
+
+
+def test_an_evaluation_between_backward_and_reading_changes_nothing(model: nn.Module) -> None:
+    step(model, *batch())
+    model(batch(7)[0])
+    with torch.no_grad():
+        model(batch(8)[0])
+    with torch.inference_mode():
+        model(batch(9)[0])
+    assert_right(model, *batch())
+
+
+def test_layers_called_by_themselves(model: nn.Sequential) -> None:
+    for seed in range(3):
+        x, y = batch(4 + seed, seed)
+        hidden = model[1](model[0](x))
+        squares(model[2](hidden), y).mean().backward()
+    assert_right(model, x, y)
+
+
+def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
+    x, y = batch()
+    step(model, *batch(seed=1))
+    with pytest.raises(RuntimeError, match="shape"):
+        model[2](model[0](x)[:, :3])
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_an_exception_in_the_middle_of_a_backward(model: nn.Sequential) -> None:
+    x, y = batch()
+    hidden = model[0](x)
+    hidden.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        squares(model[2](hidden), y).mean().backward()
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="not run to its end"):
+        autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_one_hooked_model_while_another_runs(model: nn.Module) -> None:
+    other = mlp()
+    step(model, *batch())
+    step(other, *batch(7, 1))
+    assert_right(model, *batch())
+    assert not hasattr(next(other.parameters()), "grad1")
+
+
+def test_two_models_in_two_threads() -> None:
+    models, wrong = [mlp(), mlp()], []
+
+    def train(model: nn.Module, offset: int) -> None:
+        try:
+            for seed in range(offset, offset + 20):
+                x, y = torch.full((4, 3), seed, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
+                model.zero_grad()
+                step(model, x, y)
+                autograd_hacks.compute_grad1(model)
+                for p in model.parameters():
+                    assert_close(p.grad1.mean(0), p.grad)
+        except BaseException as error:
+            wrong.append(error)
+            raise
+
+    for model in models:
+        autograd_hacks.add_hooks(model)
+    threads = [threading.Thread(target=train, args=(model, 100 * n)) for n, model in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_batch_of_one_and_of_none(model: nn.Module) -> None:
+    for n in (1, 0):
+        step(model, *batch(n))
+        assert_right(model, *batch(n))
+        for p in model.parameters():
+            assert p.grad1.shape == (n, *p.shape)
+
+
+def test_an_empty_batch_through_a_convolution() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+    with autograd_hacks.add_hooks(model):
+        model(torch.zeros(0, 2, 4, 4)).sum().backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert p.grad1.shape == (0, *p.shape)
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), torch.randn(4, 1, 4, 4)
+    x[2] = torch.nan
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert p.grad1.flatten(1).isnan().any(1).tolist() == [False, False, True, False]
+
+
+def test_frozen_parameters_have_no_grad1_and_unreached_ones_none(model: nn.Sequential) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    model[0].weight.requires_grad_(False)
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    assert not hasattr(model[0].weight, "grad1")
+    assert_close(model[0].bias.grad1.mean(0).shape, model[0].bias.shape)
+    squares(model[2](torch.ones(5, 4, dtype=torch.float64)), y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    assert model[0].bias.grad1 is None
+    assert model[2].bias.grad1 is not None
+
+
+def test_torch_func_on_a_hooked_model_is_no_record(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return squares(torch.func.functional_call(model, parameters, x[None]), y[None]).sum()
+
+    rows = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, y)
+    assert_right(model, x, y)
+    for name, p in model.named_parameters():
+        assert_close(p.grad1, rows[name])
+
+
+def test_a_refusal_leaves_no_older_rows_behind(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    x.zero_()
+    with pytest.raises(autograd_hacks.errors.StaleRecord):
+        autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert not hasattr(p, "grad1")

@@ -1,0 +1,190 @@
+"""Ways by which a gradient escapes the hooks, or memory is shared: each is right, or an error that says so."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import Choosy
+from oracle import squares
+from steps import assert_right, batch, raises, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import (
+    HigherOrderError,
+    PerSampleGradientError,
+    UnseenGradient,
+)
+
+
+@pytest.mark.parametrize("critic", [nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_gradient_penalty(critic: nn.Module, together: bool) -> None:
+    """Its graph leads to the weights past the layers, whether or not the layers' own nodes are run too."""
+    x, mixed = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+    with autograd_hacks.add_hooks(critic):
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        losses = critic(x).flatten()
+        penalty = (slope.norm(dim=1) - 1) ** 2
+        if together:
+            autograd_hacks.backward(losses + penalty)
+        else:
+            losses.mean().backward()
+            penalty.mean().backward()
+        with pytest.raises((HigherOrderError, UnseenGradient), match="pause_hooks"):
+            autograd_hacks.compute_grad1(critic)
+        critic.zero_grad()
+        critic(x).flatten().pow(2).mean().backward()
+        autograd_hacks.compute_grad1(critic)
+        for p in critic.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_created_graph_that_the_loss_does_not_use_harms_nothing(model: nn.Module) -> None:
+    x, y = batch()
+    x.requires_grad_()
+    loss = squares(model(x), y).mean()
+    torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward()
+    assert_right(model, x, y)
+
+
+def test_a_backward_with_create_graph(model: nn.Module) -> None:
+    x, y = batch()
+    torch.autograd.grad(squares(model(x), y).mean(), list(model.parameters()), create_graph=True)
+    with raises(model, HigherOrderError, "create_graph=True", "clear_backprops"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_gradient_penalty_through_a_created_graph(model: nn.Module) -> None:
+    x, y = batch()
+    x.requires_grad_()
+    loss = squares(model(x), y).mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.pow(2).sum()).backward()
+    with raises(model, PerSampleGradientError):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_penalty_run_by_itself_is_noticed_unless_hooks_are_paused(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    model[0].weight.square().sum().backward()
+    with pytest.raises(UnseenGradient, match=r"0\.weight by a way"):
+        autograd_hacks.compute_grad1(model)
+    step(model, x, y)
+    with autograd_hacks.pause_hooks():
+        model[0].weight.square().sum().backward()
+    assert_right(model, x, y)
+
+
+def test_a_penalty_on_weights_in_the_loss() -> None:
+    for model in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 3), Choosy())):
+        x = torch.randn(4, 3)
+        with autograd_hacks.add_hooks(model):
+            for _ in range(3):  # and every time
+                loss = squares(model(x)).mean() + sum(p.pow(2).sum() for p in model.parameters())
+                loss.backward()
+                with pytest.raises(UnseenGradient, match=r"a penalty on the weight .*pause_hooks\(\)"):
+                    autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            with autograd_hacks.pause_hooks():
+                sum(p.pow(2).sum() for p in model.parameters()).backward()
+            assert_right(model, x)
+
+
+def test_a_weight_used_past_its_layer() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+
+    model, x, y = Functional().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    with autograd_hacks.add_hooks(model):
+        step(model, x, y)
+        assert_right(model, x, y)
+    with autograd_hacks.add_hooks(model, probe=False):
+        step(model, x, y)
+        with pytest.raises(UnseenGradient, match=r"layer\.weight, layer\.bias"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_weight_used_past_its_layer_behind_layers_that_are_hooked(model: nn.Sequential) -> None:
+    x, _ = batch()
+    F.linear(torch.tanh(model[0](x)), model[2].weight).sum().backward()
+    with pytest.raises(UnseenGradient, match=r"2\.weight by"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_functional_call_with_weights_of_its_own(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    moved = {name: p * 1.5 for name, p in model.named_parameters()}
+    squares(torch.func.functional_call(model, moved, x), y).mean().backward()
+    with pytest.raises(UnseenGradient):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_forward_that_calls_forward_itself(model: nn.Sequential) -> None:
+    x, y = batch()
+    squares(model[2](model[0].forward(x)), y).mean().backward()
+    with pytest.raises(UnseenGradient, match=r"0\.weight, 0\.bias"):
+        autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, which change with its version
+def test_a_compiled_model_after_an_ordinary_step(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    autograd_hacks.compute_grad1(model)
+    squares(torch.compile(model, backend="aot_eager")(3 * x), y).mean().backward()
+    with pytest.raises(UnseenGradient, match=r"torch\.compile"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
+    x, y = batch()
+    model[0].register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)
+    step(model, x, y)
+    with pytest.raises(UnseenGradient, match=r"before the library's on layer '0' \(Linear\)"):
+        autograd_hacks.compute_grad1(model)
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model)
+    step(model, x, y)
+    assert_right(model, x, y)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_not_taken_for_a_difference() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(24, 1))
+    x = torch.randn(4, 2, 8, requires_grad=True)
+    with autograd_hacks.add_hooks(model):
+        out = model(x)
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+        F.softplus(out).mean().backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_a_stray_gradient_is_remembered_when_passes_are_put_together() -> None:
+    parts = nn.ModuleDict({"trunk": nn.Linear(3, 4), "left": nn.Linear(4, 2), "right": nn.Linear(4, 2)})
+    with autograd_hacks.add_hooks(parts):
+        h = parts["trunk"](torch.randn(5, 3)).tanh()
+        (parts["left"](h).pow(2).mean() + parts["right"].weight.square().sum()).backward(retain_graph=True)
+        parts["right"](h).pow(2).mean().backward()
+        with pytest.raises(UnseenGradient, match=r"right\.weight"):
+            autograd_hacks.compute_grad1(parts)
+
+
+def test_saliency_under_autocast_is_no_difference() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    x, y = torch.randn(32, 64, requires_grad=True), torch.randint(10, (32,))
+    with autograd_hacks.add_hooks(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        torch.autograd.grad(loss, x, create_graph=True)
+        loss.backward()
+        autograd_hacks.compute_grad1(model)

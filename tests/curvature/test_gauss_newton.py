@@ -1,0 +1,160 @@
+"""Blocks, diagonals and products of the Gauss-Newton matrix against autograd differentiating twice."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from curvature_nets import CASES, HESS_TYPES, hooked, matrix
+from hypothesis import given
+from hypothesis import strategies as st
+from second_order import gauss_newton, hessian_of
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Attentive(nn.Module):
+    """Samples on axis 1, inside and at the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("hess_type", "param_grad"), [*((hess_type, True) for hess_type in HESS_TYPES), ("CrossEntropy", False)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_diagonals_and_products(name: str, hess_type: str, param_grad: bool) -> None:
+    model, x = hooked(name, param_grad)
+    for _ in range(2):  # the second is no plan's first
+        output = model(x)
+        with autograd_hacks.pause_hooks():
+            expected = gauss_newton(model, model(x), hess_type)
+        autograd_hacks.backprop_hess(output, hess_type)
+        autograd_hacks.compute_hess(model)
+        autograd_hacks.compute_hess(model, kind="diag")
+        grads = autograd_hacks.per_sample_grads(model)
+        assert_close(matrix(grads), expected)
+        start = 0
+        for own in model.parameters():
+            stop = start + own.numel()
+            block = expected[start:stop, start:stop]
+            assert own.hess.shape == (*own.shape, *own.shape)
+            assert_close(own.hess.reshape(block.shape), block)
+            assert_close(own.hess_diag, block.diagonal().view(own.shape))
+            start = stop
+        v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        assert_close(grads.to_vector(grads.ggn_matvec(v)), expected @ grads.to_vector(v))
+        assert all(p.grad is None for p in model.parameters())
+        damped = expected + 0.1 * torch.eye(len(expected))
+        assert_close(damped @ grads.to_vector(grads.natural_gradient(v, 0.1)), grads.to_vector(v))
+
+
+def test_samples_on_another_axis() -> None:
+    torch.manual_seed(0)
+    model, x = Attentive(), torch.randn(3, 4, 4)
+    with autograd_hacks.pause_hooks():
+        expected = gauss_newton(model, model(x).transpose(0, 1), "CrossEntropy")
+    autograd_hacks.add_hooks(model, batch_dim=1)
+    autograd_hacks.backprop_hess(model(x).transpose(0, 1))
+    assert_close(matrix(autograd_hacks.per_sample_grads(model)), expected)
+
+
+@pytest.mark.parametrize("positions", [3, 4])
+def test_samples_on_another_axis_of_the_output_are_refused(positions: int) -> None:
+    model, x = Attentive(), torch.randn(positions, 4, 4)
+    autograd_hacks.add_hooks(model, batch_dim=1)
+    with pytest.raises(autograd_hacks.errors.BatchSizeError, match=r"transpose|disagree"):
+        autograd_hacks.backprop_hess(model(x))
+
+
+@pytest.mark.parametrize("hess_type", ["CrossEntropy", "LeastSquares"])
+def test_a_relu_network_has_the_exact_hessian(hess_type: str) -> None:
+    """The claims of the original autograd-hacks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 1, 5, 5), torch.randint(3, (5,))
+    targets = torch.randn(5, 3)
+
+    def loss() -> Tensor:
+        output = model(x)
+        if hess_type == "CrossEntropy":
+            return F.cross_entropy(output, y)
+        return (output - targets).square().sum(1).mean() / 2
+
+    expected = {name: hessian_of(model, name, loss) for name, _ in model.named_parameters()}
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x), hess_type)
+    autograd_hacks.compute_hess(model)
+    for name, p in model.named_parameters():
+        assert float(expected[name].abs().max()) > 0
+        assert_close(p.hess.reshape(expected[name].shape), expected[name])
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from(HESS_TYPES),
+    st.sampled_from([nn.LeakyReLU, nn.Tanh, nn.Softplus]),
+)
+def test_any_network(widths: list[int], samples: int, positions: int, hess_type: str, activation: type[nn.Module]) -> None:
+    torch.manual_seed(len(widths) + samples)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), activation())]
+    model = nn.Sequential(*layers[:-1])
+    x = torch.randn(samples, *[positions] * (positions > 0), widths[0])
+    expected = gauss_newton(model, model(x), hess_type)
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backprop_hess(model(x), hess_type)
+        assert_close(matrix(autograd_hacks.per_sample_grads(model)), expected)
+
+
+def test_a_linear_operator_for_scipy() -> None:
+    from scipy.sparse.linalg import cg, eigsh, svds
+
+    model, x = hooked("relu")
+    autograd_hacks.backprop_hess(model(x))
+    grads = autograd_hacks.per_sample_grads(model)
+    operator, expected = grads.as_linear_operator(damping=0.1), matrix(grads) + 0.1 * torch.eye(43)
+    assert operator.shape == (43, 43)
+    largest = torch.linalg.eigvalsh(expected)[-3:]
+    assert_close(torch.tensor(eigsh(operator, k=3)[0]), largest)
+    assert_close(torch.tensor(sorted(svds(operator, k=3, rng=0)[1])), largest)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved, code = cg(operator, grads.to_vector(v).numpy(), rtol=1e-12)
+    assert code == 0
+    assert_close(torch.tensor(solved), grads.to_vector(grads.natural_gradient(v, 0.1)))
+    back = grads.from_vector(grads.to_vector(v))
+    assert list(back) == list(v)
+    assert all(torch.equal(back[name], v[name]) for name in v)
+
+
+def test_micro_batches_and_loaders_are_one_batch() -> None:
+    for kind in ("full", "diag", "kfac"):
+        model, _ = hooked("relu")
+        x = torch.randn(7, 4)
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model, kind)
+        attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
+        expected = [getattr(p, attribute) for p in model.parameters()]
+        with autograd_hacks.accumulate(model):
+            for part in x.split(3):
+                autograd_hacks.backprop_hess(model(part))
+        autograd_hacks.compute_hess(model, kind)
+        assert_close([getattr(p, attribute) for p in model.parameters()], expected)
+        autograd_hacks.compute_hess_over(model, [(part, None) for part in x.split(3)], kind)
+        assert_close([getattr(p, attribute) for p in model.parameters()], expected)
+        autograd_hacks.compute_hess_over(model, iter(x.split(2)), kind, forward=lambda model, batch: model(batch))
+        assert_close([getattr(p, attribute) for p in model.parameters()], expected)
+        autograd_hacks.remove_hooks(model)
+        assert not any(hasattr(p, attribute) for p in model.parameters())

@@ -1,0 +1,248 @@
+"""What Hessian passes leave alone, how long their record lives, and what is refused."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from curvature_nets import network
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+NEW = "run the model anew"
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_gradients_stay_as_they_are(param_grad: bool) -> None:
+    model, x = network(param_grad)
+    x.requires_grad_(True)
+    kept, heard = torch.ones(4, 3), []
+    model[0].weight.grad = kept
+    model[2].weight.register_post_accumulate_grad_hook(heard.append)
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    assert model[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(4, 3))
+    assert model[0].bias.grad is None
+    assert x.grad is None
+    assert not heard
+    output.sum().backward()  # the graph is still there
+    assert x.grad is not None
+
+
+def test_grad_mode_does_not_matter() -> None:
+    """As it doesn't to ``loss.backward()``."""
+    model, x = network()
+    output = model(x)
+    with torch.no_grad():
+        autograd_hacks.backprop_hess(output)
+        autograd_hacks.compute_hess(model)
+    found = model[0].weight.hess
+    autograd_hacks.clear_backprops(model)
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+    assert_close(model[0].weight.hess, found)
+    assert not found.requires_grad
+    losses = (model(x) ** 2).sum(1)
+    with torch.no_grad():
+        autograd_hacks.backward(losses)
+    autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert_close(p.grad1.mean(0), p.grad)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_loop_needs_no_clearing(param_grad: bool) -> None:
+    model, _ = network(param_grad)
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model)
+        found = [p.hess for p in model.parameters()]
+        autograd_hacks.clear_backprops(model)
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model)
+        assert_close([p.hess for p in model.parameters()], found)
+
+
+def test_hessians_and_gradients_in_turns() -> None:
+    """A step of natural gradient: curvature and gradient of one forward."""
+    model, x = network()
+    y = torch.randint(2, (5,))
+    for _ in range(2):
+        output = model(x)
+        autograd_hacks.backprop_hess(output, samples=1)
+        autograd_hacks.compute_hess(model, kind="kfac")
+        autograd_hacks.clear_backprops(model)
+        model.zero_grad()
+        F.cross_entropy(output, y).backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert_close(p.grad1.mean(0), p.grad)
+
+
+def test_a_second_one_without_reading_or_clearing() -> None:
+    model, x = network()
+    output = model(x)
+    autograd_hacks.backprop_hess(output)
+    for again in (output, model(x)):
+        with pytest.raises(NothingRecorded, match=NEW):
+            autograd_hacks.backprop_hess(again)
+    autograd_hacks.compute_hess(model)  # what the first has left
+    with pytest.raises(NothingRecorded, match=NEW):
+        autograd_hacks.backprop_hess(output)
+    autograd_hacks.clear_backprops(model)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+
+
+@pytest.mark.parametrize("hess_first", [True, False])
+def test_mixed_with_an_ordinary_backward_pass(hess_first: bool) -> None:
+    model, x = network()
+    output = model(x)
+    if not hess_first:
+        output.sum().backward(retain_graph=True)
+    autograd_hacks.backprop_hess(output)
+    if hess_first:
+        output.sum().backward(retain_graph=True)
+    for read in (autograd_hacks.compute_hess, autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+        with pytest.raises(NothingRecorded, match=r"between the two|different kinds"):
+            read(model)
+    autograd_hacks.clear_backprops(model)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+
+
+def test_rows_of_passes_are_no_gradients() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    with pytest.raises(NothingRecorded, match="no grad1"):
+        autograd_hacks.compute_grad1(model)
+    with pytest.raises(NothingRecorded, match="no gradient to clip"):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+    with pytest.raises(ValueError, match="loss_type"):
+        autograd_hacks.per_sample_grads(model, loss_type="mean")
+    with pytest.raises(RuntimeError, match="streaming"), autograd_hacks.streaming(model):
+        autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.verify(model)
+    autograd_hacks.describe(model)
+
+
+def test_parameters_that_are_frozen_or_not_reached() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "frozen": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
+    autograd_hacks.compute_hess(model)
+    assert model["used"].weight.hess.shape == (2, 3, 2, 3)
+    assert not hasattr(model["frozen"].weight, "hess")
+    assert model["idle"].weight.hess is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, x = network()
+    model.to(dtype)
+    autograd_hacks.backprop_hess(model(x.to(dtype)))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.compute_hess(model, kind="kfac")
+    found = {name: (p.hess, *p.kfac) for name, p in model.named_parameters()}
+    model.float()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    autograd_hacks.compute_hess(model, kind="kfac")
+    for name, p in model.named_parameters():
+        for own, expected in zip(found[name], (p.hess, *p.kfac)):
+            assert own.dtype == torch.float32
+            assert_close(own, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+
+
+def test_half_precision_solves_in_single() -> None:
+    """What is left of v after the rows' share was taken out is small, and would have no digits in half."""
+    model, x = network()
+    model.bfloat16()
+    autograd_hacks.backprop_hess(model(x.bfloat16()))
+    grads = autograd_hacks.per_sample_grads(model)
+    rows = torch.cat([own.flatten(1) for own in grads.dense().values()], dim=1).double()
+    v = grads.from_vector(rows.mean(0).bfloat16())
+    flat = grads.to_vector(v).double()
+    expected = torch.linalg.solve(rows.mT @ rows / 5 + 1e-3 * torch.eye(rows.shape[1]), flat)
+    found = grads.to_vector(grads.natural_gradient(v, 1e-3))
+    assert found.dtype == torch.bfloat16
+    assert_close(found.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_batches_of_none(samples: int | None) -> None:
+    model, _ = network()
+    autograd_hacks.backprop_hess(model(torch.randn(0, 3)), samples=samples)
+    autograd_hacks.compute_hess(model)
+    assert not model[0].weight.hess.any()
+
+
+def test_autocast() -> None:
+    model, x = network()
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model)
+    expected = [p.hess for p in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(model)
+    for p, own in zip(model.parameters(), expected):
+        assert_close(p.hess, own, rtol=0.05, atol=0.02 * float(own.abs().max()))
+
+
+def test_only_what_a_pass_brings_is_kept_for_each() -> None:
+    """The passes share the layer's input, and copies of it made on the way."""
+    layer = nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular")
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(32, 4))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(5, 3, 4, 4)))
+    grads = autograd_hacks.per_sample_grads(model)
+    for name in ("0.weight", "2.weight"):
+        leaves = list(grads[name].leaves())
+        assert len(leaves) == 4
+        shared = {leaf.held[1 - grads[name].varying].data_ptr() for leaf in leaves}  # type: ignore[attr-defined]  # Passes
+        assert len(shared) == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "diag", "kfac"])
+def test_batches_that_do_not_reach_a_parameter_count(kind: str) -> None:
+    """In the mean over a loader, and over micro-batches, they have no share in its curvature but their samples count."""
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if len(x) == 4 else self.other(x)
+
+    torch.manual_seed(0)
+    model, x, rest = Switched(), torch.randn(4, 3), torch.randn(2, 3)
+    autograd_hacks.add_hooks(model)
+    attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
+    autograd_hacks.compute_hess_over(model, [x], kind)
+    alone = getattr(model.one.weight, attribute)
+    assert getattr(model.other.weight, attribute) is None
+    autograd_hacks.compute_hess_over(model, [x, rest], kind)
+    over = getattr(model.one.weight, attribute)
+    autograd_hacks.compute_hess_over(model, [rest, x], kind)
+    turned = getattr(model.one.weight, attribute)
+    with autograd_hacks.accumulate(model):
+        autograd_hacks.backprop_hess(model(rest))
+        autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind)
+    appended = getattr(model.one.weight, attribute)
+    for found in (over, turned, appended):
+        if kind == "kfac":
+            assert_close(found[0], alone[0])
+            assert_close(found[1], alone[1] * 4 / 6)
+        else:
+            assert_close(found, alone * 4 / 6)

@@ -1,0 +1,193 @@
+"""Kronecker factors against their definition."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+pytestmark = pytest.mark.usefixtures("double")
+
+Pair = tuple[Tensor, Tensor]
+
+
+def by_definition(a: Tensor, b: Tensor, approximation: str) -> Pair:
+    """a: N T I, the inputs    b: N K T O, the gradients of each pass, by a loop over samples and positions"""
+    samples, positions = a.shape[:2]
+    first, second = torch.zeros(a.shape[2], a.shape[2]), torch.zeros(b.shape[3], b.shape[3])
+    for own, passes in zip(a, b):
+        if approximation == "expand":
+            for x in own:
+                first += torch.outer(x, x) / (samples * positions)
+            for g in passes.flatten(0, 1):
+                second += torch.outer(g, g) / samples
+        else:
+            first += torch.outer(own.mean(0), own.mean(0)) / samples
+            for g in passes:
+                second += torch.outer(g.sum(0), g.sum(0)) / samples
+    return first, second
+
+
+def assert_factors(p: nn.Parameter, expected: Pair) -> None:
+    assert isinstance(p.kfac, tuple)
+    assert_close(p.kfac[0], expected[0])
+    assert_close(p.kfac[1], expected[1])
+
+
+def roots(z: Tensor) -> Tensor:
+    """A square root of the cross-entropy's Hessian by autograd and a decomposition, N C K."""
+    hessians = [
+        torch.autograd.functional.hessian(lambda z: F.cross_entropy(z[None], torch.zeros(1).long()), own) for own in z
+    ]
+    values, vectors = torch.linalg.eigh(torch.stack(hessians))
+    return vectors * values.clamp(min=0).sqrt()[:, None]
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_linear_layer(approximation: str) -> None:
+    layer, x = nn.Linear(3, 4), torch.randn(5, 3)
+    autograd_hacks.add_hooks(layer)
+    output = layer(x)
+    autograd_hacks.backprop_hess(output)
+    autograd_hacks.compute_hess(layer, kind="kfac", kfac_approx=approximation)
+    gradients = roots(output.detach()).mT[:, :, None]
+    assert_factors(layer.weight, by_definition(x[:, None], gradients, approximation))
+    assert_factors(layer.bias, by_definition(torch.ones(5, 1, 1), gradients, approximation))
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_positions(approximation: str) -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(5, 4, 3)
+    autograd_hacks.add_hooks(layer)
+    autograd_hacks.backprop_hess(layer(x), "LeastSquares")
+    autograd_hacks.compute_hess(layer, kind="kfac", kfac_approx=approximation)
+    gradients = torch.eye(8).view(8, 4, 2).expand(5, 8, 4, 2) / 4**0.5  # the mean over four positions
+    assert_factors(layer.weight, by_definition(x, gradients, approximation))
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_folded_positions(approximation: str, folded: bool) -> None:
+    """Positions that are folded into the batch in front of a layer count as positions."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else self.layer(x)
+
+    model = Folded()
+    x = torch.randn(5, 4, 3)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x), "LeastSquares")
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation)
+    inputs = torch.tanh(F.linear(x, model.first.weight, model.first.bias)).detach()
+    gradients = torch.eye(8).view(8, 4, 2).expand(5, 8, 4, 2) / 4**0.5
+    assert_factors(model.layer.weight, by_definition(inputs, gradients, approximation))
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("padding", ["same", 1])
+def test_a_convolution(approximation: str, padding: str | int) -> None:
+    conv = nn.Conv2d(2, 3, 3, padding=padding, stride=1 if padding == "same" else 2)
+    model, x = nn.Sequential(conv, nn.Flatten()), torch.randn(4, 2, 5, 5)
+    autograd_hacks.add_hooks(model)
+    output = model(x)
+    autograd_hacks.backprop_hess(output, "LeastSquares")
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation)
+    windows = F.unfold(x, 3, padding=1, stride=conv.stride).mT  # N L (C K)
+    size = output.shape[1]
+    gradients = torch.eye(size).view(size, 3, -1).mT.expand(4, size, -1, 3)  # N K L O
+    assert_factors(conv.weight, by_definition(windows, gradients, approximation))
+
+
+def test_the_product_is_that_of_the_flattened_weight() -> None:
+    """For a single sample the block is a Kronecker product: B ⊗ A, as weights lie in memory row by row."""
+    layer, x = nn.Linear(3, 4), torch.randn(1, 3)
+    autograd_hacks.add_hooks(layer)
+    autograd_hacks.backprop_hess(layer(x))
+    autograd_hacks.compute_hess(layer)
+    autograd_hacks.compute_hess(layer, kind="kfac")
+    for p in layer.parameters():
+        a, b = p.kfac
+        assert_close(torch.kron(b, a), p.hess.reshape(p.numel(), p.numel()))
+    a, b = layer.weight.kfac
+    v = torch.randn(4, 3)
+    assert_close(b @ v @ a, torch.einsum("oipq,pq->oi", layer.weight.hess, v))
+
+
+def test_drawn_labels_in_the_mean() -> None:
+    layer, x = nn.Linear(3, 4), torch.randn(5, 3)
+    autograd_hacks.add_hooks(layer)
+    autograd_hacks.backprop_hess(layer(x))
+    autograd_hacks.compute_hess(layer, kind="kfac")
+    exact = layer.weight.kfac[1]
+    draws = 400
+    autograd_hacks.backprop_hess(layer(x), samples=draws, generator=torch.Generator().manual_seed(0))
+    autograd_hacks.compute_hess(layer, kind="kfac")
+    rows = autograd_hacks.per_sample_grads(layer)["bias"].dense().view(draws, 5, 4)
+    each = draws * torch.einsum("kno,knp->kop", rows, rows) / 5
+    assert_close(layer.weight.kfac[1], each.mean(0))
+    assert bool(((each.mean(0) - exact).abs() <= 5 * each.std(0) / draws**0.5).all())
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "1.weight of layer '1' (LayerNorm)"),
+        (lambda: nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten()), "Conv1d"),
+        (lambda: nn.Sequential(nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 4, 1), nn.Flatten()), "ConvTranspose1d"),
+    ],
+)
+def test_what_has_no_factors_is_refused_by_name(build: object, named: str) -> None:
+    model = build()  # type: ignore[operator]  # a lambda
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(3, 4)))
+    with pytest.raises(autograd_hacks.errors.UnsupportedLayer) as error:
+        autograd_hacks.compute_hess(model, kind="kfac")
+    assert named in str(error.value)
+    assert not any(hasattr(p, "kfac") for p in model.parameters())
+
+
+def test_some_parameters_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(3, 4)))
+    autograd_hacks.compute_hess(model, kind="kfac", parameters=["0.weight"])
+    assert model[0].weight.kfac[0].shape == (4, 4)
+    assert not hasattr(model[0].bias, "kfac")
+    with pytest.raises(ValueError, match="nowhere"):
+        autograd_hacks.compute_hess(model, parameters=["nowhere"])
+
+
+@pytest.mark.parametrize("samples", [None, 1])
+def test_layers_that_are_called_twice_are_refused(samples: int | None) -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(3, 4)), samples=samples)
+    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="several times"):
+        autograd_hacks.compute_hess(model, kind="kfac")
+    autograd_hacks.compute_hess(model, kind="diag")
+    assert layer.weight.hess_diag.shape == (4, 4)
+
+
+def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> None:
+    for layer, x in [
+        (nn.Linear(200, 2), torch.randn(3, 200)),
+        (nn.Sequential(nn.Conv1d(20, 2, 10), nn.Flatten()), torch.randn(3, 20, 12)),
+    ]:
+        autograd_hacks.add_hooks(layer)
+        for batch in (x / 0, x):
+            autograd_hacks.backprop_hess(layer(batch), "LeastSquares")
+            autograd_hacks.compute_hess(layer, kind="kfac")
+        weight = next(layer.parameters())
+        assert weight.kfac[0].nbytes > 2**16
+        assert bool(weight.kfac[0].isfinite().all())

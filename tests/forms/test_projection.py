@@ -1,0 +1,63 @@
+"""Projections: one for all forms and ways to a model, which keeps inner products."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from steps import stepped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.forms import Dense, Outer, RandomMap, Scaled, add, group, scale
+
+
+@given(st.integers(0, 99), st.integers(1, 4), st.integers(1, 40), st.integers(0, 2))
+def test_one_projection_for_every_form(seed: int, samples: int, dim: int, number: int) -> None:
+    torch.manual_seed(seed)
+    outer = Outer(torch.randn(samples, 2, 5).double(), torch.randn(samples, 2, 6).double())
+    random = RandomMap("p", outer.shape, dim, number)
+    expected = Dense(outer.dense()).project(random)
+    grouped = group(outer, torch.arange(samples), samples)
+    for form in (outer, grouped, add([outer[:], scale(outer, 0.0)]), Scaled(outer, 1.0)):
+        assert_close(form.project(random), expected)
+
+
+@pytest.mark.parametrize("dim", [64, 1024])
+def test_projections_keep_inner_products(dim: int) -> None:
+    torch.manual_seed(0)
+    lengths, products = [], []
+    for seed in range(60):
+        left, right = F.normalize(torch.randn(2, 7).double(), dim=1), F.normalize(torch.randn(2, 9).double(), dim=1)
+        outer = Outer(left, right)
+        rows = outer.project(RandomMap("p", outer.shape, dim, seed))
+        lengths.append(rows[0] @ rows[0])
+        products.append(rows[0] @ rows[1] - outer.gram(outer)[0, 1])
+    spread = (8 / dim) ** 0.5
+    assert abs(torch.stack(lengths).mean() - 1) < 4 * spread / 60**0.5
+    assert torch.stack(lengths).std() < 1.3 * spread  # of 60 draws; the bound is for the true one
+    assert abs(torch.stack(products).mean()) < 4 * spread / 60**0.5
+
+
+def test_one_projection_for_every_way_to_the_same_model() -> None:
+    """By rule, by replay, tied, wrapped, in batches of any size."""
+
+    class Bare(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.weight, self.bias = layer.weight, layer.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    layer, x = nn.Linear(6, 5).double(), torch.randn(4, 6).double()
+    wrapped = nn.Module()
+    wrapped.module, wrapped.forward = layer, lambda x: layer(x)  # type: ignore[method-assign]  # as DataParallel names it
+    expected = stepped(layer, x).project(16, seed=3)
+    autograd_hacks.remove_hooks(layer)
+    assert_close(stepped(Bare(layer), x).project(16, seed=3), expected)
+    assert_close(stepped(wrapped, x).project(16, seed=3), expected)
+    assert_close(stepped(wrapped, x[1:3]).project(16, seed=3), expected[1:3] / 1)
+    assert not torch.allclose(stepped(wrapped, x).project(16, seed=4), expected)

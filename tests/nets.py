@@ -1,0 +1,189 @@
+"""Models that tests of several files share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class Patched(nn.Module):
+    """A class token, positions, a layer scale, a tied decoder by F.linear, and 3-D weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4)
+        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
+        self.heads, self.out = nn.Parameter(torch.randn(2, 4, 2)), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(tokens), -1, -1), self.embed(tokens)], 1)
+        x = x + self.positions(torch.arange(x.shape[1]))
+        x = x + self.scale * self.out(torch.einsum("ntd,hde->nthe", x, self.heads).flatten(2).tanh())
+        return F.linear(x, self.embed.weight)
+
+
+class Noisy(nn.Module):
+    """Dropout between a bare parameter and the output, which no other run of one sample draws alike."""
+
+    def __init__(self, features: int = 3) -> None:
+        super().__init__()
+        self.scale, self.dropout = nn.Parameter(torch.randn(features)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.dropout(x * self.scale).cumsum(1) * self.scale).tanh()
+
+
+class Choosy(nn.Module):
+    """Control flow on values, which vmap can't follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * self.up if row.sum() > 0 else row * self.down for row in x])
+
+
+class Scale(nn.Module):
+    """y = x · scale, for which there is no rule."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(features, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(features, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+class Language(nn.Module):
+    """An Embedding that is tied to the last Linear."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x).cumsum(1).tanh())
+
+
+class BareMatrix(nn.Module):
+    """A bare parameter, which only a replay covers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token, self.inside = nn.Parameter(torch.randn(width, width)), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside((x @ self.token).tanh())
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inside, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inside(self.inside(self.embed(x)).tanh()).relu_())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
+        self.inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=self.reentrant))
+
+
+class BareVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.inside = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x * self.token)
+
+
+class Last(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+def vectors() -> Tensor:
+    return torch.randn(3, 5, 4).double()
+
+
+def words() -> Tensor:
+    return torch.randint(7, (3, 5))
+
+
+def pictures() -> Tensor:
+    return torch.randn(3, 2, 6, 6).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)), vectors),
+    "cnn": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
+        pictures,
+    ),
+    "tied": (Tied, words),
+    "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
+    "reentrant": (lambda: Checkpointed(True), vectors),
+    "checkpointed": (lambda: Checkpointed(False), vectors),
+    "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),
+}
+
+
+class Inside(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+class Between(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.last(self.how(self.first(x).tanh(), *more))
+
+
+class SequenceFirst(nn.Module):
+    """T N F inside, folded both ways, and PReLU with T for its channels' neighbour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(9, 4), nn.LayerNorm(4), nn.LSTM(4, 4)
+        self.inner, self.late, self.slope, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        samples, steps = tokens.shape
+        x = self.slope(self.norm(self.mix(self.embed(tokens.T))[0]))
+        x = torch.tanh(self.inner(x.reshape(steps * samples, 4)))  # T·N
+        x = x.view(steps, samples, 4).transpose(0, 1).reshape(samples * steps, 4)
+        x = torch.tanh(self.late(x)).view(samples, steps, 4)  # N·T
+        return self.out(x)

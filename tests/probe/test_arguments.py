@@ -1,0 +1,148 @@
+"""Which argument tells how many samples there are, and which are settings, positions, tables or masks."""
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import check, check_losses
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import autograd_hacks
+
+
+class Mixed(nn.Module):
+    """A mixing of positions that is given as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, how: Tensor) -> Tensor:
+        return self.out((how @ self.into(x)).relu())
+
+
+class Placed(nn.Module):
+    """Positions that are given as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(9, 8), nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.out((self.words(x) + self.places(places)).tanh())
+
+
+class PlacesFirst(Placed):
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x, places)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
+    model = Mixed().double()
+    with autograd_hacks.add_hooks(model):
+        for n in (4, samples):
+            how = torch.randn(3, 3).double()
+            check(model, torch.randn(n, 3, 4).double(), "sum", lambda x, how=how: model(x, how))
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_positions_are_no_samples_even_where_they_are_as_many(samples: int) -> None:
+    model = Placed().double()
+    with autograd_hacks.add_hooks(model):
+        check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(x, torch.arange(4)))
+
+
+def test_positions_before_the_batch() -> None:
+    model, places = PlacesFirst().double(), torch.arange(4)[None]
+    with autograd_hacks.add_hooks(model):
+        for samples in (3, 4, 3):
+            check(model, torch.randint(9, (samples, 4)), "sum", lambda x: model(places, x))
+
+
+class Packed(nn.Module):
+    def __init__(self, kind: str, head: str) -> None:
+        super().__init__()
+        self.rnn, self.out, self.head = getattr(nn, kind)(4, 3, batch_first=True), nn.Linear(3, 2), head
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        lengths = (x[..., 0] < 9).sum(1) if lengths is None else lengths
+        packed, state = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        if self.head == "state":
+            return self.out((state[0] if isinstance(state, tuple) else state)[-1])
+        return self.out(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+@pytest.mark.parametrize("head", ["state", "padded"])
+@pytest.mark.parametrize("counts", [False, True])
+def test_packed_inside_the_model_in_any_order(kind: str, head: str, counts: bool) -> None:
+    model, x, lengths = Packed(kind, head).double(), torch.randn(4, 5, 4).double(), torch.tensor([2, 5, 1, 4])
+    x[torch.arange(5) >= lengths[:, None]] = 10
+    with autograd_hacks.add_hooks(model):
+        check(model, torch.arange(4), "sum", lambda n: model(x[n]) if counts else model(x[n], lengths[n]))
+
+
+def test_a_setting_before_the_batch() -> None:
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, temperature: Tensor, x: Tensor) -> Tensor:
+            return self.layer(x) / temperature
+
+    model, x = Tempered().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.ones(1).double(), x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.layer.weight.grad1.shape == (4, 3, 3)
+
+
+def test_tables_that_are_read_by_the_batch() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.weights = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3, 3))
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("noise", torch.rand(5))
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            x = self.noise[ids, None] * x + self.table[ids]
+            return self.layer(torch.einsum("nij,nj->ni", self.weights[ids], x).tanh() + self.table.index_select(0, ids))
+
+    model, x = Tables().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for ids in (torch.tensor([0, 3, 3, 1]), torch.tensor([4, 4, 2, 1])):
+            check_losses(model, lambda i=ids: squares(model(x, i)))
+
+
+def test_packing_inside_a_model() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.out = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+    model, x = Packed().double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for lengths in ([2, 5, 3, 1], [5, 1, 5, 2]):
+            check_losses(model, lambda at=lengths: squares(model(x, torch.tensor(at))))
+
+
+def test_bags_with_offsets_as_arguments() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.out = nn.EmbeddingBag(9, 3), nn.Linear(3, 2)
+
+        def forward(self, entries: Tensor, offsets: Tensor) -> Tensor:
+            return self.out(self.bags(entries, offsets))
+
+    model, entries, offsets = Bags().double(), torch.randint(9, (10,)), torch.tensor([0, 3, 4, 8])
+    with autograd_hacks.add_hooks(model):
+        check_losses(model, lambda: squares(model(entries, offsets)))

@@ -1,0 +1,174 @@
+"""Where the samples are: time first, positions without a batch, axes that are given, masks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import SequenceFirst
+from oracle import squares
+from steps import check, check_batches, check_losses
+from torch import Tensor
+
+import autograd_hacks
+
+
+@pytest.mark.parametrize("steps", [3, 4, 8])
+def test_sequence_first_and_folded_rows(steps: int) -> None:
+    """T = N, too, and another length and batch size in the steps after the first."""
+    draw = lambda n, t: torch.randint(9, (n, t))  # noqa: E731
+    check_batches(SequenceFirst().double(), draw(4, steps), draw(4, steps + 1), draw(3, 3), draw(1, 4), draw(2, 6), verify=1)
+
+
+class Positions(nn.Module):
+    """Learnt positions: by ids T or (1, T) or repeated for each sample; and a table of relative ones."""
+
+    def __init__(self, ids: Callable[[int, int], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.positions, self.relative = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Embedding(17, 1)
+        self.out, self.ids = nn.Linear(4, 2), ids
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        samples, steps = tokens.shape
+        x = self.embed(tokens) + self.positions(self.ids(samples, steps))
+        at = torch.arange(steps)
+        scores = x @ x.mT + self.relative(at - at[:, None] + 8).permute(2, 0, 1)
+        return self.out(torch.tanh(scores.softmax(2) @ x))
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        lambda n, t: torch.arange(t),
+        lambda n, t: torch.arange(t)[None],
+        lambda n, t: torch.arange(t).expand(n, t),
+        lambda n, t: torch.zeros(n, t, dtype=torch.long),
+        lambda n, t: torch.zeros(t, dtype=torch.long),
+    ],
+    ids=["T", "1 T", "N T", "zeros N T", "zeros T"],
+)
+def test_positions_without_a_batch(ids: Callable[[int, int], Tensor], steps: int) -> None:
+    """T = N, too."""
+    check_batches(
+        Positions(ids).double(), torch.randint(9, (4, steps)), torch.randint(9, (4, 4)), torch.randint(9, (3, 5)), verify=1
+    )
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("samples", [4, 5])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_transformers_with_time_first(norm_first: bool, samples: int, explicit: bool) -> None:
+    """Arguments T N E, which layers that take axis 1 for the batch give away; T = N, too."""
+    model = nn.Transformer(4, 2, 1, 1, 6, norm_first=norm_first).double()
+    source, target = torch.randn(5, samples, 4).double(), torch.randn(3, samples, 4).double()
+    mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+
+    def losses() -> Tensor:
+        torch.manual_seed(1)
+        return squares(model(source, target, tgt_mask=mask).transpose(0, 1))
+
+    with autograd_hacks.add_hooks(model, batch_dim=1) if explicit else autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check_losses(model, losses)
+        autograd_hacks.verify(model, samples=2)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_with_time_first(kind: type[nn.RNNBase], steps: int) -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.out = kind(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.layer(x)[0])
+
+    for samples in (2, 4, 5):
+        model, x = Sequence().double(), torch.randn(steps, samples, 3).double()
+        with autograd_hacks.add_hooks(model):
+            check_losses(model, lambda m=model, x=x: squares(m(x).transpose(0, 1)))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn, self.out = nn.Embedding(11, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(self.words(x))[0])
+
+
+def test_an_axis_that_was_learnt_is_kept_for_a_batch_of_one() -> None:
+    model = TimeFirst().double()
+    with autograd_hacks.add_hooks(model):
+        for samples in (3, 1):
+            check(model, torch.randint(11, (samples, 4)), "sum", lambda x: model(x.T).transpose(0, 1))
+
+
+class Pair(nn.Module):
+    """Arguments with samples on different axes, and a mask of N = T by T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, others: dict[str, Tensor], mask: Tensor | None = None) -> Tensor:
+        y = self.left(x) + self.right(others["y"]).transpose(0, 1)
+        return y if mask is None else mask @ y
+
+
+def test_a_tree_of_axes() -> None:
+    model, x, y = Pair().double(), torch.randn(4, 5, 3).double(), torch.randn(5, 4, 3).double()
+    mask = torch.randn(5, 5).double()
+    for batch_dim, args, kwargs in (
+        ((0, {"y": 1}), (x, {"y": y}), {}),
+        ((0, 1, None), (x, {"y": y}, mask), {}),
+        ({"x": 0, "others": 1}, (), {"x": x, "others": {"y": y}, "mask": mask}),
+    ):
+        with autograd_hacks.add_hooks(model, batch_dim=batch_dim):
+            check_losses(model, lambda a=args, k=kwargs: squares(model(*a, **k)))
+    with autograd_hacks.add_hooks(model, batch_dim=(0, 0)), pytest.raises(ValueError, match=r"sizes \{4, 5\}"):
+        model(x, {"y": y})
+    with autograd_hacks.add_hooks(model, batch_dim=(0,)), pytest.raises(ValueError, match=r"doesn't fit 2 positional"):
+        model(x, {"y": y})
+
+
+def test_a_mask_of_n_by_n() -> None:
+    model, mask = Pair().double(), torch.randn(4, 4).double()
+    x, y = torch.randn(4, 4, 3).double(), torch.randn(4, 4, 3).double()
+    with autograd_hacks.add_hooks(model, batch_dim=(0, 1, None)):
+        check_losses(model, lambda: squares(model(x, {"y": y}, mask)))
+    encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True).double().eval()
+    x = torch.randn(4, 4, 4).double()
+    with autograd_hacks.add_hooks(encoder):  # a square matrix behind the first tensor is taken for a mask
+        check_losses(encoder, lambda: squares(encoder(x, mask)))
+
+
+def test_without_a_probe_axis_0_is_the_batch() -> None:
+    model = SequenceFirst().double()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with autograd_hacks.add_hooks(model, probe=False):
+        squares(model(torch.randint(9, (4, 4)))).mean().backward()
+    assert len(calls) == 1
+
+
+def test_dead_units_where_samples_and_positions_are_as_many() -> None:
+    """Nothing tells the axes apart: an error, and none for another size."""
+    for samples in (3, 5):
+        x = torch.full((samples, 3, 1), -1.0)
+        x[1, 1] = 1.2  # the only one that is alive
+        model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2))
+        nn.init.ones_(model[0].weight)
+        nn.init.constant_(model[0].bias, -1.0)
+        autograd_hacks.add_hooks(model)
+        model(x).sum().backward()
+        if samples == 3:
+            with pytest.raises(autograd_hacks.errors.SamplesMixed, match="another size"):
+                autograd_hacks.compute_grad1(model, "sum")
+        else:
+            autograd_hacks.compute_grad1(model, "sum")
+            assert model[2].weight.grad1[:, 0, 0].tolist() == pytest.approx([0, 0.2, 0, 0, 0])

@@ -1,0 +1,95 @@
+"""Axes that zeros, large numbers and unused positions would hide."""
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import check, check_batches, check_losses
+from torch import Tensor
+
+import autograd_hacks
+
+
+class Adapter(nn.Module):
+    """W x + B A x, with B zero at first, on T N F or on rows T·N."""
+
+    def __init__(self, folded: bool) -> None:
+        super().__init__()
+        self.layer, self.down, self.up = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self.folded = folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).flatten(0, 1) if self.folded else x.transpose(0, 1)
+        rows = self.layer(rows) + self.up(self.down(rows))
+        return (rows.unflatten(0, (x.shape[1], x.shape[0])) if self.folded else rows).transpose(0, 1)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("steps", [4, 6])
+def test_weights_of_zero_hide_no_axis(folded: bool, steps: int) -> None:
+    model, x = Adapter(folded).double(), torch.randn(4, steps, 3).double()
+    check_batches(model, x, verify=1)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        nn.init.normal_(model.up.weight)
+        check(model, x)
+
+
+def test_a_dead_layer_hides_no_axis() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            nn.init.constant_(self.first.bias, -100.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.transpose(0, 1)
+            return (self.last(self.first(h).relu()) + h).transpose(0, 1)
+
+    check_batches(Dead().double(), torch.randn(4, 4, 3).double(), verify=1)
+
+
+def test_a_large_feature_hides_no_change() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x.transpose(0, 1))
+            h = torch.cat([h[..., :2], torch.full_like(h[..., 2:], -1e6)], -1)
+            return self.last(h * torch.tensor([1.0, 1.0, 1e-6])).transpose(0, 1)
+
+    model, x = Large(), torch.randn(3, 3, 3)
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+
+
+def test_positions_of_which_only_the_first_counts() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.positions = nn.Linear(3, 3), nn.Embedding(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.positions(torch.arange(3)))[:, 0]
+
+    check_batches(First().double(), torch.randn(3, 3, 3).double(), verify=1)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_gate_of_zero_hides_no_axis(steps: int) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend, self.gate = nn.MultiheadAttention(4, 2), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * self.attend(x, x, x)[0]
+
+    model, x = Gated().double(), torch.randn(steps, 4, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for gate in (0.0, 0.5):
+            nn.init.constant_(model.gate, gate)
+            check_losses(model, lambda: squares(model(x).transpose(0, 1)))

@@ -1,0 +1,158 @@
+"""Samples that mix: in any order along the batch, by any way, behind a gate."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import Between
+from oracle import squares
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
+
+
+class Mixing(nn.Module):
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 4), nn.Linear(4, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.how(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h: h - h.mean(0),
+        lambda h: h + 1e-2 * h.flip(0),
+        lambda h: h / h.norm(),
+        lambda h: F.batch_norm(h, None, None, training=True),
+        lambda h: (h @ h.T).softmax(1) @ h,
+    ],
+)
+def test_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
+    model = Mixing(how)
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randn(6, 3))).mean().backward()
+        with pytest.raises(SamplesMixed, match=r"the output of layer 'last' \(Linear\) changed .* batch_dim"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_samples_that_mix_at_the_very_end() -> None:
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.tower(x)
+            return z @ z.T
+
+    model = Contrastive()
+    with autograd_hacks.add_hooks(model):
+        F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6)).backward()
+        with pytest.raises(SamplesMixed, match="output number 0 of the model"):
+            autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8, 64])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h: h.cumsum(0),
+        lambda h: h.flip(0).cumsum(0).flip(0),
+        lambda h: h - torch.cat([h[:1], h[:-1]]),
+        lambda h: h.flip(0),
+        lambda h: h.roll(1, 0),
+        lambda h: h / h.abs().max(),
+        lambda h: h / h.abs().amax(0),
+        lambda h: h.sort(0)[0],
+        lambda h: h - 1e-3 * h.mean(0),
+    ],
+    ids=["cumsum", "reverse cumsum", "difference", "flip", "roll", "max", "max by column", "sort", "a little of the mean"],
+)
+def test_no_order_along_the_batch_stays_in_the_dark(how: Callable[[Tensor], Tensor], samples: int) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Between(how).double()
+        with autograd_hacks.add_hooks(model):
+            for _ in range(3):  # and it stays refused
+                squares(model(torch.randn(samples, 3).double())).mean().backward()
+                with pytest.raises(SamplesMixed):
+                    autograd_hacks.compute_grad1(model)
+
+
+def test_mixing_behind_sizes_that_are_read_off_the_data() -> None:
+    def how(h: Tensor, lengths: Tensor) -> Tensor:
+        h = h[:, : int(lengths.max())].sum(1)
+        return h - h.mean(0)
+
+    model, x = Between(how), torch.randn(4, 5, 3)
+    with autograd_hacks.add_hooks(model):
+        for lengths in ([1, 2, 3, 2], [2, 5, 1, 1], [1, 1, 1, 2]):
+            squares(model(x, torch.tensor(lengths))).mean().backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model)
+
+
+def test_a_gate_of_zero_hides_no_mixing() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gate = nn.Linear(3, 3), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * self.inner(x - x.mean(0))
+
+    model, x = Gated().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        nn.init.constant_(model.gate, 0.5)
+        squares(model(x)).mean().backward()
+        with pytest.raises(SamplesMixed, match=r"run by themselves the samples come out different"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_mixing_by_a_parameter_is_called_mixing() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.into(x)
+            return (h - h.mean(0)) * self.scale
+
+    model = Centred()
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(5, 4)).sum().backward()
+        with pytest.raises(autograd_hacks.errors.SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_loss_that_is_computed_inside() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.out(x) * self.scale
+            return F.cross_entropy(logits, y), logits
+
+    model, x, y = WithLoss(), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    with autograd_hacks.add_hooks(model):
+        model(x, y)[0].backward()
+        with pytest.raises(SamplesMixed, match=r"output number 0, .* compute it outside the model"):
+            autograd_hacks.compute_grad1(model)
+        F.cross_entropy(model(x, y)[1], y).backward()
+        autograd_hacks.compute_grad1(model)
+        assert model.scale.grad1.shape == (4, 2)
+        model.scale.requires_grad_(False)
+        model.zero_grad()
+        model(x, y)[0].backward()  # a rule needs no such place
+        autograd_hacks.compute_grad1(model)
+        torch.testing.assert_close(model.out.weight.grad1.mean(0), model.out.weight.grad)

@@ -1,0 +1,147 @@
+"""What is one kind of forward to the probe, and when it runs again."""
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Between, SequenceFirst
+from oracle import squares
+from steps import check, check_batches
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, UnseenGradient
+
+
+def count_forwards(model: nn.Module) -> list[int]:
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_two_traces_for_each_signature_and_none_for_a_length() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        for shape in ((4, 3), (5, 3), (2, 3), (4, 7, 3), (5, 8, 3), (1, 3), (1, 3)):
+            squares(model(torch.randn(*shape))).mean().backward()
+        assert len(calls) == 7 + 2 * 2 + 1  # two ranks, and a batch of one, in which nothing can be replaced
+        model.eval()
+        squares(model(torch.randn(4, 3))).mean().backward()
+        squares(model(torch.randn(4, 3))).mean().backward()
+        assert len(calls) == 9 + 3 * 2 + 1
+        with torch.no_grad():
+            model(torch.randn(4, 2, 2, 3))
+        assert len(calls) == 17
+
+
+def test_samples_that_are_all_alike_are_probed_when_they_no_longer_are() -> None:
+    model = SequenceFirst().double()
+    alike, x = torch.ones(4, 4, dtype=torch.long), torch.randint(9, (4, 4))
+    check_batches(model, x, verify=1)
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        for tokens, forwards in ((alike, 2), (alike, 1), (x, 4), (x, 1), (alike, 1)):  # with time first, too
+            calls.clear()
+            squares(model(tokens)).mean().backward()
+            assert len(calls) == forwards
+        check(model, x)
+
+
+class Skipping(nn.Module):
+    """Layers by turns, on T N F."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for number in self.chosen:
+            x = torch.tanh(self.layers[number](x))
+        return x.transpose(0, 1)
+
+
+def test_layers_that_are_skipped_at_first() -> None:
+    """Where one size of its output is N alone, that is the samples' axis; otherwise the step after is right."""
+    model = Skipping().double()
+    with autograd_hacks.add_hooks(model):
+        for steps in (5, 4):
+            x = torch.randn(4, steps, 3).double()
+            for model.chosen in ([0], [1], [1], [2], [2], [2, 1, 0]):
+                check(model, x)
+    model, x = Skipping().double(), torch.randn(4, 4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        model.chosen = [1]
+        squares(model(x)).mean().backward()
+        with pytest.raises(UnseenGradient, match=r"called for the first time since .* repeat the step"):
+            autograd_hacks.compute_grad1(model)
+        check(model, x)
+
+
+def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.chosen = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]), [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in self.chosen:
+                x = torch.tanh(self.layers[number](x))
+            return x
+
+    model, x = Drop(), torch.randn(4, 3)
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        for model.chosen in ([0], [1], [1], [2], [2], [0, 1, 2], [2], [1]):
+            squares(model(x)).mean().backward()
+    assert len(calls) == 8 + 3 * 2
+
+
+def test_a_number_among_the_arguments_is_part_of_the_signature() -> None:
+    model, x = Between(lambda h, share: h + share * h.mean(0) if share else h).double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x, 0.0)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        squares(model(x, 0.3)).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_layer_that_is_called_more_often_than_before() -> None:
+    class Unrolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.RNNCell(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.new_zeros(len(x), 5)
+            for t in range(x.shape[1]):
+                h = self.cell(x[:, t], h)
+            return h
+
+    check_batches(Unrolled().double(), *(torch.randn(4, steps, 3).double() for steps in (2, 5, 3, 7)), verify=1)
+
+
+def test_a_model_that_makes_other_calls_where_gradients_are_on() -> None:
+    """Traces without gradients don't see them, and the next one has gradients."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x.transpose(0, 1))
+            return (self.late(x.tanh()) if torch.is_grad_enabled() else x).transpose(0, 1)
+
+    model, x = Branching().double(), torch.randn(4, 4, 3).double()
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        with pytest.raises(UnseenGradient, match="repeat the step"):
+            autograd_hacks.compute_grad1(model)
+        check(model, x)
+        calls.clear()
+        check(model, x)
+    assert len(calls) == 1 + len(x)  # the oracle's among them

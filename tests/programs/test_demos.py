@@ -1,0 +1,63 @@
+"""The demos do what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_demo(*options: str, setup: str = "", name: str = "wrong_labels") -> subprocess.CompletedProcess[str]:
+    script = ROOT / "docs" / "examples" / f"{name}.py"
+    arguments = f"import runpy, sys; sys.argv = {[script.name, *options]!r}; sys.path.insert(0, {str(script.parent)!r})"
+    code = f"{setup}\n{arguments}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
+    done = run_demo("--output", str(tmp_path), "--epochs", "3", "--batch-size", "100", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    found = [int(n) for n in re.findall(r"(\d+) wrong labels", done.stdout)]
+    assert len(found) == 2
+    assert 45 < found[0] <= found[1] <= 90  # by chance 4.5 and 9
+    for way in ("one backward per image", "torch.func.vmap(grad)", "autograd_hacks"):
+        assert re.search(rf"{re.escape(way)} +\d+\.\d", done.stdout)
+    assert "training: 100%" in done.stderr
+    assert (tmp_path / "longest-gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
+    done = run_demo("--output", str(tmp_path), "--epochs", "2", name="natural_gradient")
+    assert done.returncode == 0, done.stderr
+    losses = {
+        name: float(loss) for name, loss in re.findall(r"^(SGD with momentum|natural gradient) +([\d.]+)", done.stdout, re.M)
+    }
+    assert losses["natural gradient"] < losses["SGD with momentum"] / 2
+    assert "natural gradient: 100%" in done.stderr
+    assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["wrong_labels", "natural_gradient"])
+def test_the_demo_without_its_packages_names_the_extra(name: str) -> None:
+    for package in ("sklearn", "tqdm", "matplotlib"):
+        done = run_demo(setup=f"import sys; sys.modules[{package!r}] = None", name=name)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "pip install 'autograd-hacks[demo]'" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--epochs", "0"], ["--batch-size", "-1"], ["--seed", "x"], ["--speed"]])
+def test_the_demo_refuses_options_that_make_no_sense(options: list[str]) -> None:
+    done = run_demo(*options)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+
+
+def test_the_demo_explains_itself() -> None:
+    done = run_demo("--help")
+    assert done.returncode == 0
+    for option in ("--output DIR", "--batch-size", "--epochs", "--seed"):
+        assert option in done.stdout

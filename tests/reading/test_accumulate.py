@@ -1,0 +1,92 @@
+"""Micro-batches: one backward pass after another, whose rows are appended."""
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, mlp, raises, step
+
+import autograd_hacks
+from autograd_hacks.errors import (
+    NothingRecorded,
+)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1, 0)])
+def test_accumulate_appends_rows(model: nn.Module, sizes: tuple[int, ...]) -> None:
+    x, y = batch(sum(sizes))
+    step(model, *batch(7, 1))  # an earlier record is no part of it
+    with autograd_hacks.accumulate(model):
+        for part_x, part_y in zip(x.split(sizes), y.split(sizes)):
+            step(model, part_x, part_y)
+    assert_right(model, x, y)
+    step(model, *batch(7, 1))
+    assert_right(model, *batch(7, 1))
+
+
+def test_accumulate_with_a_retained_graph_adds_within_its_rows(model: nn.Module) -> None:
+    x, y = batch(4)
+    with autograd_hacks.accumulate(model):
+        step(model, x[:2], y[:2])
+        loss = squares(model(x[2:]), y[2:]).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    autograd_hacks.compute_grad1(model)
+    twice = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)[:, None]
+    with autograd_hacks.pause_hooks():
+        expected = one_backward_per_sample(
+            model, lambda out, y: squares(out, y[:, :2]) * y[:, 2], x, torch.cat([y, twice], 1)
+        )
+    assert_rows(model, expected)
+
+
+def test_accumulate_fills_in_zeros_for_parts_that_were_not_reached(model: nn.Sequential) -> None:
+    x, y = batch(3)
+    with autograd_hacks.accumulate(model):
+        step(model, x, y)
+        squares(model[2](torch.ones(2, 4, dtype=torch.float64)), y[:2]).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    assert model[0].weight.grad1.shape == (5, 4, 3)
+    assert not model[0].weight.grad1[3:].any()
+    assert model[2].weight.grad1[3:].any()
+
+
+def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
+    def fail() -> None:
+        with autograd_hacks.accumulate(model):
+            step(model, *batch())
+            raise KeyError("loader")
+
+    with pytest.raises(KeyError, match="loader"):
+        fail()
+    with raises(model, NothingRecorded, "accumulate(model) was left by KeyError"):
+        autograd_hacks.compute_grad1(model)
+
+
+def test_accumulate_within_itself_and_without_hooks(model: nn.Module) -> None:
+    with autograd_hacks.accumulate(model):
+        with pytest.raises(RuntimeError, match="accumulating already"), autograd_hacks.accumulate(model):
+            pass
+        step(model, *batch())
+    assert_right(model, *batch())
+    with pytest.raises(NothingRecorded, match="has no hooks"), autograd_hacks.accumulate(mlp()):
+        pass
+
+
+def test_micro_batches_with_two_losses_each_in_any_order(model: nn.Module) -> None:
+    (x, y), (z, t) = batch(4), batch(3, 1)
+    with autograd_hacks.accumulate(model):
+        one, other = squares(model(x), y), squares(model(z), t)
+        autograd_hacks.backward(one, retain_graph=True)
+        autograd_hacks.backward(other)
+        autograd_hacks.backward(one)
+    autograd_hacks.compute_grad1(model)
+    twice = torch.cat([torch.full((4, 1), 2.0), torch.ones(3, 1)]).double()
+    with autograd_hacks.pause_hooks():
+        expected = one_backward_per_sample(
+            model,
+            lambda out, y: squares(out, y[:, :2]) * y[:, 2],
+            torch.cat([x, z]),
+            torch.cat([torch.cat([y, t]), twice], 1),
+        )
+    assert_rows(model, expected)

@@ -1,0 +1,107 @@
+"""Layers that compute in their own way: subclasses, patched forwards, parametrisations."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_loss_at_a_time, squares
+from steps import check_batches
+from torch import Tensor
+from torch.nn.utils import parametrizations, parametrize
+
+import autograd_hacks
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+    return layer
+
+
+class Lora(nn.Module):
+    """W + B A, as a parametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(2, 1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+def adapted() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    parametrize.register_parametrization(layer, "weight", Lora())
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Doubled(3, 2),
+        patched,
+        adapted,
+        lambda: parametrizations.weight_norm(nn.Linear(3, 2)),
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 2)),
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 2)).eval(),
+        lambda: parametrizations.orthogonal(nn.Linear(3, 2)),
+        lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
+        lambda: nn.utils.spectral_norm(nn.Linear(3, 2)),
+    ],
+    ids=[
+        "subclass", "patched", "LoRA", "weight_norm", "spectral_norm", "spectral_norm in eval", "orthogonal",
+        "old weight_norm", "old spectral_norm",
+    ],
+)  # fmt: skip
+def test_layers_that_compute_in_their_own_way(build: Callable[[], nn.Module], alone: bool) -> None:
+    layer = build().double()
+    assert not autograd_hacks.is_supported(layer)
+    model = layer if alone else nn.Sequential(layer, nn.ReLU(inplace=True), nn.Linear(2, 2).double())
+    x = torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        return squares(model(x))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            losses().mean().backward()
+            after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            autograd_hacks.compute_grad1(model)
+            assert all(torch.equal(buffer, after[name]) for name, buffer in model.named_buffers())
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])  # power iterations from where the step began
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time_from(model, losses, before)
+            assert_rows(model, expected)
+
+
+def one_loss_at_a_time_from(
+    model: nn.Module, losses: Callable[[], Tensor], buffers: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The oracle, with the same buffers at the start of each forward."""
+
+    def again() -> Tensor:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return losses()
+
+    return one_loss_at_a_time(model, again)
+
+
+def test_weight_standardisation() -> None:
+    model, x = nn.Sequential(Standardised(1, 2, 2), nn.Flatten()).double(), torch.randn(3, 1, 4, 4).double()
+    check_batches(model, x, x, verify=2)

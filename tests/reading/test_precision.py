@@ -1,0 +1,96 @@
+"""Precisions, autocast, scalers, inference mode, and devices without memory."""
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Choosy, Noisy
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+class Scaled(nn.Module):
+    """A rule, a replay and a lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.positions = nn.Linear(3, 4), nn.Parameter(torch.randn(4)), nn.Embedding(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.positions(torch.arange(x.shape[1]))) * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(dtype: torch.dtype) -> None:
+    model, x = Scaled().to(dtype), torch.randn(4, 5, 3).to(dtype)
+    exact = Scaled().double()
+    exact.load_state_dict(model.state_dict())
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+        for (name, p), rows in zip(model.named_parameters(), one_backward_per_sample(exact, squares, x.double()).values()):
+            assert p.grad1.dtype == dtype, name
+            tolerance = 30 * torch.finfo(dtype).eps
+            assert_close(p.grad1.double(), rows, rtol=tolerance, atol=tolerance * float(rows.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_around_rules_and_replays(dtype: torch.dtype) -> None:
+    model, x = Scaled(), torch.randn(4, 5, 3)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype):
+                out = model(x)
+            squares(out.float()).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            for p in model.parameters():
+                assert p.grad1.dtype == torch.float32
+                assert_close(p.grad1.mean(0), p.grad, rtol=0.05, atol=0.05 * float(p.grad.abs().max()))
+    with torch.autocast("cpu", dtype):  # the probe must not leave weights without gradients in autocast's memory
+        with autograd_hacks.add_hooks(Scaled()) as _:
+            pass
+        fresh = Scaled()
+        with autograd_hacks.add_hooks(fresh):
+            squares(fresh(x).float()).mean().backward()
+            assert all(p.grad is not None for p in fresh.parameters())
+
+
+def test_the_scale_of_a_grad_scaler_is_divided_out() -> None:
+    for model in (Scaled().double(), nn.Sequential(nn.Linear(3, 3), Choosy()).double()):
+        x = torch.randn(4, 5, 3).double() if isinstance(model, Scaled) else torch.randn(4, 3).double()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with autograd_hacks.add_hooks(model):
+            for kind in (float, torch.tensor):
+                model.zero_grad()
+                scaler.scale(squares(model(x)).mean()).backward()
+                autograd_hacks.compute_grad1(model, scale=kind(scaler.get_scale()))
+                with autograd_hacks.pause_hooks():
+                    assert_rows(model, one_backward_per_sample(model, squares, x))
+
+
+def test_meta_tensors_have_shapes() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(3, 4), Noisy(4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.randn(5, 6, 3)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        for p in model.parameters():
+            assert p.grad1.is_meta
+            assert p.grad1.shape == (5, *p.shape)
+
+
+def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module) -> None:
+    x, y = batch()
+    step(model, x, y)
+    with torch.inference_mode():
+        autograd_hacks.compute_grad1(model)
+    loss = squares(model(x), y).mean()
+    with torch.inference_mode():
+        loss.backward()
+    assert_right(model, x, y)

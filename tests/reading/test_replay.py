@@ -1,0 +1,181 @@
+"""Parameters that no rule covers: their modules are run again, and the rows are those of one backward per sample."""
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Choosy, Noisy, Patched
+from oracle import assert_rows, one_loss_at_a_time, squares
+from steps import check
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.capture import replay
+from autograd_hacks.errors import StaleRecord
+
+
+def replayed_in(model: nn.Module, x: Tensor) -> set[str]:
+    """Two right steps, and the parameters whose rows come of a replay."""
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check(model, x)
+            table = autograd_hacks.describe(model)
+        if len(x) > 1:
+            autograd_hacks.verify(model, samples=2)
+    return {row.parameter for row in table.rows if "replay of" in row.how}
+
+
+def test_bare_parameters_and_a_tied_decoder() -> None:
+    assert replayed_in(Patched().double(), torch.randint(7, (4, 3))) == {"embed.weight", "token", "scale", "heads"}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> dict[str, Tensor]:
+        return {"scaled": x * self.scale, "shifted": x if shift is None else x + shift * self.scale}
+
+
+class Inside(nn.Module):
+    """Tuple and dict outputs, arguments by keyword, and a module that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(self.first(x), shift=torch.arange(3.0, dtype=x.dtype))
+        return self.inner(h["scaled"].tanh())["scaled"] + h["shifted"]
+
+
+def test_dictionaries_keywords_and_two_calls() -> None:
+    assert replayed_in(Inside().double(), torch.randn(4, 3).double()) == {"inner.scale"}
+
+
+def test_the_same_dropout_mask() -> None:
+    model, x = nn.Sequential(Noisy(), nn.Linear(3, 2), Noisy2()).double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            squares(model(x)).mean().backward()
+            drawn = torch.get_rng_state()
+            autograd_hacks.compute_grad1(model)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            torch.manual_seed(seed)
+            with autograd_hacks.pause_hooks():
+                assert_rows(model, one_loss_at_a_time(model, lambda: squares(model(x))))
+
+
+class Noisy2(nn.Module):
+    """A rate that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rate * torch.randn_like(x)
+
+
+class Experts(nn.Module):
+    """Each row to the expert that it chooses: rows are gathered, and put back."""
+
+    def __init__(self, layers: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 2)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]) if layers else None
+        self.weights = None if layers else nn.Parameter(torch.randn(2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 3)
+        scores = self.gate(rows).softmax(1)
+        best, out = scores.argmax(1), torch.zeros_like(rows)
+        for expert in range(2):
+            at = (best == expert).nonzero()[:, 0]
+            y = rows[at] @ self.weights[expert] if self.layers is None else self.layers[expert](rows[at])
+            out = out.index_add(0, at, y * scores[at, expert, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("positions", [(), (3,), (4, 2)])
+@pytest.mark.parametrize("layers", [True, False])
+def test_routed_experts(layers: bool, positions: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Experts(layers), nn.Linear(3, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):  # a new route each time
+            x = torch.randn(4, *positions, 3).double()
+            check(model, x)
+
+
+def test_control_flow_on_values() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Choosy()).double()
+    assert replayed_in(model, torch.randn(5, 3).double()) == {"1.up", "1.down"}
+
+
+class InPlace(nn.Module):
+    """Overwrites its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.scale).tanh()
+
+
+def test_a_module_that_overwrites_its_input() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = InPlace()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.sin())
+
+    assert replayed_in(Model().double(), torch.randn(4, 3).double()) == {"inner.scale"}
+
+
+def test_a_batch_of_one_and_of_none() -> None:
+    model = Patched().double()
+    replayed_in(model, torch.randint(7, (1, 3)))
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randint(7, (4, 3)))).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        for samples in (1, 0, 3):
+            tokens = torch.randint(7, (samples, 3))
+            check(model, tokens, "sum")
+
+
+def test_weights_that_were_moved_before_reading() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), Choosy()).double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(StaleRecord, match=r"'up' of layer '1' \(Choosy\) has changed .* before optimizer.step\(\)"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_module_with_a_state_that_is_no_buffer() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.calls = nn.Parameter(torch.ones(3)), [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return x * self.scale * self.calls[0]
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Counting()), torch.randn(4, 3)
+    with autograd_hacks.add_hooks(model):
+        model(x).sum().backward()
+        assert model[1].calls == [1]  # the probe has left no trace
+        with pytest.raises(StaleRecord, match="a state of its own that is no buffer"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_replays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = Patched().double(), torch.randint(7, (5, 3))
+    monkeypatch.setattr(replay, "BUDGET", 200)
+    with autograd_hacks.add_hooks(model):
+        check(model, tokens)

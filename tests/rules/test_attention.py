@@ -1,0 +1,104 @@
+"""Attention in every configuration: rows against a backward pass for each sample's loss."""
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import squares
+from steps import check_losses
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> nn.MultiheadAttention:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    heads = draw(st.integers(1, 2))
+    layer = nn.MultiheadAttention(
+        2 * heads, heads, bias=draw(st.booleans()), batch_first=draw(st.booleans()), add_bias_kv=draw(st.booleans()),
+        add_zero_attn=draw(st.booleans()), dropout=draw(st.sampled_from([0.0, 0.4])),
+        kdim=draw(st.sampled_from([None, 3])), vdim=draw(st.sampled_from([None, 5])),
+    )  # fmt: skip
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    return layer.double().train(draw(st.booleans()))
+
+
+@given(attentions(), st.data())
+def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
+    samples, targets, sources = (data.draw(st.integers(1, 3)) for _ in range(3))
+    size = layer.embed_dim
+    inputs = data.draw(st.sampled_from(["self", "memory", "three"] if layer._qkv_same_embed_dim else ["three"]))
+    sources = targets if inputs == "self" else sources
+    query = torch.randn(samples, targets, size).double()
+    key = query if inputs == "self" else torch.randn(samples, sources, layer.kdim).double()
+    value = torch.randn(samples, sources, layer.vdim).double() if inputs == "three" else key
+    need_weights, average = data.draw(st.booleans()), data.draw(st.booleans())
+    mask = data.draw(st.sampled_from([None, "bool", "float", "causal", "each"]))
+    masks = {
+        "bool": torch.rand(targets, sources) < 0.3,
+        "float": torch.randn(targets, sources).double(),
+        "causal": torch.ones(targets, sources).triu(1).bool(),
+        "each": torch.randn(samples * layer.num_heads, targets, sources).double(),
+    }
+    attn_mask = masks.get(mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask[..., 0] = False  # something to look at
+    padding = None
+    if data.draw(st.booleans()):
+        padding = torch.rand(samples, sources) < 0.3
+        padding[:, 0] = False
+        if attn_mask is not None and attn_mask.dtype != torch.bool:  # torch wants both of one kind
+            padding = padding.double().masked_fill(padding, -torch.inf)
+
+    def losses() -> Tensor:
+        order = (lambda x: x) if layer.batch_first else (lambda x: x.transpose(0, 1))
+        q = order(query)
+        k = q if key is query else order(key)
+        v = k if value is key else order(value)
+        out, weights = layer(
+            q, k, v, key_padding_mask=padding, need_weights=need_weights, attn_mask=attn_mask,
+            average_attn_weights=average, is_causal=mask == "causal",
+        )  # fmt: skip
+        return squares(order(out) if weights is None else (order(out), weights))
+
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, losses)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_layers(batch_first: bool, norm_first: bool) -> None:
+    """Through their children."""
+    encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=norm_first)
+    decoder = nn.TransformerDecoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=norm_first)
+    x, memory = torch.randn(3, 5, 4).double(), torch.randn(3, 2, 4).double()
+    model = nn.ModuleList([encoder, decoder]).double()
+    if batch_first:
+        with autograd_hacks.add_hooks(model):
+            check_losses(model, lambda: squares(decoder(encoder(x), encoder(memory))))
+    else:
+        layer = nn.TransformerEncoderLayer(4, 2, 6, norm_first=norm_first).double()
+        with autograd_hacks.add_hooks(layer):
+            check_losses(layer, lambda: squares(layer(torch.arange(60.0).sin().view(5, 3, 4).double()).transpose(0, 1)))
+
+
+def test_attention_of_which_only_the_output_projection_trains() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    layer.in_proj_weight.requires_grad_(False)
+    layer.in_proj_bias.requires_grad_(False)
+    with autograd_hacks.add_hooks(layer):
+        layer(x, x, x)[0].pow(2).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        assert_close(layer.out_proj.weight.grad1.sum(0), layer.out_proj.weight.grad)
+        assert not hasattr(layer.in_proj_weight, "grad1")
+
+
+def test_a_dropout_that_is_set_after_add_hooks() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, dropout=0, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    with autograd_hacks.add_hooks(layer):
+        layer.dropout = 0.5
+        check_losses(layer, lambda: squares(layer(x, x, x)[0]))

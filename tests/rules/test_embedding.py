@@ -1,0 +1,114 @@
+"""Tables and bags that the strategies don't draw: offsets, weights, padding, tied and sparse ones, and refusals."""
+
+import pytest
+import torch
+import torch.nn as nn
+from steps import check, check_batches
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, StaleRecord
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_with_offsets(mode: str, padding_idx: int | None, include_last_offset: bool, weighted: bool) -> None:
+    """Bags of every length, an empty one and one of nothing but padding among them."""
+    mode = "sum" if weighted else mode  # the only one that takes weights
+    layer = nn.EmbeddingBag(
+        5, 3, mode=mode, padding_idx=padding_idx, include_last_offset=include_last_offset, dtype=torch.float64
+    )
+    bags = [torch.tensor(bag, dtype=torch.long) for bag in ([0, 4, 4, 1], [], [2, 2], [3], [1, 2, 0])]
+    weights = [torch.linspace(-1, 1, len(bag), dtype=torch.float64) for bag in bags]
+
+    def run(chosen: Tensor) -> Tensor:
+        ends = torch.tensor([0, *[len(bags[n]) for n in chosen]]).cumsum(0)
+        offsets = ends if include_last_offset else ends[:-1]
+        psw = torch.cat([weights[n] for n in chosen]) if weighted else None
+        return layer(torch.cat([bags[n] for n in chosen]), offsets, per_sample_weights=psw)
+
+    with autograd_hacks.add_hooks(layer):
+        check(layer, torch.arange(len(bags)), run=run)
+        torch.testing.assert_close(layer.weight.grad1.mean(0), layer.weight.grad)
+
+
+def test_weighted_bags_in_two_dimensions() -> None:
+    layer, weights = nn.EmbeddingBag(4, 2, mode="sum", dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    index = torch.randint(4, (3, 5))
+    with autograd_hacks.add_hooks(layer):
+        check(layer, torch.arange(3), "sum", lambda n: layer(index[n], per_sample_weights=weights[n]))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Embedding(4, 2, scale_grad_by_freq=True), nn.EmbeddingBag(4, 2, scale_grad_by_freq=True)]
+)
+def test_gradients_scaled_by_the_batchs_frequencies_are_refused(layer: nn.Module) -> None:
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        with pytest.raises(SamplesMixed, match=r"the model itself \(Embedding.*scale_grad_by_freq=False"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_embedding_has_dense_rows() -> None:
+    layer = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    index = torch.tensor([[0, 1], [1, 1], [4, 0]])
+    with autograd_hacks.add_hooks(layer):
+        layer(index).sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+        torch.testing.assert_close(layer.weight.grad1.sum(0), layer.weight.grad.to_dense())
+
+
+def test_tied_embedding_and_decoder() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(6, 4), nn.Embedding(5, 4)
+            self.norm, self.decode = nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
+            self.decode.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            at = torch.arange(tokens.shape[1]).expand_as(tokens)
+            return self.decode(self.norm(torch.tanh(self.embed(tokens) + self.embed(tokens.flip(1)) + self.positions(at))))
+
+    check_batches(Language().double(), torch.randint(6, (3, 5)))
+
+
+def test_a_weight_that_the_optimizer_has_moved_since() -> None:
+    layer = nn.EmbeddingBag(4, 2, mode="max")
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        torch.optim.SGD(layer.parameters(), 1.0).step()
+        with pytest.raises(StaleRecord, match=r"'weight' .* before optimizer.step\(\)"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_tables_read_by_32_bit_integers(mode: str) -> None:
+    bag, table = nn.EmbeddingBag(5, 2, mode=mode, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)
+    for layer in (bag, table):
+        check_batches(layer, torch.randint(5, (3, 4), dtype=torch.int32))
+
+
+def test_a_bag_whose_weight_was_changed_behind_autograds_back() -> None:
+    layer = nn.EmbeddingBag(4, 2, mode="max")
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        layer.weight.data.neg_()
+        with pytest.raises(StaleRecord, match="could not be recomputed"):
+            autograd_hacks.compute_grad1(layer)
+
+
+def test_padding_stays_zero_where_the_gradient_is_not_finite() -> None:
+    for layer in (
+        nn.Embedding(4, 2, padding_idx=1),
+        *(nn.EmbeddingBag(4, 2, mode=m, padding_idx=1) for m in ("sum", "mean")),
+    ):
+        with autograd_hacks.add_hooks(layer):
+            out = layer(torch.tensor([[0, 1], [2, 1]]))
+            out.backward(torch.full_like(out, torch.nan))
+            autograd_hacks.compute_grad1(layer, "sum")
+            assert not layer.weight.grad[1].any()
+            assert not layer.weight.grad1[:, 1].any()

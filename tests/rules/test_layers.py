@@ -1,0 +1,128 @@
+"""What the strategies don't draw: several inputs, refusals, and what a layer's own state has to do with it."""
+
+import pytest
+import torch
+import torch.nn as nn
+from steps import check, check_batches
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, StaleRecord
+
+
+def test_bilinear() -> None:
+    class Pair(nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            self.layer = nn.Bilinear(2, 3, 4, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[..., :2], input2=x[..., 2:])
+
+    for shape in ((4, 5), (3, 2, 5)):
+        for bias in (True, False):
+            check_batches(Pair(bias).double(), torch.randn(*shape, dtype=torch.float64))
+
+
+def test_a_transposed_convolution_with_an_output_size() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, output_size=(6, 5))
+
+    check_batches(Sized().double(), torch.randn(3, 2, 3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval(), nn.SyncBatchNorm(3)]
+)
+def test_normalising_over_the_batch_is_refused(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), layer)
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(4, 2)).sum().backward()
+        with pytest.raises(SamplesMixed, match=r"layer '1' \(.*BatchNorm.*\) normalises .* GroupNorm"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_what_counts_is_the_mode_that_the_forward_ran_in() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
+    x = torch.randn(4, 2, dtype=torch.float64)
+    model(x)
+    model.eval()
+    check_batches(model, x)
+    with autograd_hacks.add_hooks(model):
+        loss = model(x).sum()
+        model.train()
+        loss.backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_running_statistics_that_have_moved_since() -> None:
+    layer = nn.BatchNorm1d(3).eval()
+    with autograd_hacks.add_hooks(layer):
+        layer(torch.randn(4, 3)).sum().backward()
+        layer.running_mean.add_(1)
+        with pytest.raises(StaleRecord, match=r"'running_mean' of the model itself \(BatchNorm1d\)"):
+            autograd_hacks.compute_grad1(layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Embedding(3, 2), torch.tensor(1)),
+        (nn.LayerNorm(3), torch.randn(3)),
+        (nn.RMSNorm((2, 3)), torch.randn(2, 3)),
+        (nn.InstanceNorm1d(2, affine=True), torch.randn(2, 4)),
+        (nn.PReLU(3), torch.randn(3)),
+        (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_unbatched_inputs(layer: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.add_hooks(layer):
+        try:
+            layer(x).sum().backward()
+        except RuntimeError:
+            assert isinstance(layer, nn.PReLU)  # which takes none with several weights
+            return
+        with pytest.raises(BatchSizeError, match=r"the model itself \(.*without a batch axis.*unsqueeze"):
+            autograd_hacks.compute_grad1(layer)
+
+
+def test_prelu_ignores_the_gradient_where_its_slope_was_not_used() -> None:
+    layer, x = nn.PReLU(), torch.tensor([[1.0, -2.0], [-1.0, 3.0]])
+    with autograd_hacks.add_hooks(layer):
+        layer(x).backward(torch.tensor([[torch.nan, 1.0], [1.0, torch.inf]]))
+        autograd_hacks.compute_grad1(layer, "sum")
+        torch.testing.assert_close(layer.weight.grad, torch.tensor([-3.0]))
+        torch.testing.assert_close(layer.weight.grad1, torch.tensor([[-2.0], [-1.0]]))
+
+
+def test_channels_last_where_every_axis_has_length_one() -> None:
+    layer = nn.Conv2d(3, 1, 2, padding=1).double()
+    x = torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)
+    with autograd_hacks.add_hooks(layer):
+        check(layer, x, "sum")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 2), (4, 3)),
+        (nn.Linear(3, 2), (4, 5, 3)),
+        (nn.Conv2d(2, 3, 2), (4, 2, 5, 5)),
+        (nn.Conv2d(20, 3, 2), (4, 20, 2, 2)),
+        (nn.Conv1d(4, 2, 1, groups=2), (4, 4, 3)),
+        (nn.ConvTranspose1d(2, 3, 2), (4, 2, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    layer, x = layer.to(torch.complex128), torch.randn(shape, dtype=torch.complex128)
+
+    with autograd_hacks.add_hooks(layer):
+        check(layer, x)

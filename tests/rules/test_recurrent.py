@@ -1,0 +1,134 @@
+"""Recurrent layers in every configuration: rows against a backward pass for each sample's loss."""
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import squares
+from steps import check_losses
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@st.composite
+def recurrents(draw: st.DrawFn) -> nn.RNNBase:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    kind = draw(st.sampled_from([nn.RNN, nn.LSTM, nn.GRU]))
+    hidden = draw(st.integers(2, 3))
+    more = {"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if kind is nn.RNN else {}
+    if kind is nn.LSTM:
+        more["proj_size"] = draw(st.integers(0, hidden - 1))
+    depth = draw(st.integers(1, 3))
+    layer = kind(
+        2, hidden, depth, bias=draw(st.booleans()), batch_first=draw(st.booleans()), bidirectional=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.5])) if depth > 1 else 0.0, **more,
+    )  # fmt: skip
+    return layer.double().train(draw(st.booleans()))
+
+
+def given_states(layer: nn.RNNBase, samples: int) -> Tensor | tuple[Tensor, Tensor]:
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    h, c = (torch.randn(count, samples, size).double() for size in (layer.proj_size or layer.hidden_size, layer.hidden_size))
+    return (h, c) if isinstance(layer, nn.LSTM) else h
+
+
+@given(recurrents(), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.sampled_from(["all", "sequence", "last"]))
+def test_recurrent_layers(layer: nn.RNNBase, samples: int, steps: int, with_states: bool, used: str) -> None:
+    x = torch.randn(samples, steps, 2).double()
+    states = given_states(layer, samples) if with_states else None
+
+    def losses() -> Tensor:
+        out, last = layer(x if layer.batch_first else x.transpose(0, 1), states)
+        out = out if layer.batch_first else out.transpose(0, 1)
+        ends = [part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,))]
+        return squares({"all": (out, *ends), "sequence": out, "last": ends[-1]}[used])
+
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, losses)
+
+
+@given(recurrents(), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool, with_states: bool) -> None:
+    lengths = sorted(lengths, reverse=True) if is_sorted else lengths
+    sequences = [torch.randn(length, 2).double() for length in lengths]
+    states = given_states(layer, len(lengths)) if with_states else None
+
+    def losses() -> Tensor:
+        out, last = layer(pack_sequence(sequences, enforce_sorted=is_sorted), states)
+        padded, _ = pad_packed_sequence(out, batch_first=True)
+        return squares((padded, *(part.transpose(0, 1) for part in (last if isinstance(last, tuple) else (last,)))))
+
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, losses)
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("given_state", [True, False])
+def test_cells(kind: type[nn.RNNCellBase], bias: bool, given_state: bool) -> None:
+    cell, x = kind(2, 3, bias=bias).double(), torch.randn(4, 3, 2).double()
+    h = torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        state = ((h, h.cos()) if kind is nn.LSTMCell else h) if given_state else None
+        for t in range(3):  # used at several steps, whose rows add
+            state = cell(x[:, t], state)
+        return squares(state)
+
+    with autograd_hacks.add_hooks(cell):
+        check_losses(cell, losses)
+
+
+def test_a_relu_cell() -> None:
+    cell, x = nn.RNNCell(2, 3, nonlinearity="relu").double(), torch.randn(4, 2).double()
+    with autograd_hacks.add_hooks(cell):
+        check_losses(cell, lambda: squares(cell(x)))
+
+
+def test_a_sequence_classifier_in_a_training_loop() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm = nn.Embedding(7, 3), nn.LSTM(3, 4, 2, batch_first=True, dropout=0.3)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.lstm(self.embed(tokens))[0][:, -1])
+
+    model = Classifier().double()
+    for length in (3, 5):
+        tokens = torch.randint(7, (4, length))
+        with autograd_hacks.add_hooks(model):
+            check_losses(model, lambda tokens=tokens: squares(model(tokens)))
+
+
+def test_truncated_backpropagation_through_time() -> None:
+    layer, x = nn.LSTM(2, 3).double(), torch.randn(6, 4, 2).double()
+    with autograd_hacks.add_hooks(layer):
+        state = None
+        for chunk in x.split(2):
+            out, state = layer(chunk, state)
+            out.mul_(0.5)  # the user's to overwrite
+            squares(out.transpose(0, 1)).mean().backward()
+            autograd_hacks.compute_grad1(layer)
+            for p in layer.parameters():
+                assert_close(p.grad1.mean(0), p.grad)
+            layer.zero_grad()
+            for part in state:
+                part.detach_()
+
+
+def test_a_packed_batch_padded_by_length() -> None:
+    layer, x = nn.GRU(2, 3, batch_first=True).double(), torch.randn(3, 4, 2).double()
+    lengths = torch.tensor([2, 4, 1])
+
+    def losses() -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return squares(layer(packed)[1].transpose(0, 1))
+
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, losses)

@@ -1,0 +1,229 @@
+"""The package's layout: imports run one way, no file is long, and the reader's map names every module.
+
+Imports under ``TYPE_CHECKING``, inside functions and by ``import_module`` count like any other.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "autograd_hacks"
+FLOORS = ["integrations", "curvature", "verbs", "reading", "distributed", "capture", "probe", "rules", "forms"]
+"""A file imports its own floor and those behind it; and `CELLAR`, as all do."""
+CELLAR = ["support", "errors"]
+"""Of the floors, these import nothing; support imports errors."""
+ROOFS = ["__main__", "__init__"]
+"""The commands, and the face: they import everything, and nothing imports a command, nor the face but a command."""
+LONGEST = 300
+
+Arrows = dict[str, set[str]]
+"""Each module's path within the package, and those that it imports."""
+
+
+def arrows(package: Path) -> Arrows:
+    paths = {path.relative_to(package) for path in package.rglob("*.py")}
+    modules = {".".join([package.name, *_names(path)]): path.as_posix() for path in paths}
+    found: Arrows = {}
+    for path in paths:
+        folder = [package.name, *path.parent.parts]
+        tree = ast.parse((package / path).read_text())
+        found[path.as_posix()] = {modules[name] for names in _imported(tree, folder) if (name := _known(names, modules))}
+    return found
+
+
+def _names(path: Path) -> list[str]:
+    return [*path.parent.parts, *([] if path.stem == "__init__" else [path.stem])]
+
+
+def _imported(tree: ast.AST, folder: list[str]) -> Iterator[list[str]]:
+    """All that is imported, each as the names that lead there; the last of them may be a name within a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) + 1 - node.level] if node.level else []
+            for alias in node.names:
+                yield [*base, *(node.module.split(".") if node.module else []), alias.name]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called, what = node.func, node.args[0].value
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in ("import_module", "__import__") and isinstance(what, str):
+                up = len(what) - len(what.lstrip("."))
+                base = folder[: len(folder) + 1 - up] if up else []
+                yield [*base, *what.lstrip(".").split(".")]
+
+
+def _known(names: list[str], modules: dict[str, str]) -> str | None:
+    """The longest of a.b.c, a.b and a that is a module of the package."""
+    return next((name for end in range(len(names), 0, -1) if (name := ".".join(names[:end])) in modules), None)
+
+
+def circles(found: Arrows) -> list[str]:
+    """Modules that import themselves by way of others; those of one tangle in one line."""
+    reached: Arrows = {}
+    for module, imported in found.items():
+        reached[module], ahead = set(), list(imported)
+        while ahead:
+            other = ahead.pop()
+            if other not in reached[module]:
+                reached[module].add(other)
+                ahead += found[other]
+    return sorted({" ".join(sorted(o for o in reached[m] if m in reached[o])) for m in found if m in reached[m]})
+
+
+def floor_of(module: str) -> str:
+    path = Path(module)
+    return path.stem if path.stem == "__main__" or len(path.parts) == 1 else path.parts[0]
+
+
+def arrows_back(found: Arrows) -> list[str]:
+    """Imports of what lies in front, and whatever is on no floor."""
+    order = [*ROOFS, *FLOORS, *CELLAR]
+    back = [f"{module} is on no floor" for module in found if floor_of(module) not in order]
+    for module, imported in found.items():
+        for other in imported:
+            here, there = floor_of(module), floor_of(other)
+            if here in order and there in order and order.index(there) < order.index(here):
+                back.append(f"{module} imports {other}")
+    return sorted(back)
+
+
+def long_files(folder: Path) -> list[str]:
+    lengths = {path: len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
+    return sorted(f"{path.relative_to(folder).as_posix()}: {n}" for path, n in lengths.items() if n > LONGEST)
+
+
+def same_names(found: Arrows) -> list[str]:
+    count = Counter(Path(module).stem for module in found)
+    return sorted(module for module in found if count[Path(module).stem] > 1 and Path(module).stem not in ROOFS)
+
+
+def differences(page: str, found: Arrows) -> list[str]:
+    """Modules that the page doesn't name by their paths in the package, and paths of its floors that are no modules."""
+    modules = {module for module in found if Path(module).stem not in ROOFS}
+    named = set(re.findall(r"(?<![\w/])(?:\w+/)*\w+\.py\b", page))
+    stale = {path for path in named - modules if path.split("/")[0] in (*FLOORS, *CELLAR)}
+    return sorted([f"{module} is not named" for module in modules - named] + [f"{path} is named" for path in stale])
+
+
+def test_no_circle_of_imports() -> None:
+    found = circles(arrows(PACKAGE))
+    assert not found, "\n".join(found)
+
+
+def test_no_arrow_back() -> None:
+    found = arrows_back(arrows(PACKAGE))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["autograd_hacks", "tests"])
+def test_no_file_is_long(folder: str) -> None:
+    found = long_files(ROOT / folder)
+    assert not found, "\n".join(found)
+
+
+def test_no_two_files_have_one_name() -> None:
+    found = same_names(arrows(PACKAGE))
+    assert not found, "\n".join(found)
+
+
+def test_the_readers_map_names_every_module() -> None:
+    found = differences((ROOT / "docs" / "design.rst").read_text(), arrows(PACKAGE))
+    assert not found, "\n".join(found)
+
+
+# The test's own test: a made-up package.
+
+SOUND = {
+    "__init__.py": "from house import errors\nfrom house.capture.hooks import hook",
+    "__main__.py": "import house",
+    "errors.py": "import torch",
+    "support/__init__.py": "",
+    "support/trees.py": "from house.errors import Wrong",
+    "forms/__init__.py": "from house.forms.base import Form\nfrom .dense import Dense",
+    "forms/base.py": "from house.support import trees",
+    "forms/dense.py": "from .base import Form",
+    "rules/__init__.py": "",
+    "rules/linear.py": "from house.forms import Dense, Form",
+    "capture/__init__.py": "",
+    "capture/hooks.py": "import house.forms.base as base\nfrom ..rules import linear\nfrom house.capture import records",
+    "capture/records.py": "",
+}
+
+
+def built(folder: Path, **more: str) -> Arrows:
+    """The arrows of a sound package, with more in some of its files."""
+    house = folder / "house"
+    for path, text in SOUND.items():
+        file = house / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n{more.get(path, '')}\n")
+    for path in more.keys() - SOUND.keys():
+        (house / path).parent.mkdir(exist_ok=True)
+        (house / path).write_text(more[path])
+    return arrows(house)
+
+
+def test_a_sound_package_passes(tmp_path: Path) -> None:
+    found = built(tmp_path)
+    assert found["capture/hooks.py"] == {"forms/base.py", "rules/linear.py", "capture/records.py"}
+    assert found["rules/linear.py"] == {"forms/__init__.py"}
+    assert found["forms/__init__.py"] == {"forms/base.py", "forms/dense.py"}
+    assert found["__main__.py"] == {"__init__.py"}
+    assert circles(found) == arrows_back(found) == same_names(found) == []
+    page = "``errors.py``: support/trees.py forms/base.py forms/dense.py rules/linear.py capture/hooks.py capture/records.py"
+    assert differences(page, found) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from house.capture import hooks",
+        "from house.capture.hooks import hook",
+        "from . import hooks",
+        "import house.capture.hooks",
+        "if TYPE_CHECKING:\n    from house.capture.hooks import Hook",
+        "def late():\n    from .hooks import hook",
+        "import importlib\nhooks = importlib.import_module('house.capture.hooks')",
+        "hooks = import_module('.hooks', __package__)",
+    ],
+)
+def test_a_circle_is_seen(line: str, tmp_path: Path) -> None:
+    assert circles(built(tmp_path, **{"capture/records.py": line})) == ["capture/hooks.py capture/records.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "other"),
+    [
+        ("forms/dense.py", "from house.rules import linear", "rules/linear.py"),
+        (
+            "forms/dense.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.rules",
+            "rules/__init__.py",
+        ),
+        ("rules/linear.py", "def late():\n    from ..capture.records import Call", "capture/records.py"),
+        ("support/trees.py", "from house.forms.base import Form", "forms/base.py"),
+        ("errors.py", "from house.support import trees", "support/trees.py"),
+        ("capture/records.py", "import house", "__init__.py"),
+        ("capture/records.py", "from house import hook", "__init__.py"),
+        ("__init__.py", "from house import __main__", "__main__.py"),
+    ],
+)
+def test_an_arrow_back_is_seen(path: str, line: str, other: str, tmp_path: Path) -> None:
+    assert arrows_back(built(tmp_path, **{path: line})) == [f"{path} imports {other}"]
+
+
+def test_other_faults_are_seen(tmp_path: Path) -> None:
+    found = built(tmp_path, **{"attic/old.py": "", "loose.py": "", "rules/records.py": "\n" * 301})
+    assert arrows_back(found) == ["attic/old.py is on no floor", "loose.py is on no floor"]
+    assert same_names(found) == ["capture/records.py", "rules/records.py"]
+    assert long_files(tmp_path) == ["house/rules/records.py: 301"]
+    wrong = "rules/gone.py and the user's own/linear.py; not myrules/linear.py, nor capture/hooks.pyi"
+    assert "rules/gone.py is named" in differences(wrong, found)
+    assert {"rules/linear.py is not named", "capture/hooks.py is not named"} <= set(differences(wrong, found))

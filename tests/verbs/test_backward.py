@@ -1,0 +1,109 @@
+"""`backward(losses)`, and what the scale of a row is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import assert_right, batch, raises, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import (
+    BatchSizeError,
+)
+
+
+def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 5, 3, dtype=torch.float64)
+    mask = (torch.arange(5) < torch.tensor([[5], [2], [0], [1]])).double()
+
+    def masked(out: Tensor, mask: Tensor) -> Tensor:
+        return (out.pow(2).sum(2) * mask).sum(1) / 8  # the batch's own denominator, held fixed
+
+    with autograd_hacks.add_hooks(model):
+        masked(model(x), mask).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_rows(model, one_backward_per_sample(model, masked, x, mask))
+
+
+def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
+    x, y = batch()
+    for loss_type in ("mean", "sum"):
+        model.zero_grad()
+        autograd_hacks.backward(squares(model(x), y), loss_type)
+        assert_right(model, x, y)
+        for p in model.parameters():
+            total = p.grad1.mean(0) if loss_type == "mean" else p.grad1.sum(0)
+            assert_close(total, p.grad)
+
+
+def test_backward_with_ignored_targets() -> None:
+    model, x = nn.Linear(3, 4).double(), torch.randn(5, 3, dtype=torch.float64)
+    y = torch.tensor([0, -100, 2, 3, -100])
+
+    def entropy(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none")
+
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backward(entropy(model(x), y))
+        autograd_hacks.compute_grad1(model)
+        assert_rows(model, one_backward_per_sample(model, entropy, x, y))
+
+
+def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -> None:
+    x, y = batch(4)
+    with autograd_hacks.accumulate(model):
+        autograd_hacks.backward(squares(model(x[:3]), y[:3]))
+        autograd_hacks.backward(squares(model(x[3:]), y[3:]), "sum")
+    assert_right(model, x, y)
+    losses = squares(model(x), y) / 2
+    autograd_hacks.backward(losses, retain_graph=True)
+    autograd_hacks.backward(losses, "sum")
+    assert_right(model, x, y)
+
+
+@pytest.mark.parametrize("loss_type", ["average", "", 1])
+def test_a_loss_type_that_is_neither(model: nn.Module, loss_type: object) -> None:
+    step(model, *batch())
+    with raises(model, ValueError, repr(loss_type), "'mean' or 'sum'"):
+        autograd_hacks.compute_grad1(model, loss_type)
+    with raises(model, ValueError, repr(loss_type)):
+        autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), loss_type)
+
+
+def test_a_loss_type_that_contradicts_backward(model: nn.Module) -> None:
+    autograd_hacks.backward(squares(model(batch()[0]), batch()[1]), "mean")
+    with raises(model, ValueError, "'sum'", "'mean'"):
+        autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("length", [1, 4, 10])
+def test_a_loss_vector_of_the_wrong_length(model: nn.Module, length: int) -> None:
+    x, y = batch()
+    losses = squares(model(x), y).mean().expand(length)
+    with raises(model, BatchSizeError, f"backward(losses): {length}", "layer '0' (Linear), input (5, 3): 5"):
+        autograd_hacks.backward(losses)
+    step(model, x, y)
+    with raises(model, BatchSizeError, "backward(losses)"):
+        autograd_hacks.backward(squares(model(x), y)[:3])
+
+
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda losses: losses[:, None]], ids=["scalar", "matrix"])
+def test_losses_that_are_no_vector(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> None:
+    losses = reduce(squares(model(batch()[0]), batch()[1]))
+    with raises(model, ValueError, str(tuple(losses.shape)), "reduction='none'"):
+        autograd_hacks.backward(losses)
+
+
+def test_losses_that_are_no_tensor(model: nn.Module) -> None:
+    with raises(model, TypeError, "list"):
+        autograd_hacks.backward([1.0])
+
+
+def test_losses_without_a_graph(model: nn.Module) -> None:
+    with raises(model, RuntimeError, "does not require grad"):
+        autograd_hacks.backward(torch.ones(5))

@@ -1,0 +1,71 @@
+"""The memory that the verbs of a whole model take."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Language
+from steps import at_most, stepped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
+    model, x, budget = Language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
+    row = 50_000 * 64 * 4  # 12.8 MB, and 51 for all
+    grads = stepped(model, x)
+    w = torch.rand(4)
+    with at_most(budget):
+        norms = grads.norms()
+    with at_most(budget):
+        gram = grads.gram()
+    with at_most(row + 2**20):
+        total = grads.weighted_sum(w)["embed.weight"]
+    with at_most(2**20):
+        along = grads.dot({"embed.weight": total})
+    assert_close(gram.diagonal().sqrt(), norms)
+    assert_close(gram @ w, along)
+    with at_most(2 * row + 3 * budget):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+def test_groups_of_many_samples_keep_to_the_budget() -> None:
+    grads = stepped(nn.Linear(256, 256), torch.randn(200, 4, 256)).group(torch.zeros(200, dtype=torch.long))
+    activations, budget = 2 * 200 * 4 * 256 * 4, 2**18
+    for verb in (grads.norms, grads.second_moment):
+        with at_most(2 * activations + 4 * budget + 256 * 257 * 4):
+            verb(budget=budget)
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 100)), torch.randn(128, 20, 200)
+
+
+def images() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Conv2d(8, 32, 3), nn.Tanh(), nn.Conv2d(32, 16, 3)), torch.randn(800, 8, 12, 12)
+
+
+@pytest.mark.parametrize("build", [wide, images])
+@pytest.mark.parametrize("budget", [2**23, 2**24])
+def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module, Tensor]], budget: int) -> None:
+    model, x = build()
+    grads = stepped(model, x)
+    numbers, samples = sum(4 * form.shape.numel() for form in grads.values()), len(x)
+    small = 2**19 + 2**22  # vectors of N, norms of each parameter; and the windows that a convolution cuts at a time
+    assert samples * numbers > budget + small  # which J written out would take
+    v, w = {name: torch.randn(form.shape) for name, form in grads.items()}, torch.rand(3, samples)
+    for what, result, verb in [
+        ("norms", 0, lambda: grads.norms(budget=budget)),
+        ("dot", 0, lambda: grads.dot(v, budget)),
+        ("gram", 4 * samples**2, lambda: grads.gram(budget=budget)),
+        ("weighted_sum", numbers, lambda: grads.weighted_sum(w[0], budget)),
+        ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, budget)),
+        ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
+        ("variance", 2 * numbers, lambda: grads.variance(budget)),
+        ("project", 0, lambda: grads.project(8, budget=budget)),
+    ]:
+        with at_most(budget + result + small, what):
+            verb()

@@ -1,0 +1,95 @@
+"""Every verb of `PerSampleGrads` and `clip_grad1_norm_` against algebra on the rows."""
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import BareMatrix, Language, perceptron
+from oracle import one_backward_per_sample, squares
+from quantities import assert_quantities
+from steps import stepped
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 5])
+def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
+    for model, x in [
+        (Language(7, 3).double(), torch.randint(7, (samples, 4))),
+        (BareMatrix(4).double(), torch.randn(samples, 3, 4).double()),
+        (nn.Sequential(BareMatrix(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
+    ]:
+        with autograd_hacks.add_hooks(model):
+            if not samples:
+                model(x.new_ones(3, *x.shape[1:]))  # a signature that the probe has seen
+            squares(model(x)).sum().backward()
+            with autograd_hacks.pause_hooks():
+                rows = one_backward_per_sample(model, squares, x)
+            for budget in (2**26, 1000):
+                assert_quantities(model, rows, "sum", budget)
+
+
+def test_micro_batches_and_frozen_and_unreached_parameters() -> None:
+    model = nn.ModuleDict({"used": perceptron(), "spare": nn.Linear(2, 2), "frozen": nn.Linear(3, 3)}).double()
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
+    x = torch.randn(5, 4).double()
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.accumulate(model):
+            for part in (x[:2], x[2:]):
+                squares(model(part)).mean().backward()
+        with autograd_hacks.pause_hooks():
+            rows = one_backward_per_sample(model, squares, x)
+        assert rows["spare.weight"] is None
+        assert_quantities(model, rows)
+
+
+def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None:
+    model, x = perceptron().double(), torch.randn(6, 4).double()
+    grads = stepped(model, x)
+    norms, sums = grads.norms(), grads.weighted_sum(torch.ones(6).double() / 6)
+    for name, p in model.named_parameters():
+        assert_close(sums[name], p.grad)
+    squares(model(x * 2)).mean().backward()
+    assert_close(grads.norms(), norms)
+    autograd_hacks.clear_backprops(model)
+    assert_close(grads.norms(), norms)
+    assert "6 samples" in repr(grads)
+
+
+def test_weights_and_directions_can_be_differentiated() -> None:
+    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
+    w = torch.rand(6).double().requires_grad_()
+    v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
+    sum((grads.weighted_sum(w)[name] * v[name]).sum() for name in v).backward()
+    assert_close(w.grad, grads.dot(v))
+
+
+def test_selecting() -> None:
+    grads = stepped(perceptron().double(), torch.randn(6, 4).double())
+    norms = grads.norms()
+    mask = torch.tensor([True, False, True, True, False, False])
+    for index in (slice(1, 5), slice(None, None, 2), mask, torch.tensor([-1, 0, 0])):
+        assert_close(grads.select(index).norms(), norms[index])
+    assert_close(grads.group(torch.tensor([7, 3, 7, 3, 9, 9])).samples, 3)
+
+
+def test_several_sums_can_be_differentiated() -> None:
+    for model, x in [
+        (perceptron(), torch.randn(6, 4)),
+        (Language(7, 3), torch.randint(7, (6, 2))),
+        (BareMatrix(4), torch.randn(6, 4)),
+    ]:
+        grads = stepped(model, x)
+        w = torch.rand(3, 6, requires_grad=True)
+        sum(total[1].sum() for total in grads.weighted_sum(w).values()).backward()
+        ones = {name: torch.ones(form.shape) for name, form in grads.items()}
+        assert_close(w.grad, torch.stack([torch.zeros(6), grads.dot(ones), torch.zeros(6)]))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_entries() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)), torch.randn(6, 4)
+    grads = stepped(model, x)
+    assert grads.norms().shape == (6,)
+    assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)

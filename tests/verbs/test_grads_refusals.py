@@ -1,0 +1,127 @@
+"""What `PerSampleGrads` and `clip_grad1_norm_` refuse."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import BareMatrix, perceptron
+from steps import stepped
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded, StaleRecord
+
+
+def test_weights_that_are_none() -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    for verb in (grads.weighted_sum, grads.second_moment):
+        with pytest.raises(ValueError, match=r"\(5,\).*N = 6"):
+            verb(torch.ones(5))
+        for wrong in (torch.ones(6, dtype=torch.long), torch.ones(6, dtype=torch.bool), [1.0] * 6):
+            with pytest.raises(TypeError, match="expected a floating-point tensor"):
+                verb(wrong)
+    with pytest.raises(ValueError, match=r"\(2, 6\); expected \(N,\)"):
+        grads.second_moment(torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"\(\)"):
+        grads.weighted_sum(torch.tensor(1.0))
+
+
+def test_directions_that_do_not_fit() -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    v = {name: torch.zeros(form.shape) for name, form in grads.items()}
+    with pytest.raises(ValueError, match=r"without 0\.bias"):
+        grads.dot({name: x for name, x in v.items() if name != "0.bias"})
+    with pytest.raises(ValueError, match="with more too much"):
+        grads.dot(v | {"more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"'2\.weight'; expected.*\(3, 5\)"):
+        grads.dot(v | {"2.weight": torch.zeros(5, 3)})
+    with pytest.raises(TypeError, match="dictionary"):
+        grads.dot(torch.zeros(3))
+
+
+def test_gradients_of_two_models() -> None:
+    one, other = (stepped(perceptron(), torch.randn(6, 4)) for _ in range(2))
+    with pytest.raises(ValueError, match="another model"):
+        one.gram(other)
+    with pytest.raises(TypeError, match="expected the PerSampleGrads"):
+        one.gram(one.dense())
+
+
+@pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
+def test_a_norm_that_is_none(max_norm: float) -> None:
+    model = perceptron()
+    stepped(model, torch.randn(6, 4))
+    with pytest.raises(ValueError, match="max_norm"):
+        autograd_hacks.clip_grad1_norm_(model, max_norm)
+
+
+def test_ids_and_samples_that_are_none() -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    with pytest.raises(TypeError, match="N integers"):
+        grads.group(torch.ones(6))
+    with pytest.raises(ValueError, match=r"\(5,\); expected \(6,\)"):
+        grads.group(torch.ones(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+        grads.group(torch.arange(6), 2)
+    with pytest.raises(IndexError):
+        grads.select(torch.tensor([6]))
+    with pytest.raises(IndexError):
+        grads.select(torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="dim=0"):
+        grads.project(0)
+    with pytest.raises(ValueError, match="two of them"):
+        grads.select(slice(1)).variance()
+
+
+def test_reading_too_late() -> None:
+    model, x = nn.Sequential(BareMatrix(4), nn.Linear(4, 2)), torch.randn(6, 4)
+    grads = stepped(model, x)
+    assert grads.norms().shape == (6,)
+    with torch.no_grad():
+        model[0].token.add_(1)
+    with pytest.raises(StaleRecord, match="changed since"):
+        grads.norms()
+    model = perceptron()
+    grads = stepped(model, x)
+    x.zero_()
+    with pytest.raises(StaleRecord, match=r"'0\.weight'.*overwritten"):
+        grads.norms()
+    autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded, match="cleared"):
+        autograd_hacks.per_sample_grads(model)
+    with pytest.raises(NothingRecorded, match="cleared"):
+        autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+def test_copies_are_refused() -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"take dense\(\)"):
+            copies(grads)
+
+
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [
+        (lambda m, g: g.select(0), TypeError),
+        (lambda m, g: g.select(torch.tensor([[0, 1]])), TypeError),
+        (lambda m, g: g.project(1.5), TypeError),
+        (lambda m, g: g.group(torch.zeros(6, dtype=torch.long), 2.5), TypeError),
+        (lambda m, g: autograd_hacks.clip_grad1_norm_(m, "1"), TypeError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=0), ValueError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=float("nan")), ValueError),
+        (lambda m, g: autograd_hacks.per_sample_grads(m, scale=torch.ones(2)), TypeError),
+        (lambda m, g: autograd_hacks.per_sample_grads(3), TypeError),
+        (lambda m, g: g.dot({name: torch.ones(form.shape, dtype=torch.long) for name, form in g.items()}), ValueError),
+    ],
+)
+def test_arguments_that_are_none(read: Callable[..., Any], error: type[Exception]) -> None:
+    model = perceptron()
+    grads = stepped(model, torch.randn(6, 4))
+    with pytest.raises(error, match="expected"):
+        read(model, grads)
+    assert_close(grads.select(slice(None, None, -1)).norms(), grads.norms().flip(0))

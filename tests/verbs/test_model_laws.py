@@ -1,0 +1,98 @@
+"""Laws 3 to 5 for whole models: quantities agree with each other, in double precision, of permuted and split batches."""
+
+import copy
+
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import BareMatrix, Language
+from oracle import squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A model of several layers, in double precision, and a batch."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    samples, steps, width = draw(st.integers(1, 6)), draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3))
+    bias = draw(st.booleans())
+    kind = draw(st.sampled_from(["mlp", "cnn", "tied", "token", "lstm", "attention"]))
+    if kind == "tied":
+        return Language(7, width).double(), torch.randint(7, (samples, steps))
+    if kind == "cnn":
+        groups = draw(st.sampled_from([1, 2]))
+        layers = [nn.Conv2d(2, width, 2, groups=groups, bias=bias), nn.GroupNorm(1, width), nn.Tanh(), nn.Flatten(2)]
+        return nn.Sequential(*layers, nn.Linear(4, 3)).double(), torch.randn(samples, 2, 3, 3).double()
+    model = {
+        "mlp": lambda: nn.Sequential(nn.Linear(width, 5, bias=bias), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
+        "token": lambda: nn.Sequential(BareMatrix(width), nn.Linear(width, 3)),
+        "lstm": lambda: Pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
+        "attention": lambda: nn.TransformerEncoderLayer(width, 2, 6, dropout=0.0, batch_first=True),
+    }[kind]()
+    return model.double(), torch.randn(samples, steps, width).double()
+
+
+class Pooled(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].sum(1)
+
+
+def taken(model: nn.Module, x: Tensor, param_grad: bool = True) -> autograd_hacks.PerSampleGrads:
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    squares(model(x)).sum().backward()
+    return autograd_hacks.per_sample_grads(model, "sum")
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.booleans())
+def test_quantities_agree(case: tuple[nn.Module, Tensor], param_grad: bool) -> None:
+    model, x = case
+    for _ in range(2):
+        grads = taken(model, x, param_grad)
+        gram, w = grads.gram(), torch.randn(len(x)).double()
+        v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
+        assert_close(gram, gram.mT)
+        assert_close(gram.diagonal(), grads.norms() ** 2)
+        sums = grads.weighted_sum(w)
+        assert_close(grads.dot(v) @ w, torch.stack([(v[name] * sums[name]).sum() for name in v]).sum())
+        assert_close(gram @ w, grads.dot(sums))
+        for name, rows in grads.dense().items():
+            assert_close(grads.second_moment()[name], rows.square().sum(0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.randoms(use_true_random=False))
+def test_permuted_split_and_changed_batches(case: tuple[nn.Module, Tensor], shuffler: object) -> None:
+    model, x = case
+    order = list(range(len(x)))
+    shuffler.shuffle(order)  # type: ignore[attr-defined]  # a random.Random
+    grads, permuted = taken(model, x), taken(model, x[order])
+    assert_close(permuted.norms(), grads.norms()[order])
+    assert_close(permuted.gram(grads), grads.gram()[order])
+    assert_close(permuted.project(3), grads.project(3)[order])
+    cut = len(x) // 2
+    if cut:
+        parts = [taken(model, part) for part in (x[:cut], x[cut:])]
+        assert_close(torch.cat([part.norms() for part in parts]), grads.norms())
+    changed = x.clone()
+    changed[-1] = changed[-1].flip(0) if x.ndim > 1 else changed[-1]
+    assert_close(taken(model, changed).norms()[:-1], grads.norms()[:-1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(models())
+def test_single_precision_is_that_of_double(case: tuple[nn.Module, Tensor]) -> None:
+    model, x = case
+    single = copy.deepcopy(model).float()
+    exact, grads = taken(model, x), taken(single, x.float() if x.is_floating_point() else x)
+    assert_close(grads.norms(), exact.norms().float(), rtol=1e-3, atol=1e-4)
+    scale = float(exact.norms().max()) ** 2
+    assert_close(grads.gram(), exact.gram().float(), rtol=1e-3, atol=1e-4 * max(1.0, scale))
