@@ -39,14 +39,14 @@ class Backward:
         for handle in (handle for pair in self.watched.values() for handle in pair):
             handle.remove()
 
-    def watch(self, parameter: Tensor, name: str) -> None:
+    def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
         if parameter in self.watched or is_lazy(parameter) or not parameter.is_leaf:
             return
         if parameter.requires_grad:
             # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
             self.watched[parameter] = (
-                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter), name)),
+                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
                 parameter.register_post_accumulate_grad_hook(partial(_accumulated, self.param_grad, self.reduction)),
             )
 
@@ -173,11 +173,11 @@ class Backward:
             self.enter(current_task())
             self.record.unseen |= dict.fromkeys(names, self.record.forwards)
 
-    def arrive(self, parameter: Tensor, name: str, grad: Tensor | None) -> None:
+    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all calls that it came through."""
         if not (Switch.on() and self.attached):
             return
-        record, running = self.record, self.running
+        record, running, name = self.record, self.running, self.record.name_of(parameter)
         if record.on_arrival is not None and running is not None:
             record.on_arrival(running, name, grad)
         if grad is None:
@@ -199,7 +199,7 @@ def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor)
     reduction.accumulated()
 
 
-def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], name: str, grad: Tensor | None) -> None:
+def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> None:
     heard_by, at = backward(), parameter()
     if heard_by is not None and at is not None:
-        heard_by.arrive(at, name, grad)
+        heard_by.arrive(at, grad)

@@ -244,8 +244,8 @@ class Forward:
         parameters: (name in the model, parameter) by name in the layer    is_compared: whether to keep the outputs, to
         compare later ones with them    fields: others of the record
         """
-        for name, parameter in parameters.values():
-            self.backward.watch(parameter, name)
+        for _, parameter in parameters.values():
+            self.backward.watch(parameter)
         args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
         inputs = [*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]
         running, graph = self.backward.running, Graph()

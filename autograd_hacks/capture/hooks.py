@@ -88,7 +88,7 @@ def add_hooks(
     recorder.plan_by(Planner(model, batch_dim, probe))
     for name, parameter in model.named_parameters():
         recorder.record.names[parameter] = name
-        recorder.backward.watch(parameter, name)
+        recorder.backward.watch(parameter)
     _hook_units(recorder, model, recorder.planner.static)
     return Hooked(model, known is None, before)
 

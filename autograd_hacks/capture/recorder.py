@@ -23,12 +23,9 @@ from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 
 class Recorder:
-    """All that belongs to one hooked model.  `add_hooks` makes it, and it lives in the hooks alone.
+    """All that belongs to one hooked model.  `add_hooks` makes it, and it lives in the hooks alone."""
 
-    model: gets a ``planner``, which `add_hooks` makes anew with each call
-    """
-
-    planner: Planner
+    planner: Planner  # `add_hooks` makes it anew with each call
 
     def __init__(self) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
@@ -39,6 +36,7 @@ class Recorder:
         self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of those: with a hook where they begin
         self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again
         self.handles: list[RemovableHandle] = []
+        self._followed: Plan | None = None  # by the last forward
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
@@ -66,6 +64,11 @@ class Recorder:
         if self.forward.records():
             self.record.plan, self.forward.samples = self.planner.static, None
             plan, self.forward.samples = self.planner.plan(model, args, kwargs)
+            if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model
+                self._followed = plan
+                for name, parameter in model.named_parameters():
+                    if parameter in self.record.names:
+                        self.record.names[parameter] = name
             state = random_state(cuda_devices_of(model))
             self.record.plan, self.record.arguments = plan, (weakly(args), weakly(kwargs), state)
             if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before

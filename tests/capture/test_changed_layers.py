@@ -97,3 +97,15 @@ def test_a_parameter_that_was_put_in_later() -> None:
         check(model, x)
         autograd_hacks.add_hooks(model)
         check(model, x)
+
+
+def test_a_layer_that_was_put_elsewhere() -> None:
+    """Its parameters have other names then."""
+    model, x = Between(lambda h: h), torch.randn(4, 3)
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+        model.last = nn.Sequential(nn.Tanh(), model.last)
+        for _ in range(2):
+            check(model, x)
+        model.last = nn.Sequential(model.last[1], nn.Tanh())
+        check(model, x)
