@@ -3,7 +3,7 @@ they mix?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,18 +82,12 @@ class Comparison:
         if not evidence:
             return None, False
         fitting, has_changed = layouts_that_fit(real, evidence, range(real.ndim))
-        if not has_changed and (self.samples == 1 or self.is_unproven):
-            fitting = fitting[:1]  # there is nothing to know it by
         if not has_changed and len(call.stack) == 1 and self.axis is not None:
             return likeliest(real.shape, self.samples, [self.axis]), False
-        trusted = [layout for layout in fitting if self._is_trusted(call, layout, real)]
-        by_size = only_by_sizes(real.shape, self.samples, range(real.ndim))
         same_shape = all(other.shape == real.shape for other, _ in evidence)
         is_routed = self._is_routed(call.stack[-1])
         mixes = not fitting and same_shape and not is_routed and real.is_floating_point() and real.ndim > 0
-        if len(trusted) > 1:
-            return (by_size if by_size in trusted else None), mixes
-        return (trusted[0] if trusted else None), mixes
+        return self._choose(call, real, fitting, range(real.ndim), nothing_to_know_by=not has_changed), mixes
 
     def _place_by_rule(self, call: Traced) -> Layout | None:
         """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""
@@ -108,13 +102,17 @@ class Comparison:
             # Too little has changed in the output, of zero weights say; its input may tell.
             told, _ = layouts_that_fit(call.inputs[0], by_input, axes)
             fitting = told if fitting is None else [layout for layout in fitting if layout in told]
-        trusted = [layout for layout in fitting or () if self._is_trusted(call, layout, output)]
-        if len(trusted) > 1 and (self.samples == 1 or self.is_unproven):
-            trusted = trusted[:1]  # there is nothing to know it by
-        if len(trusted) > 1:
-            by_size = only_by_sizes(output.shape, self.samples, axes)
-            return by_size if by_size in trusted else None
-        return trusted[0] if trusted else None
+        return self._choose(call, output, fitting or [], axes, nothing_to_know_by=True)
+
+    def _choose(
+        self, call: Traced, real: Tensor, fitting: Sequence[Layout], axes: Iterable[int], nothing_to_know_by: bool
+    ) -> Layout | None:
+        """The layout that is meant among those that fit; None where that can't be known."""
+        trusted = [layout for layout in fitting if self._is_trusted(call, layout, real)]
+        if len(trusted) < 2 or (nothing_to_know_by and (self.samples == 1 or self.is_unproven)):
+            return next(iter(trusted), None)
+        by_size = only_by_sizes(real.shape, self.samples, axes)
+        return by_size if by_size in trusted else None
 
     def _evidence(self, call: Traced, part: Callable[[Traced], list[Tensor]]) -> Evidence:
         """A tensor of a call in each other trace with the samples kept there; nothing where some trace lacks it."""
