@@ -18,7 +18,7 @@ from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
 from autograd_hacks.capture.units import OpenUnits
 from autograd_hacks.capture.ways import BY_RULE
-from autograd_hacks.probe.layout import Layouts, for_each_sample
+from autograd_hacks.probe.layout import Layouts, for_each_sample, has_axis_of_one
 from autograd_hacks.probe.plan import UNKNOWN, Plan
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
@@ -140,8 +140,12 @@ class Forward:
         if path in plan.unplaced or any(x.is_nested for x in outputs):
             return None
         # 3. What was looked up once for all samples gets a copy for each, that gradients may arrive apart.
-        if self.samples is not None and path in plan.expanded_lookups:
-            expand = partial(for_each_sample, samples=self.samples)
+        if self.samples is not None and (has_axis := plan.expanded_lookups.get(path)) is not None:
+            if has_axis and not has_axis_of_one(tensors_of((args, kwargs))[0]):
+                plan.incomplete = True  # no lookup as it was traced
+                plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
+                return None
+            expand = partial(for_each_sample, samples=self.samples, has_axis=has_axis)
             output, args, kwargs = (map_tensors(expand, x) for x in (output, args, kwargs))
             outputs = tensors_of(output)
         # 4. The plan says where the samples are; of a call that it doesn't know, sizes may tell.

@@ -3,7 +3,7 @@ they mix?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,7 +47,7 @@ class Comparison:
         kept: Sequence[Tensor],
         alike: bool,
         axis: int | None,
-        expanded: frozenset[str],
+        expanded: Mapping[str, bool],
     ) -> None:
         self.tracer, self.whole, self.others, self.kept = tracer, whole, others, kept
         self.alike, self.axis, self.expanded = alike, axis, expanded

@@ -48,7 +48,7 @@ class Decision:
             axis=comparison.axis,
             told_by=self.told_by,
             model=whole.layouts,
-            expanded_lookups=comparison.expanded,
+            expanded_lookups=dict(comparison.expanded),
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
             unproven=comparison.is_unproven,

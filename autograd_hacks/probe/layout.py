@@ -99,9 +99,15 @@ def _along(changed: Tensor, axis: int) -> Tensor:
     return changed.any(others, keepdim=True) if others else changed
 
 
-def for_each_sample(x: Tensor, samples: int) -> Tensor:
-    """A copy for each sample, without memory of its own: x is 1 ... or ..., the result N ..."""
-    return x.expand(samples, *(x.shape[1:] if x.shape[0] == 1 else x.shape))
+def has_axis_of_one(index: Tensor) -> bool:
+    """Whether a lookup's index has an axis for the batch, of one entry.  By its rank: one of a single position has none."""
+    return index.ndim > 1 and index.shape[0] == 1
+
+
+def for_each_sample(x: Tensor, samples: int, has_axis: bool) -> Tensor:
+    """A copy for each sample, without memory of its own: x is 1 ... where it has an axis for that, else ...; the result
+    N ..."""
+    return x.expand(samples, *(x.shape[1:] if has_axis else x.shape))
 
 
 def differs(x: Tensor, y: Tensor) -> Tensor:

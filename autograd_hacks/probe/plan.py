@@ -63,7 +63,8 @@ class Plan:
     units: dict[str, Unit] = field(default_factory=dict)  # modules that are run again, by path
     unplaced: set[str] = field(default_factory=set)  # the layers by path in which rules can't tell the samples apart
     by_rule: set[str] = field(default_factory=set)  # the parameters that some rule's call gives rows of
-    expanded_lookups: frozenset[str] = frozenset()  # by path: the same for all samples, and copied for each
+    # Lookups that are the same for all samples, and copied for each: by path, whether they have an axis of one for that.
+    expanded_lookups: dict[str, bool] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.nn as nn
@@ -51,7 +52,7 @@ def plan_for(
             return None
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
-            whole = tracer.trace((args, kwargs), batch, axis, samples)
+            whole = tracer.trace((args, kwargs), batch, axis, samples, {})
         else:
             wholes[carrying] = whole
         decisions.append(Decision(_compared(tracer, whole, (args, kwargs), batch, axis, samples), told_by))
@@ -64,7 +65,7 @@ def _attempt(
     batch: Batch,
     axis: int | None,
     samples: int,
-    expanded: frozenset[str] = frozenset(),
+    expanded: Mapping[str, bool] = MappingProxyType({}),
 ) -> Trace | None:
     """A trace; None where the model's own code raises."""
     try:
@@ -99,13 +100,13 @@ def _compared(
 
 def _with_expanded_lookups(
     tracer: Tracer, whole: Trace, arguments: Arguments, batch: Batch, axis: int | None, samples: int
-) -> tuple[Trace, frozenset[str]]:
+) -> tuple[Trace, Mapping[str, bool]]:
     """The trace with a copy for each sample of what is looked up without a batch, learnt positions say, and which lookups
     those are; the trace as it was where some other call then returns something else."""
-    lookups = frozenset(path for path, is_free in whole.lookups.items() if is_free)
+    lookups = {path: has_axis for path, has_axis in whole.lookups.items() if has_axis is not None}
     found = _attempt(tracer, arguments, batch, axis, samples, lookups) if lookups else None
     if found is None or found.calls.keys() != whole.calls.keys():
-        return whole, frozenset()
+        return whole, {}
     pairs = [
         (x, y)
         for frame, call in whole.calls.items()
@@ -113,7 +114,7 @@ def _with_expanded_lookups(
         for x, y in zip(call.outputs, found.calls[frame].outputs)
     ]
     same = all(x.shape == y.shape and not differs(x, y).any() for x, y in pairs)
-    return (found, lookups) if same else (whole, frozenset())
+    return (found, lookups) if same else (whole, {})
 
 
 class Planner:

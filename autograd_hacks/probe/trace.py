@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.layout import for_each_sample
+from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
@@ -61,7 +61,8 @@ class Trace:
 
     tracker: Tracker
     calls: dict[Frame, Traced] = field(default_factory=dict)  # in the order in which they ended
-    lookups: dict[str, bool] = field(default_factory=dict)  # by path, whether every call of it is the same for all samples
+    # By path whether the index has an axis of one for the batch; None where some call is not the same for all samples.
+    lookups: dict[str, bool | None] = field(default_factory=dict)
 
     def output_size(self) -> int:
         """How many entries axis 0 of the model's output has."""
@@ -83,7 +84,7 @@ class Tracer:
         self._state = random_state(cuda_devices_of(model))
 
     def trace(
-        self, arguments: Arguments, batch: Batch, axis: int | None, samples: int, expanded: frozenset[str] = frozenset()
+        self, arguments: Arguments, batch: Batch, axis: int | None, samples: int, expanded: Mapping[str, bool]
     ) -> Trace:
         """Runs the model on copies of arguments.
 
@@ -130,7 +131,7 @@ class Tracer:
         )
 
     @contextmanager
-    def _walking(self, found: Trace, samples: int, expanded: frozenset[str]) -> Iterator[None]:
+    def _walking(self, found: Trace, samples: int, expanded: Mapping[str, bool]) -> Iterator[None]:
         """Hooks that note each call; first in line, to see what a module itself was given and returned."""
         counts: dict[str, int] = {}
         frames: list[tuple[Frame, Any]] = []
@@ -156,10 +157,12 @@ class Tracer:
                 rule = rule_for(module)
                 if rule is None or rule.formula is not embedding:
                     return None
-                found.lookups[path] = found.lookups.get(path, True) and not call.from_batch
+                has_axis = has_axis_of_one(tensors_of((args, kwargs))[0])
+                is_alike = not call.from_batch and found.lookups.get(path, has_axis) is has_axis
+                found.lookups[path] = has_axis if is_alike else None
                 if path not in expanded:
                     return None
-                copies = for_each_sample(output, samples)
+                copies = for_each_sample(output, samples, expanded[path])
                 tracker.mark(copies)
                 return copies
 

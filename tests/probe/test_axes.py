@@ -36,6 +36,32 @@ class Positions(nn.Module):
         return self.out(torch.tanh(scores.softmax(2) @ x))
 
 
+@pytest.mark.parametrize("first", [5, 1])
+@pytest.mark.parametrize("ids", [lambda n, t: torch.arange(t), lambda n, t: torch.arange(t)[None]], ids=["T", "1 T"])
+def test_learnt_positions_of_several_steps_and_of_one(ids: Callable[[int, int], Tensor], first: int) -> None:
+    """The model's output is the same, too."""
+    model = Positions(ids).double()
+    with autograd_hacks.add_hooks(model):
+        for steps in (first, 1, 3, 5, 1):
+            tokens = torch.randint(9, (4, steps))
+            with autograd_hacks.pause_hooks():
+                expected = model(tokens)
+            assert torch.equal(model(tokens), expected)
+            check(model, tokens)
+
+
+def test_a_lookup_of_a_number() -> None:
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.task, self.out = nn.Embedding(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.tanh(x + self.task(torch.tensor(1))))
+
+    check_batches(Task().double(), torch.randn(5, 4).double(), torch.randn(3, 4).double())
+
+
 @pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize(
     "ids",
