@@ -40,7 +40,16 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("ids", [lambda n, t: torch.arange(t), lambda n, t: torch.arange(t)[None]], ids=["T", "1 T"])
 def test_learnt_positions_of_several_steps_and_of_one(ids: Callable[[int, int], Tensor], first: int) -> None:
     """The model's output is the same, too."""
-    model = Positions(ids).double()
+
+    class Learnt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions, self.out = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(torch.tanh(self.embed(tokens) + self.positions(ids(*tokens.shape))))
+
+    model = Learnt().double()
     with autograd_hacks.add_hooks(model):
         for steps in (first, 1, 3, 5, 1):
             tokens = torch.randint(9, (4, steps))
