@@ -37,26 +37,27 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("first", [5, 1])
-@pytest.mark.parametrize("ids", [lambda n, t: torch.arange(t), lambda n, t: torch.arange(t)[None]], ids=["T", "1 T"])
-def test_learnt_positions_of_several_steps_and_of_one(ids: Callable[[int, int], Tensor], first: int) -> None:
-    """The model's output is the same, too."""
+@pytest.mark.parametrize("ids", [lambda t: torch.arange(t), lambda t: torch.arange(t)[None]], ids=["T", "1 T"])
+def test_learnt_positions_of_several_patches_and_of_one(ids: Callable[[int], Tensor], first: int) -> None:
+    """How many there are is in no extent of the arguments.  The model's output is the same, too."""
 
-    class Learnt(nn.Module):
+    class Patches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.positions, self.out = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 2)
+            self.embed, self.positions, self.out = nn.Linear(2, 4), nn.Embedding(9, 4), nn.Linear(4, 2)
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.embed(tokens) + self.positions(ids(*tokens.shape))))
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x.unflatten(1, (-1, 2)))
+            return self.out(torch.tanh(x + self.positions(ids(x.shape[1]))))
 
-    model = Learnt().double()
+    model = Patches().double()
     with autograd_hacks.add_hooks(model):
-        for steps in (first, 1, 3, 5, 1):
-            tokens = torch.randint(9, (4, steps))
+        for patches in (first, 1, 3, 5, 1):
+            x = torch.randn(4, 2 * patches).double()
             with autograd_hacks.pause_hooks():
-                expected = model(tokens)
-            assert torch.equal(model(tokens), expected)
-            check(model, tokens)
+                expected = model(x)
+            assert torch.equal(model(x), expected)
+            check(model, x)
 
 
 def test_a_lookup_of_a_number() -> None:
