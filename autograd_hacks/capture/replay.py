@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,22 +203,28 @@ class Rerun:
     def _run(self, parameters: Values, args: tuple[Any, ...], kwargs: Mapping[str, Any], drew: list[bool]) -> list[Tensor]:
         """The outputs that the loss reached.  drew: gets whether random numbers were drawn"""
         module, state = self.call.layer, self.call.random_state or {}
-        fixed = {name: p.detach() for name, p in module.named_parameters()}
-        precision = autocast_to(self.call.precision, self.grads[0].device)
-        with ExitStack() as contexts:
-            for context in (
-                Switch.paused_here(),
-                untouched(module),
-                _modes(module, self.way.modes),
-                _without_hooks(module),
-                precision,
-            ):
-                contexts.enter_context(context)
-            contexts.enter_context(with_random_state(state))
+        # What every slot of every module is to hold.  torch's own care for the names of one parameter, tie_weights, leaves a
+        # module that has two names with the tensors of the call.
+        values = {id(p): p.detach() for p in module.parameters()}
+        values |= {id(module.get_parameter(name)): value for name, value in parameters.items()}
+        values |= {id(module.get_buffer(name)): buffer.clone() for name, buffer in self.way.buffers.items()}
+        slots = {
+            f"{path}.{name}" if path else name: values[id(x)]
+            for path, part in module.named_modules()
+            for name, x in (*part._parameters.items(), *part._buffers.items())
+            if id(x) in values
+        }
+        with (
+            Switch.paused_here(),
+            untouched(module),
+            _modes(module, self.way.modes),
+            _without_hooks(module),
+            autocast_to(self.call.precision, self.grads[0].device),
+            with_random_state(state),
+        ):
             if self.way.copies:
                 args, kwargs = (map_tensors(Tensor.clone, tree) for tree in (args, kwargs))
-            buffers = {name: buffer.clone() for name, buffer in self.way.buffers.items()}
-            outputs = tensors_of(functional_call(module, {**fixed, **buffers, **parameters}, args, dict(kwargs)))
+            outputs = tensors_of(functional_call(module, slots, args, dict(kwargs), tie_weights=False))
             now = random_state([torch.device(name) for name in state])
             drew.append(any(not torch.equal(now[name], state[name]) for name in now))
         return [outputs[slot] for slot in self.reached]

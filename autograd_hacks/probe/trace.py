@@ -94,21 +94,21 @@ class Tracer:
         args, kwargs = _copies(arguments)
         leaves = tree_leaves((args, kwargs), is_packed)
         carrying = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
-        with ExitStack() as contexts:
-            alone = untouched(self.model, and_parameters=True), with_other_generators(), with_random_state(self._state)
-            for context in (Switch.paused_here(), *alone, _slow_paths()):
-                contexts.enter_context(context)
-            # Here, where parameters are copies.
-            found = Trace(
-                Tracker(
-                    {name: p for p, name in self.names.items()},
-                    carrying,
-                    lambda path, name: name in self.owned.get(path, ()),
-                )
+        found = Trace(
+            Tracker(
+                {name: p for p, name in self.names.items()}, carrying, lambda path, name: name in self.owned.get(path, ())
             )
-            contexts.enter_context(torch.set_grad_enabled(self.with_gradients))
-            contexts.enter_context(self._walking(found, samples, expanded))
-            contexts.enter_context(found.tracker)
+        )
+        with (
+            Switch.paused_here(),
+            untouched(self.model),
+            with_other_generators(),
+            with_random_state(self._state),
+            _slow_paths(),
+            torch.set_grad_enabled(self.with_gradients),
+            self._walking(found, samples, expanded),
+            found.tracker.protecting(),
+        ):
             self.model(*args, **kwargs)
         return found
 

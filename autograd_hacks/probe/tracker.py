@@ -3,7 +3,8 @@ two meet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class Tracker(TorchDispatchMode):
         self.counting: set[Frame] = set()  # the calls in which sizes or choices are taken from the batch
         self._facts: dict[StorageWeakRef, Facts] = {}
         self._parameters: dict[StorageWeakRef, list[str]] = {}
+        self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._by_rule = by_rule
         for name, parameter in parameters.items():
             if (key := _key(parameter)) is not None:
@@ -94,6 +96,10 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = [value for value, argument in zip(args, func._schema.arguments) if _is_written(argument)]
+        written += [kwargs.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
+        for x in tree_leaves(written):
+            self._protect(x)
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name.endswith("_like") or name.startswith("new_"):
@@ -115,11 +121,27 @@ class Tracker(TorchDispatchMode):
             known.sources = {}
             known.routed, known.order = self._routes(func, name, args, known.order) if inputs else (False, None)
         if known.from_batch or known.sources:
-            written = [value for value, argument in zip(args, func._schema.arguments) if _is_written(argument)]
-            for x in tree_leaves((out, written, [kwargs.get(a.name) for a in func._schema.arguments if _is_written(a)])):
+            for x in tree_leaves((out, written)):
                 if isinstance(x, Tensor) and _key(x) not in self._parameters:
                     self._add(x, known)
         return out
+
+    @contextmanager
+    def protecting(self) -> Iterator[None]:
+        """A context in which this is on; afterwards the parameters have the numbers that they had."""
+        try:
+            with self:
+                yield
+        finally:
+            for storage, kept in self._overwritten.values():
+                storage.copy_(kept)
+
+    def _protect(self, x: Any) -> None:
+        """Keeps what is in a parameter's memory, before the first operation that writes there."""
+        key = _key(x) if isinstance(x, Tensor) else None
+        if key in self._parameters and key not in self._overwritten:
+            storage = x.untyped_storage()
+            self._overwritten[key] = storage, storage.clone()
 
     def _read(self, sources: dict[str, Stack]) -> None:
         for parameter, stack in sources.items():

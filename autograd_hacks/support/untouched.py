@@ -84,22 +84,23 @@ def cuda_devices_of(module: nn.Module) -> set[torch.device]:
 
 
 @contextmanager
-def untouched(module: nn.Module, and_parameters: bool = False) -> Iterator[None]:
-    """A context in which a module may run; afterwards its buffers and attributes are the same objects with the same values.
+def untouched(module: nn.Module) -> Iterator[None]:
+    """A context in which a module may run; afterwards its buffers and attributes are the same objects with the same values,
+    its parameters the same objects with the same memory and gradients, and its own generators go on as if it had not run.
 
-    While it runs buffers, tensors and containers that it holds are copies; other objects of its are its own.
-    and_parameters: whether parameters are copies too, and their gradients away, for a forward that may change them
+    While it runs buffers, tensors and containers that it holds are copies, what it holds twice one copy; other objects are
+    its own, and so is the parameters' memory (see `autograd_hacks.probe.tracker` for a forward that writes there).
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes, buffers = [dict(vars(part)) for part in modules], [dict(part._buffers) for part in modules]
-    parameters = [(p, p.data, p.grad) for p in module.parameters()] if and_parameters else []
+    parameters = [(p, p.data, p.grad) for p in module.parameters()]
+    generators = [(x, x.get_state()) for own in attributes for x in own.values() if isinstance(x, torch.Generator)]
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
-    for part, own, tensors in zip(modules, attributes, buffers):
-        part._buffers.update({name: None if x is None else _copy(x) for name, x in tensors.items()})
-        vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
-    for p, data, _ in parameters:
-        p.data, p.grad = data.clone(), None
+    copies = {id(x): _copy(x) for tensors in buffers for x in tensors.values() if x is not None}
     try:
+        for part, own, tensors in zip(modules, attributes, buffers):
+            part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
+            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
         yield
     finally:
         for part, own, tensors in zip(modules, attributes, buffers):
@@ -108,7 +109,11 @@ def untouched(module: nn.Module, and_parameters: bool = False) -> Iterator[None]
             part._buffers.clear()
             part._buffers.update(tensors)
         for p, data, grad in parameters:
-            p.data, p.grad = data, grad
+            if p.data_ptr() != data.data_ptr():
+                p.data = data
+            p.grad = grad
+        for generator, state in generators:
+            generator.set_state(state)
 
 
 def _copy(x: Tensor) -> Tensor:

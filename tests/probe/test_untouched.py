@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Between
 from oracle import squares
-from steps import check, check_batches
+from steps import at_most, check, check_batches
 from torch import Tensor
 
 import autograd_hacks
@@ -187,3 +187,71 @@ def test_a_model_that_fails_says_so_itself() -> None:
     autograd_hacks.add_hooks(model)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(torch.randn(3, 4))
+
+
+class Named(nn.Module):
+    """A module under two names, and a bare parameter for which the model is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.alias, self.tied = self.base, nn.Linear(3, 3)
+        self.tied.weight = self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(torch.tanh(self.alias(x) * self.scale))
+
+
+def test_a_module_under_two_names_keeps_its_parameters() -> None:
+    model, x = Named().double(), torch.randn(4, 3).double()
+    slots = {(path, n): p for path, m in model.named_modules(remove_duplicate=False) for n, p in m._parameters.items()}
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check(model, x)
+            autograd_hacks.verify(model, samples=2)
+            str(autograd_hacks.describe(model))
+    now = {(path, n): p for path, m in model.named_modules(remove_duplicate=False) for n, p in m._parameters.items()}
+    assert now.keys() == slots.keys()
+    assert all(now[place] is p for place, p in slots.items())
+
+
+class Teacher(nn.Module):
+    """Draws from a generator of its own, counts in a buffer that two parts share, and has a frozen part that follows the
+    trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+        self.generator = torch.Generator().manual_seed(3)
+        self.first, self.last = nn.Module(), nn.Module()
+        for part in (self.first, self.last):
+            part.register_buffer("count", torch.zeros(()) if part is self.first else self.first.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.count += 1
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.student.parameters()):
+                p.mul_(0.9).add_(q, alpha=0.1)
+        noise = torch.rand((), generator=self.generator)
+        return self.student(x) - self.teacher(x) + noise + self.last.count
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_state_of_many_kinds_is_as_if_nothing_had_run(param_grad: bool) -> None:
+    hooked, plain = Teacher(), Teacher()
+    plain.load_state_dict(hooked.state_dict())
+    with autograd_hacks.add_hooks(hooked, param_grad=param_grad):
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            assert torch.equal(hooked(x), plain(x))
+            assert torch.equal(hooked.generator.get_state(), plain.generator.get_state())
+            assert hooked.last.count is hooked.first.count
+            for name, value in plain.state_dict().items():
+                assert torch.equal(hooked.state_dict()[name], value), name
+
+
+def test_frozen_parameters_are_not_copied() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1000, 2))
+    x = torch.randn(8, 1000)
+    with autograd_hacks.add_hooks(model), at_most(1000 * 1000):
+        squares(model(x)).mean().backward()
