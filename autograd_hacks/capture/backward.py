@@ -33,6 +33,7 @@ class Backward:
         self.answered = False  # whether a pass has come since the last forward began
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
+        self._left: tuple[str, int, int] | None = None  # a parameter; memory and version of its .grad
 
     def detach(self) -> None:
         self.attached = False
@@ -78,7 +79,12 @@ class Backward:
         plan = self.record.plan
         if plan.sum_check is SumCheck.PENDING and not ended.is_hess:  # backprop_hess has other passes to come
             plan.sum_check = SumCheck.MISSED  # until the pass is read
-        self.running, self.unanswered = None, 0
+        self.running, self.unanswered, self._left = None, 0, None
+        for edge in (edge for call in ended.received for edge in call.edges.values() if edge.name in ended.owned):
+            grad = edge.parameter.grad if edge.parameter.is_leaf and not ended.captures else None
+            if grad is not None and grad.layout == torch.strided:
+                self._left = edge.name, grad.data_ptr(), version_of(grad)
+                break
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
 
@@ -148,6 +154,7 @@ class Backward:
             target.passes += home.passes
             target.forwards |= home.forwards
             others = record.superseded if target in record.superseded else record.segments
+            current.replaces_unread = False
             record.segments, home = [segment for segment in others if segment is not home], target
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
@@ -159,6 +166,7 @@ class Backward:
             if target is None and record.accumulating:
                 record.segments = [*record.segments, home]
             elif target is None:
+                current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # What it replaces is kept until its end where a graph is left by which it may yet come there: several
                 # losses of one forward, some with layers that were called later.
                 if any(s.can_be_run_again() for s in record.segments):
@@ -187,11 +195,14 @@ class Backward:
             return
         if not running.captures and name in running.owned:
             self.param_grad.keep(parameter, name)
+            before = parameter.grad
+            if self._left is not None and self._left[0] == name and before is not None:
+                running.adds_to_left = self._left[1:] == (before.data_ptr(), version_of(before))
         if grad.is_meta or name in running.skipped:
             return  # a part of it was not computed
         if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
-            before = running.arrived.get(name)
-            running.arrived[name] = grad.detach().clone() if before is None else before + grad
+            so_far = running.arrived.get(name)
+            running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
 
 def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:

@@ -124,6 +124,8 @@ class Pass:
     owned: set[str] = field(default_factory=set)  # of those: by calls within the model's own forward
     skipped: set[str] = field(default_factory=set)  # the parameters that its calls would bring gradients to
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
+    adds_to_left: bool = False  # whether it adds to what the pass before it has left in .grad
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
     mixed_output: tuple[int, tuple[int, ...]] | None = None
     largest: Tensor | None = None  # of all its gradients, by magnitude

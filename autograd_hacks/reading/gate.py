@@ -41,10 +41,10 @@ def read(
         raise NothingRecorded(
             "inside streaming(model) each layer's record is freed as the pass goes on. Read after that context."
         )
-    check_unsharded(model)
-    check_hooked(model, parameters, recorder)
     for segment in record.segments:
         segment.read = True  # or tried to be
+    check_unsharded(model)
+    check_hooked(model, parameters, recorder)
     segments = readable_segments(parameters, record)
     with outside_inference():
         gates = [Gate(segment, loss_type) for segment in segments]

@@ -75,6 +75,13 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 "came that way. If the batch is not on axis 0 of the model's input, say where it is: add_hooks(model, "
                 "batch_dim=...)."
             )
+        if recorded.replaces_unread and recorded.adds_to_left:
+            raise NothingRecorded(
+                "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "
+                "last one came: those of the last are not all of .grad. For micro-batches run all passes within "
+                "autograd_hacks.accumulate(model); to read the last alone clear .grad between them (zero_grad), or the "
+                "record (autograd_hacks.clear_backprops(model))."
+            )
         if recorded.ambiguous:
             raise NothingRecorded(
                 "checkpointing has recomputed layers in this backward pass, and several forward passes have run since the "

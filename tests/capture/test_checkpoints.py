@@ -138,6 +138,7 @@ def test_checkpointing_recomputes_and_that_is_no_forward(use_reentrant: bool) ->
     with autograd_hacks.add_hooks(model):
         for seed in range(3):
             x, y = batch(4 + seed, seed)
+            model.zero_grad()
             step(model, x, y)
         assert_right(model, x, y)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
 
 
 def test_autograd_grad_before_the_training_step_is_not_added_to_it(model: nn.Sequential) -> None:
@@ -201,8 +202,35 @@ def test_two_forwards_in_one_loss_add(model: nn.Module) -> None:
 def test_a_backward_from_a_later_forward_replaces(model: nn.Module) -> None:
     first, second = squares(model(batch()[0]), batch()[1]), squares(model(batch(seed=1)[0]), batch(seed=1)[1])
     first.mean().backward()
+    model.zero_grad()
     second.mean().backward()
     assert_right(model, *batch(seed=1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module, set_to_none: bool) -> None:
+    """As a trainer accumulates gradients, without ``accumulate``."""
+    for read in (autograd_hacks.compute_grad1, lambda model: autograd_hacks.clip_grad1_norm_(model, 1.0)):
+        model.zero_grad(set_to_none=set_to_none)
+        for seed in range(3):
+            step(model, *batch(seed=seed))
+        with pytest.raises(NothingRecorded, match=r"an earlier backward pass, .*accumulate\(model\).*zero_grad"):
+            read(model)
+        model.zero_grad(set_to_none=set_to_none)
+        step(model, *batch())
+        assert_right(model, *batch())
+    # Each pass was read, or thrown away, or both are of one forward.
+    for seed in range(2):
+        step(model, *batch(seed=seed))
+        assert_right(model, *batch(seed=seed))
+    step(model, *batch())
+    autograd_hacks.clear_backprops(model)
+    step(model, *batch(seed=1))
+    assert_right(model, *batch(seed=1))
+    with autograd_hacks.pause_hooks():
+        model[0].weight.square().sum().backward()
+    step(model, *batch())
+    assert_right(model, *batch())
 
 
 def test_alternating_gan_steps() -> None:

