@@ -78,7 +78,7 @@ class Rerun:
                 "batch's loss, compute it outside the model, from the other outputs."
             )
         self._rows: Values = {}  # of some samples, by the parameter's name
-        self._at: Tensor | None = None  # which samples; all of them
+        self._at: list[int] | None = None  # which samples; None: all of them
         self._sums: tuple[Tensor, Values] | None = None  # weights, and what is left of the sums with them
         self._drew = False
 
@@ -87,9 +87,10 @@ class Rerun:
         return sum(p.numel() for p in self._parameters().values())
 
     def prepare(self, index: Tensor | None = None) -> None:
-        if self._rows and _same(self._at, index):
+        at = None if index is None else index.tolist()
+        if self._rows and self._at == at:
             return
-        self._rows, self._at = {}, index
+        self._rows, self._at = {}, at
         count = self.samples if index is None else len(index)
         self._check_unchanged()
         if self.grads[0].is_meta:
@@ -251,10 +252,6 @@ class Rerun:
 
     def _place(self) -> str:
         return where(self.call.path, self.call.layer)
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _of(tensor: Tensor, index: Tensor | None) -> Tensor:
