@@ -23,7 +23,7 @@ from autograd_hacks.probe.plan import UNKNOWN, Plan
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, parameter_at, tensors_of, version_of
 from autograd_hacks.support.untouched import RandomState, autocast_dtype, cuda_devices_of, random_state
 
 
@@ -178,7 +178,7 @@ class Forward:
         off: Sequence[Tensor],
         layouts: Layouts,
         way: Way,
-        x: Tensor,
+        inputs: tuple[Tensor, ...],
         output: Tensor,
         parameters: Mapping[str, Tensor],
     ) -> Tensor | None:
@@ -189,7 +189,7 @@ class Forward:
         switched = [p for p in parameters.values() if any(p is other for other in off)]
         with asking(off):
             skipped = self._names(off)
-            call, graph = self._call(path, layer, (x,), {}, [output], named, way=way, layouts=layouts, skipped=skipped)
+            call, graph = self._call(path, layer, inputs, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
             noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
         return noted
 
@@ -208,8 +208,9 @@ class Forward:
             return output
         self._locate(module)
         outer = self.units.names()
-        own = {local: module.get_parameter(local) for local, name in begun.unit.parameters.items() if name not in outer}
-        parameters = {local: (self.record.name_of(p, path, local), p) for local, p in own.items() if p.requires_grad}
+        own = {local: parameter_at(module, local) for local, name in begun.unit.parameters.items() if name not in outer}
+        there = {local: p for local, p in own.items() if p is not None and p.requires_grad}
+        parameters = {local: (self.record.name_of(p, path, local), p) for local, p in there.items()}
         outputs = tensors_of(output)
         layouts = begun.unit.layouts_of(self._count(path), outputs, self.samples)
         if not any(x.grad_fn is not None for x in outputs):

@@ -71,6 +71,9 @@ def add_hooks(
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             continue
+        for own in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
+            if isinstance(own, _Hook) and own.recorder is recorder:
+                own.path = path  # which may be another than it was
         by_rule = layer not in parts and rule_for(layer)
         has_dropout = isinstance(getattr(layer, "dropout", None), int | float)
         if by_rule and layer not in recorder.begun and (not param_grad or has_dropout):

@@ -21,8 +21,8 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.table import covered, rule_for
 
-Note = Callable[[Way, Tensor, Tensor, Mapping[str, Tensor]], Tensor | None]
-"""``note(way, x, output, parameters)`` returns the output that is to be used, or None where it needn't be noted."""
+Note = Callable[[Way, tuple[Tensor, ...], Tensor, Mapping[str, Tensor]], Tensor | None]
+"""``note(way, inputs, output, parameters)`` returns the output that is to be used, or None where it needn't be noted."""
 
 
 class InnerMaps(TorchFunctionMode):
@@ -58,13 +58,13 @@ class InnerMaps(TorchFunctionMode):
         if found is None or not at.fits(out, self.count):
             return out
         uses = dict([found, shift or found])
-        return self._note(ByMap(uses, found[0], self.count, at), x, out, uses)
+        return self._note(ByMap(uses, found[0], self.count, at), (x,), out, uses)
 
     def _append(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What the layer's function calls torch.cat for: ``bias_k`` and ``bias_v`` behind keys and values, in this order."""
         if self._appended and len(tensors) == 2:
             name, (keys, copies) = self._appended.pop(0), tensors
-            tensors = [keys, self._note(ByCopies(name, self.count), copies, copies, [name])]
+            tensors = [keys, self._note(ByCopies(name, self.count), (), copies, [name])]
         return torch.cat(list(tensors), *args, **kwargs)
 
     def _find(self, tensor: Tensor | None) -> tuple[str, slice] | None:
@@ -72,14 +72,16 @@ class InnerMaps(TorchFunctionMode):
         if tensor is None:
             return None
         for name, p in self._all.items():
-            if p.untyped_storage()._cdata == tensor.untyped_storage()._cdata and tensor.shape[1:] == p.shape[1:]:
-                start = (tensor.storage_offset() - p.storage_offset()) // max(1, p.stride(0))
+            offset = tensor.storage_offset() - p.storage_offset()
+            is_inside = 0 <= offset <= p.numel() - tensor.numel() and tensor.shape[1:] == p.shape[1:]
+            if is_inside and p.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                start = offset // max(1, p.stride(0))
                 return name, slice(start, start + len(tensor))
         return None
 
-    def _note(self, way: Way, x: Tensor, out: Tensor, names: Iterable[str]) -> Tensor:
+    def _note(self, way: Way, inputs: tuple[Tensor, ...], out: Tensor, names: Iterable[str]) -> Tensor:
         parameters = {name: self._wanted[name] for name in names if name in self._wanted}
-        noted = self.note(way, x, out, parameters) if parameters else None
+        noted = self.note(way, inputs, out, parameters) if parameters else None
         self.noted |= noted is not None
         return out if noted is None else noted
 

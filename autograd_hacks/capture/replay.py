@@ -20,7 +20,7 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Unit
 from autograd_hacks.rules.recompute import is_recomputed
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, map_tensors, tensors_of, version_of
+from autograd_hacks.support.trees import is_packed, map_tensors, parameter_at, tensors_of, version_of
 from autograd_hacks.support.untouched import autocast_to, random_state, untouched, with_random_state
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -207,7 +207,7 @@ class Rerun:
         # What every slot of every module is to hold.  torch's own care for the names of one parameter, tie_weights, leaves a
         # module that has two names with the tensors of the call.
         values = {id(p): p.detach() for p in module.parameters()}
-        values |= {id(module.get_parameter(name)): value for name, value in parameters.items()}
+        values |= {id(parameter_at(module, name)): value for name, value in parameters.items()}
         values |= {id(module.get_buffer(name)): buffer.clone() for name, buffer in self.way.buffers.items()}
         slots = {
             f"{path}.{name}" if path else name: values[id(x)]

@@ -84,6 +84,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def parameter_at(module: nn.Module, name: str) -> Tensor | None:
+    """What a parameter's slot holds: another tensor within functional_call, or None."""
+    path, _, local = name.rpartition(".")
+    return module.get_submodule(path)._parameters.get(local)
+
+
 def is_packed(tree: Any) -> bool:
     return isinstance(tree, PackedSequence)
 

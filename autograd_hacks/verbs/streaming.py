@@ -126,6 +126,7 @@ class _Stream:
                 RandomMap(unwrapped(name), form.shape, project, seed), budget
             )
         self._gate: Gate | None = None
+        self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
         self._found: dict[str, list[Tensor]] = {what: [] for what in self.verbs}
 
@@ -140,6 +141,13 @@ class _Stream:
             raise RuntimeError("a second backward pass has begun inside streaming(model), which is for one")
         if current.higher_order:
             raise HigherOrderError("streaming takes no quantities of a backward pass with create_graph=True")
+        if name in self._taken:
+            raise RuntimeError(
+                f"gradient has come to {self.names.get(name, name)} a second time in one backward pass, from a layer that "
+                "reentrant checkpoints share, and streaming had taken its rows. Use use_reentrant=False, or read after the "
+                "pass."
+            )
+        self._taken.add(name)
         for call in current.calls_of.get(name, ()):
             self._check_size(call, current.received.get(call))
         form = self._gate.form(name)
