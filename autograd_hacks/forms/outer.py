@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions, cost_of_products
-from autograd_hacks.forms.projection import RandomMap
 
 
 class Outer(Paired):
@@ -76,16 +74,6 @@ class Outer(Paired):
         shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
         return 0.0 if self.positions == 1 else shared
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.to(self.sum_dtype).reshape(self.fan_out, self.fan_in)
-        found = []
-        for _, part in self.chunks(budget, 2 * self.positions * min(self.fan_in, self.fan_out)):
-            if self.fan_in < self.fan_out:
-                found.append(einsum(part.left @ v, part.right, "n t i, n t i -> n"))
-            else:
-                found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
-        return torch.cat(found)
-
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
@@ -121,16 +109,6 @@ class Outer(Paired):
             return torch.cat(sizes)
         by_positions = norms_by_positions(self, budget)
         return super().norms(budget) if by_positions is None else by_positions
-
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
-        if self.positions * (self.fan_out + self.fan_in) >= self.fan_out * self.fan_in or self.shape[:1] != (self.fan_out,):
-            return super().project(random, budget)
-        found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, 3 * self.positions * random.COLUMNS):
-            for columns, left, right in random.columns(found):
-                found[samples, columns] = ((part.left @ left.mT) * (part.right @ right.mT)).sum(1)
-        return found
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
