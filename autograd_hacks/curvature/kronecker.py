@@ -62,7 +62,7 @@ def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None) ->
     if (known := form.wide().factors()) is None:
         return None
     gradients, inputs, rows = known
-    if kfac_approx == "reduce":
+    if kfac_approx == "reduce" and inputs.shape[1]:  # without positions the loss did not reach the parameter
         shares = _added(torch.ones_like(inputs[..., :1]), rows, samples).clamp(min=1)
         inputs = (_added(inputs, rows, samples) / shares)[:, None]
         gradients = [_added(b, rows, samples)[:, None] for b in gradients]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.positions import Pair, multiplications, gram_of_pairs, norms_of_pairs, prefer_products
+from autograd_hacks.forms.positions import Pair, gram_of_pairs, multiplications, norms_of_pairs, prefer_products
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ class Outer(Paired):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if self.positions != 1 or about is not None or self.like.is_complex():
+        if self.positions > 1 or about is not None or self.like.is_complex():
             return super().second_moment(w, about, budget)
         total = self.new_sums(*self.shape)
         for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
@@ -119,3 +119,21 @@ class Outer(Paired):
 
     def merge_key(self) -> Hashable:
         return Outer, self.fan_out, self.fan_in, self.shape
+
+
+class Zero(Outer):
+    """The rows of a parameter that the loss did not reach: outer products over no positions, at no cost.
+
+    like: a tensor of the rows' dtype and device
+    """
+
+    def __init__(self, samples: int, shape: torch.Size, like: Tensor) -> None:
+        left, right = (like.new_zeros(samples, 0, size) for size in (shape[:1].numel(), shape[1:].numel()))
+        super().__init__(left, right, shape)
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        zeros = self.new_sums(*self.shape).abs()
+        return zeros if about is None else zeros + w.to(zeros.dtype).sum() * about.abs().square()
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples, other.samples)
