@@ -137,3 +137,6 @@ class Zero(Outer):
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self.new_sums(self.samples, other.samples)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples).abs()

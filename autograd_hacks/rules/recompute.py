@@ -46,7 +46,9 @@ class LinearMaps:
         x: N I, or T N I with batch_axis 1    rows: the numbers of the samples in x, where it has only some;
         the weight must then have no other use
         """
-        y = _differentiable(F.linear(x, self.call.read(weight), None if bias is None else self.call.read(bias)))
+        y = F.linear(x, self.call.read(weight), None if bias is None else self.call.read(bias))
+        if not y.requires_grad:  # where nothing that it was computed from does
+            y.requires_grad_()
         self.samples = max(self.samples, x.shape[batch_axis])
         self.uses.append(Use(x.detach(), y, batch_axis, weight, bias, rows))
         return y
@@ -74,11 +76,6 @@ class LinearMaps:
             form, samples = Outer(left, right), uses[0][0].samples
             forms[weight] = form if samples is None else group(form, samples, self.samples)
         return forms | {bias: add(parts) for bias, parts in shifts.items()}
-
-
-def _differentiable(y: Tensor) -> Tensor:
-    """y, with requires_grad set even where nothing that it was computed from requires a gradient."""
-    return y if y.requires_grad else y.requires_grad_()
 
 
 def _samples_first(x: Tensor, batch_axis: int) -> Tensor:

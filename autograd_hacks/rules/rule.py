@@ -68,8 +68,4 @@ def positionwise(features: Callable[[Any], int]) -> Callable[[Formula], Rule]:
 
     ``features(layer)`` says how many of the output's last axes belong to one position.
     """
-
-    def rule(formula: Formula) -> Rule:
-        return Rule(formula, features=features)
-
-    return rule
+    return lambda formula: Rule(formula, features=features)

@@ -36,12 +36,7 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
-        Rule(
-            recurrent,
-            axes=lambda layer: (0 if layer.batch_first else 1, 1, 1),
-            count=count_sequences,
-            recomputes=True,
-        ),
+        Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
     ),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
     nn.MultiheadAttention: Rule(
