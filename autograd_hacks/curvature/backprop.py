@@ -20,10 +20,7 @@ from autograd_hacks.support.untouched import outside_inference
 
 
 def backprop_hess(
-    output: Tensor,
-    hess_type: str = "CrossEntropy",
-    samples: int | None = None,
-    generator: torch.Generator | None = None,
+    output: Tensor, hess_type: str = "CrossEntropy", samples: int | None = None, generator: torch.Generator | None = None
 ) -> None:
     """Runs the backward passes for a square root of the Hessian of a loss at a hooked model's output.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
+from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, averaged, factors_of, joined
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.support.progress import progress
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
@@ -154,7 +154,7 @@ class _Accumulator:
             )
         reached = [name for name in self.names if name in grads.reached]
         self._check(grads, reached)
-        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else _averaged
+        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else averaged
         with grads.reading():
             for name in self.names:
                 mean = self._mean_of(name, grads) if name in reached else None
@@ -205,13 +205,6 @@ class _Accumulator:
                 "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
                 f"{listing}. {_ELSE}"
             )
-
-
-def _averaged(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """The mean of batches' means, with their numbers of samples; None for those that did not reach the parameter."""
-    total = sum(samples for _, samples in parts)
-    shares = [own if samples == total else own * (samples / total) for own, samples in parts if own is not None]
-    return torch.stack(shares).sum(0) if len(shares) > 1 else next(iter(shares), None)
 
 
 _ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."

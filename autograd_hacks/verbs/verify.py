@@ -114,12 +114,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
 
 
 def _with_autograd(
-    model: nn.Module,
-    recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: RandomState,
-    singles: int,
+    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState, singles: int
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
