@@ -41,14 +41,8 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
         for side in range(directions):
             direction, place = _Direction(call, depth, side), depth * directions + side
             part = slice(side * size, (side + 1) * size)
-            by_gates, before = direction.back(
-                inputs[depth],
-                hidden[depth][..., part],
-                g[..., part],
-                None if g_last is None else g_last[place],
-                None if g_cell is None else g_cell[place],
-                states[place],
-            )
+            ends = [None if end is None else end[place] for end in (g_last, g_cell)]
+            by_gates, before = direction.back(inputs[depth], hidden[depth][..., part], g[..., part], states[place], *ends)
             left = by_gates.transpose(0, 1)
             forms["weight_ih" + direction.suffix] = Outer(left, direction.in_order(inputs[depth]).transpose(0, 1))
             forms["weight_hh" + direction.suffix] = Outer(left, before.transpose(0, 1))
@@ -91,7 +85,7 @@ class _Direction:
         return self.in_order(out)
 
     def back(
-        self, x: Tensor, h: Tensor, g: Tensor, g_last: Tensor | None, g_cell: Tensor | None, state: tuple[Tensor, ...]
+        self, x: Tensor, h: Tensor, g: Tensor, state: tuple[Tensor, ...], g_last: Tensor | None, g_cell: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Backpropagation through time.
 

@@ -75,6 +75,4 @@ def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) 
     # In place where it can be: nobody else holds x̂, and new memory costs more.
     products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
     forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
-    if getattr(layer, "bias", None) is not None:
-        forms["bias"] = Dense(sum_positions(g))
-    return forms
+    return forms if getattr(layer, "bias", None) is None else forms | {"bias": Dense(sum_positions(g))}

@@ -56,13 +56,8 @@ class LinearMaps:
     def forms(self, outputs: Sequence[Tensor]) -> dict[str, Form]:
         """{name: form} for the parameters of all maps, by one backward pass from the layer's outputs."""
         reached = [(out, grad) for out, grad in zip(outputs, self.call.grads) if grad is not None]
-        grads = torch.autograd.grad(
-            [out for out, _ in reached],
-            [use.y for use in self.uses],
-            [grad for _, grad in reached],
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        roots, given, ys = [out for out, _ in reached], [grad for _, grad in reached], [use.y for use in self.uses]
+        grads = torch.autograd.grad(roots, ys, given, allow_unused=True, materialize_grads=True)
         by_weight: dict[str, list[tuple[Use, Tensor]]] = {}
         shifts: dict[str, list[Form]] = {}
         for use, grad in zip(self.uses, (_samples_first(g, use.batch_axis) for g, use in zip(grads, self.uses))):

@@ -42,11 +42,8 @@ def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device now, or None where it is off."""
-    return torch.get_autocast_dtype(device.type) if _autocasts(device.type) else None
-
-
-def _autocasts(device: str) -> bool:
-    return _may_autocast(device) and torch.is_autocast_enabled(device)
+    is_on = _may_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
 
 
 @cache

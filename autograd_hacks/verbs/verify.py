@@ -176,13 +176,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state:
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One backward pass from some of the outputs."""
     try:
-        found = torch.autograd.grad(
-            [outputs[slot] for slot in grads],
-            list(parameters.values()),
-            list(grads.values()),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        roots, given, leaves = [outputs[slot] for slot in grads], list(grads.values()), list(parameters.values())
+        found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
