@@ -15,7 +15,7 @@ from autograd_hacks.capture.records import Announcement
 from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
-from autograd_hacks.support.progress import progress
+from autograd_hacks.support.display import progress
 from autograd_hacks.support.untouched import outside_inference
 
 

@@ -13,7 +13,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, averaged, factors_of, joined
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.support.progress import progress
+from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 

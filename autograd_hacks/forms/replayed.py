@@ -56,9 +56,6 @@ class Replay(Form):
     def sources(self) -> Sequence[Source]:
         return [self.source]
 
-    def release(self) -> None:
-        self.source.forget()
-
     def saving(self) -> float:
         return float("inf")  # the module is run once and not twice
 

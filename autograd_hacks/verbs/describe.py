@@ -14,7 +14,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.probe.plan import Plan, static_units
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.tables import text_table
+from autograd_hacks.support.display import text_table
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 

@@ -17,8 +17,8 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.reading.certificate import is_rounding
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.tables import text_table
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
