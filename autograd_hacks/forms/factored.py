@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,6 +112,9 @@ class Paired(Factored):
         taken = [factor[rows] for factor in self.held]
         absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
         return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+
+    def merge_key(self) -> Hashable:
+        return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape
 
     def merge(self, others: Sequence[Form]) -> Form:
         return self._of(*(torch.cat([form.held[k] for form in (self, *others)], dim=1) for k in range(len(self.held))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -74,9 +72,6 @@ class Lookup(Paired):
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         return v[self.index]
-
-    def merge_key(self) -> Hashable:
-        return Lookup, self.shape
 
     def _slots(self) -> Tensor:
         """Where each (sample, position) lands in N tables laid end to end."""

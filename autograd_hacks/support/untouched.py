@@ -92,7 +92,7 @@ def untouched(module: nn.Module, and_parameters: bool = False) -> Iterator[None]
     parameters = [(p, p.data, p.grad) for p in module.parameters()] if and_parameters else []
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
     for part, own, tensors in zip(modules, attributes, buffers):
-        part._buffers.update({name: None if x is None else _copy(x) for name, x in tensors.items()})
+        part._buffers.update({name: None if x is None else x.detach().clone() for name, x in tensors.items()})
         vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
     for p, data, _ in parameters:
         p.data, p.grad = data.clone(), None
@@ -108,16 +108,12 @@ def untouched(module: nn.Module, and_parameters: bool = False) -> Iterator[None]
             p.data, p.grad = data, grad
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
-
-
 def _copied(value: Any, shared: dict[int, Any]) -> Any:
     """A copy of a tensor or a container, all the way down; anything else as it is."""
     if isinstance(value, nn.Module | nn.Parameter):
         return value
     if isinstance(value, Tensor):
-        return _copy(value) if value.requires_grad else value.clone()
+        return value.detach().clone() if value.requires_grad else value.clone()
     if isinstance(value, dict | list | set | deque):
         try:
             return copy.deepcopy(value, shared)

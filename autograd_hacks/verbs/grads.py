@@ -102,9 +102,7 @@ class PerSampleGrads(Curvature):
         """
         with self.reading():
             norms = by_rows(self, self.samples, lambda name, form: form.norms(budget), budget)
-            if per_parameter:
-                return norms
-            return joint_norms(list(norms.values()), self.samples)
+            return norms if per_parameter else joint_norms(list(norms.values()), self.samples)
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
