@@ -1,7 +1,5 @@
 """The backward passes that second-order quantities are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from operator import index
 from typing import SupportsIndex

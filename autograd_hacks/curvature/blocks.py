@@ -1,7 +1,5 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import Any
 

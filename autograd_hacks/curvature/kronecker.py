@@ -10,8 +10,6 @@ Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Marte
 Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The base of forms that are made of others."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 

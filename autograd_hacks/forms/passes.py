@@ -1,7 +1,5 @@
 """The rows of several backward passes through one call, which differ in their gradients and share all else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

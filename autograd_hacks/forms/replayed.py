@@ -1,7 +1,5 @@
 """Rows that come of running a module again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Sums of forms for the same samples, and a form times a number."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Embedding and EmbeddingBag: tables read by index."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ The layer returned its state h at every step.  So the gates of all steps are com
 time remain for the cell state c and for the gradients alone; `recurrent` runs every step again under autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Normalisations: y = x̂ · weight + bias, where x̂ is x normalised.  So J is g x̂ for the weight and g for the bias, summed
 over the positions that share an entry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.nn as nn

@@ -1,8 +1,6 @@
 """For layers with several linear maps inside: the layer is recomputed once as plain linear maps, one backward pass runs
 through that, and each weight's factors are the input of its map and the gradient at its output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

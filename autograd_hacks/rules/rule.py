@@ -1,7 +1,5 @@
 """A rule is a formula of a layer's J, and what else must be known of the layer; and two decorators for common formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps

@@ -1,7 +1,5 @@
 """The support list, and how a layer finds its rule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

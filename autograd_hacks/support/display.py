@@ -1,7 +1,5 @@
 """Tables and progress bars, for people."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import TypeVar

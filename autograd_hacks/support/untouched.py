@@ -1,7 +1,5 @@
 """To run a module once more and leave no trace: neither in it nor in the random numbers."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

@@ -1,7 +1,5 @@
 """What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

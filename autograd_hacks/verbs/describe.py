@@ -1,7 +1,5 @@
 """A table of how each parameter's per-sample gradients are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape

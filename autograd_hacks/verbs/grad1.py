@@ -1,7 +1,5 @@
 """The classic face: per-sample gradients written out next to ``param.grad``."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 from torch import Tensor

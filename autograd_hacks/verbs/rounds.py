@@ -1,7 +1,5 @@
 """How a verb is asked of the forms of a whole model: in rounds, and added up over the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 
