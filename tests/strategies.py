@@ -8,7 +8,7 @@ import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, add, put
+from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, Zero, add, put
 from autograd_hacks.forms.factored import Factored
 
 small = st.integers(1, 3)
@@ -171,13 +171,15 @@ class Minimal(Form):
 @st.composite
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
-    kind = draw(st.sampled_from(["dense", "minimal", "outer", "convolution" if len(shape) == 3 else "lookup"]))
+    kind = draw(st.sampled_from(["dense", "minimal", "zero", "outer", "convolution" if len(shape) == 3 else "lookup"]))
     positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
     g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
     if kind == "dense":
         return Dense(torch.randn(samples, *shape, dtype=torch.float64))
     if kind == "minimal":
         return Minimal(torch.randn(samples, dtype=torch.float64), torch.randn(shape, dtype=torch.float64))
+    if kind == "zero":
+        return Zero(samples, torch.Size(shape), torch.zeros(1, dtype=torch.float64))
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
     if kind == "lookup":

@@ -1,7 +1,5 @@
 """The backward passes that second-order quantities are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from operator import index
 from typing import SupportsIndex
@@ -15,15 +13,12 @@ from autograd_hacks.capture.records import Announcement
 from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
-from autograd_hacks.support.progress import progress
+from autograd_hacks.support.display import progress
 from autograd_hacks.support.untouched import outside_inference
 
 
 def backprop_hess(
-    output: Tensor,
-    hess_type: str = "CrossEntropy",
-    samples: int | None = None,
-    generator: torch.Generator | None = None,
+    output: Tensor, hess_type: str = "CrossEntropy", samples: int | None = None, generator: torch.Generator | None = None
 ) -> None:
     """Runs the backward passes for a square root of the Hessian of a loss at a hooked model's output.
 

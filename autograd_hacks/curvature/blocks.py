@@ -1,7 +1,5 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import Any
 
@@ -11,9 +9,9 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, factors_of, joined
+from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, averaged, factors_of, joined
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
-from autograd_hacks.support.progress import progress
+from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 
@@ -55,8 +53,9 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
-        accumulator.add()
+    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit)
+    accumulator.add()
+    accumulator.end()
 
 
 def compute_hess_over(
@@ -82,16 +81,18 @@ def compute_hess_over(
     record = recorder_of(model).record
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
-    with _Accumulator(model, kind, kfac_approx, parameters, limit) as accumulator:
-        record.clear()
-        total = len(loader) if isinstance(loader, Sized) else None
-        for batch in progress(loader, "curvature", "batch", total):
-            with torch.enable_grad():
-                output = _first(model, batch) if forward is None else forward(model, batch)
-            backprop_hess(output, hess_type, samples, generator)
-            accumulator.add()
-        if not accumulator.batch:
-            raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
+    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit)
+    record.clear()
+    total = len(loader) if isinstance(loader, Sized) else None
+    for batch in progress(loader, "curvature", "batch", total):
+        with torch.enable_grad():
+            given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
+            output = model(given) if forward is None else forward(model, given)
+        backprop_hess(output, hess_type, samples, generator)
+        accumulator.add()
+    if not accumulator.batch:
+        raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
+    accumulator.end()
 
 
 def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str]) -> list[str]:
@@ -106,13 +107,8 @@ def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str])
     return [name for name in known if name in chosen]
 
 
-def _first(model: nn.Module, batch: Any) -> Tensor:
-    output: Tensor = model(batch[0] if isinstance(batch, tuple | list) else batch)
-    return output
-
-
 class _Accumulator:
-    """Adds batches up, and leaves their means on the parameters at its end; nothing where it is left by an error."""
+    """Adds batches up, and leaves their means on the parameters at its end; nothing before."""
 
     def __init__(
         self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: float
@@ -127,17 +123,12 @@ class _Accumulator:
         self.names = known if parameters is None else _chosen(model, known, parameters)
         self.batch, self.means = 0, dict[str, Mean | None]()
         self._pool = recorder_of(model).pool
-
-    def __enter__(self) -> _Accumulator:
-        for name, parameter in self.model.named_parameters():  # an earlier curvature must not be taken for this one
-            old = vars(parameter).pop(ATTRIBUTES[self.kind], None)
-            if self.kind == "kfac" and old is not None and name in self.names:
+        for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
+            old = vars(parameter).pop(ATTRIBUTES[kind], None)
+            if kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
-        return self
 
-    def __exit__(self, failed: object, *_: object) -> None:
-        if failed is not None:
-            return
+    def end(self) -> None:
         for name in self.names:
             mean = self.means.get(name)
             found = (mean.a, mean.b) if isinstance(mean, Factors) else mean
@@ -154,7 +145,7 @@ class _Accumulator:
             )
         reached = [name for name in self.names if name in grads.reached]
         self._check(grads, reached)
-        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else _averaged
+        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else averaged
         with grads.reading():
             for name in self.names:
                 mean = self._mean_of(name, grads) if name in reached else None
@@ -205,13 +196,6 @@ class _Accumulator:
                 "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
                 f"{listing}. {_ELSE}"
             )
-
-
-def _averaged(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """The mean of batches' means, with their numbers of samples; None for those that did not reach the parameter."""
-    total = sum(samples for _, samples in parts)
-    shares = [own if samples == total else own * (samples / total) for own, samples in parts if own is not None]
-    return torch.stack(shares).sum(0) if len(shares) > 1 else next(iter(shares), None)
 
 
 _ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."

@@ -10,8 +10,6 @@ Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Marte
 Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,16 +30,18 @@ class Factors:
     positions: int
 
 
-def joined(parts: Sequence[tuple[Factors | None, int]]) -> Factors | None:
-    """Of several batches, with their numbers of samples; None for those that did not reach the parameter."""
-    reached = [(own, samples) for own, samples in parts if own is not None]
+def averaged(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """The mean of batches' means, with their numbers of samples; None for those that did not reach the parameter."""
     total = sum(samples for _, samples in parts)
-    if not reached or (len(reached) == 1 and reached[0][1] == total):
-        return reached[0][0] if reached else None
-    positions = sum(own.positions for own, _ in reached)
-    a = torch.stack([own.a * (own.positions / max(1, positions)) for own, _ in reached]).sum(0)
-    b = torch.stack([own.b * (samples / max(1, total)) for own, samples in reached]).sum(0)
-    return Factors(a, b, positions)
+    shares = [own if samples == total else own * (samples / total) for own, samples in parts if own is not None]
+    return torch.stack(shares).sum(0) if len(shares) > 1 else next(iter(shares), None)
+
+
+def joined(parts: Sequence[tuple[Factors | None, int]]) -> Factors | None:
+    """`averaged` for factors; A counts by positions."""
+    a = averaged([(own.a, own.positions) for own, _ in parts if own is not None])
+    b = averaged([(None if own is None else own.b, samples) for own, samples in parts])
+    return None if a is None or b is None else Factors(a, b, sum(own.positions for own, _ in parts if own is not None))
 
 
 def factors_of(form: Form, kfac_approx: str, batches: Sequence[int], out: Tensor | None = None) -> Factors | None:
@@ -62,7 +62,7 @@ def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None) ->
     if (known := form.wide().factors()) is None:
         return None
     gradients, inputs, rows = known
-    if kfac_approx == "reduce":
+    if kfac_approx == "reduce" and inputs.shape[1]:  # without positions the loss did not reach the parameter
         shares = _added(torch.ones_like(inputs[..., :1]), rows, samples).clamp(min=1)
         inputs = (_added(inputs, rows, samples) / shares)[:, None]
         gradients = [_added(b, rows, samples)[:, None] for b in gradients]

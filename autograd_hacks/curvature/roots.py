@@ -4,8 +4,6 @@ A loss is the mean over the samples of ℓₙ, and ℓₙ the mean over T positi
 block for each position, over T.  Without positions T is 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

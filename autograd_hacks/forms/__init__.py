@@ -7,13 +7,12 @@ from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import put
-from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
 from autograd_hacks.forms.rows import Concatenation, Grouping, group
 from autograd_hacks.forms.sums import Scaled, Sum, add, scale
-from autograd_hacks.forms.zero import Zero
 
 __all__ = [
     "BUDGET",

@@ -77,8 +77,8 @@ class Form(ABC):
 
     def release(self) -> None:
         """Frees what a reading has worked out."""
-        for part in self.parts:
-            part.release()
+        for source in self.sources:
+            source.forget()
 
     # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
 

@@ -1,14 +1,12 @@
 """The base of forms that are made of others."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -45,6 +43,9 @@ class Composite(Form):
     @property
     def sums_cheaply(self) -> bool:  # type: ignore[override]
         return all(part.sums_cheaply for part in self.parts)
+
+    def __getitem__(self, index: Index) -> Form:
+        return self._of([part[index] for part in self.parts])
 
     def row_size(self) -> int:
         return max(part.row_size() for part in self.parts)

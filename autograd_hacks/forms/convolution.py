@@ -19,11 +19,7 @@ from autograd_hacks.forms.positions import Positions, cost_of_products
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_WEIGHT_GRADIENT = {
-    1: weight_gradients.conv1d_weight,
-    2: weight_gradients.conv2d_weight,
-    3: weight_gradients.conv3d_weight,
-}
+_WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
 # Numbers cut into windows at a time.  Windows that stay in the cache took 0.4 of the time of one copy of them all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
 _WINDOWS = 2**20
@@ -70,12 +66,8 @@ class Convolution(Factored):
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
             (x, g), factor = self._times(factor), 1.0
         # One ordinary weight gradient in which every sample is a group of its own.
-        rows = self._weight_gradient(
-            rearrange(x, "n c ... -> 1 (n c) ..."),
-            rearrange(g, "n o ... -> 1 (n o) ..."),
-            self.samples,
-        ).view(self.samples, *self.shape)
-        return put(rows, out, factor)
+        x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
+        return put(self._weight_gradient(x, g, self.samples).view(self.samples, *self.shape), out, factor)
 
     def block(self, rows: slice) -> Form:
         if self.groups > 1:
@@ -88,10 +80,6 @@ class Convolution(Factored):
 
     def saving(self) -> float:
         return self.positions * min(1.0, self._cost_of_products())
-
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        chunks = self.chunks(budget, 2 * self.g.shape[1:].numel())
-        return torch.cat([(part.tangent(1, v.to(self.sum_dtype)) * part.g).flatten(1).sum(1) for _, part in chunks])
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.

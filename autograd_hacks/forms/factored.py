@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.positions import gram_of_pairs, norms_of_pairs, prefer_products
+from autograd_hacks.forms.positions import Pair, gram_of_pairs, multiplications, norms_of_pairs, prefer_products
+from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -61,6 +62,11 @@ class Factored(Form):
             return self
         return self._of(*(f.to(dtype) if f.is_floating_point() or f.is_complex() else f for f in self.held))
 
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        place, v = self.smallest if self.smallest in self.varies else self.varies[0], v.to(self.sum_dtype)
+        chunks = self.chunks(budget, 2 * self.held[place].shape[1:].numel())
+        return torch.cat([(part.tangent(place, v) * part.held[place]).flatten(1).sum(1) for _, part in chunks])
+
     def varied(self, place: int, factor: Tensor) -> Self:
         """The form with another factor in a place in ``held``."""
         return self._of(*self.held[:place], factor, *self.held[place + 1 :])
@@ -83,15 +89,32 @@ class Factored(Form):
 class Paired(Factored):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all factors in ``held``."""
 
+    pair: Pair
+
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
         return super().gram(other, budget) if by_positions is None else by_positions
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        left, right = self.pair
+        # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
+        if right.shape[1] * multiplications(self.pair) >= self.shape.numel() or self.shape[:1] != left.shape[2:]:
+            return super().project(random, budget)
+        found = self.new_sums(self.samples, random.dim)
+        for samples, part in self.chunks(budget, 3 * right.shape[1] * random.COLUMNS):
+            left, right = part.pair
+            for columns, u, v in random.columns(found):
+                found[samples, columns] = ((left @ u.mT) * (right @ v.mT)).sum(1)
+        return found
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
         """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
         taken = [factor[rows] for factor in self.held]
         absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
         return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+
+    def merge_key(self) -> Hashable:
+        return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape
 
     def merge(self, others: Sequence[Form]) -> Form:
         return self._of(*(torch.cat([form.held[k] for form in (self, *others)], dim=1) for k in range(len(self.held))))

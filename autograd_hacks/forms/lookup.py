@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired
 from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms
 from autograd_hacks.forms.positions import OneHot
-from autograd_hacks.forms.projection import RandomMap
 
 
 class Lookup(Paired):
@@ -44,11 +41,6 @@ class Lookup(Paired):
             torch.where(inside, self.index - first, 0), self.g.masked_fill(~inside[..., None], 0), max(0, last - first)
         )
 
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.to(self.sum_dtype)
-        pieces = self.chunks(budget, 2 * self.held_size())
-        return torch.cat([(v[part.index] * part.g).sum((1, 2)) for _, part in pieces])
-
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
@@ -78,18 +70,8 @@ class Lookup(Paired):
             found.append(norms.new_zeros(part.samples).index_add(0, samples, shares).sqrt() * scale)
         return torch.cat(found)
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, 3 * self.index.shape[1] * random.COLUMNS):
-            for columns, left, right in random.columns(found):
-                found[samples, columns] = (left.mT[part.index] * (part.g @ right.mT)).sum(1)
-        return found
-
     def tangent(self, place: int, v: Tensor) -> Tensor:
         return v[self.index]
-
-    def merge_key(self) -> Hashable:
-        return Lookup, self.shape
 
     def _slots(self) -> Tensor:
         """Where each (sample, position) lands in N tables laid end to end."""

@@ -1,7 +1,5 @@
 """Norms that overflow only where they must, sums in a precision that holds them, and pieces of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions, cost_of_products
-from autograd_hacks.forms.projection import RandomMap
 
 
 class Outer(Paired):
@@ -44,7 +42,10 @@ class Outer(Paired):
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        is_multiplied = self.positions == 1 and not self._outgrows_the_cache()
+        # A matrix kernel has more to set up than a multiplication, but doesn't read the memory that it writes.  Measured on
+        # two cores, multiplication first: 302 MB, 16.8 ms and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
+        size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
+        is_multiplied = self.positions == 1 and not (self.left.is_cpu and size > 128 * 2**20)
         left, right = self.held
         if is_multiplied or isinstance(factor, Tensor):
             (left, right), factor = self._times(factor), 1.0
@@ -57,15 +58,6 @@ class Outer(Paired):
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
 
-    def _outgrows_the_cache(self) -> bool:
-        """Whether a matrix kernel beats a multiplication even for one position.
-
-        It has more to set up, but doesn't read the memory that it writes.  Measured on two cores, multiplication against
-        matrix kernel: 302 MB, 16.8 ms and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
-        """
-        size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
-        return self.left.is_cpu and size > 128 * 2**20
-
     def block(self, rows: slice) -> Form:
         if self.shape[:1] != (self.fan_out,):
             raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
@@ -75,16 +67,6 @@ class Outer(Paired):
     def saving(self) -> float:
         shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
         return 0.0 if self.positions == 1 else shared
-
-    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
-        v = v.to(self.sum_dtype).reshape(self.fan_out, self.fan_in)
-        found = []
-        for _, part in self.chunks(budget, 2 * self.positions * min(self.fan_in, self.fan_out)):
-            if self.fan_in < self.fan_out:
-                found.append(einsum(part.left @ v, part.right, "n t i, n t i -> n"))
-            else:
-                found.append(einsum(part.left, part.right @ v.mT, "n t o, n t o -> n"))
-        return torch.cat(found)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
@@ -108,7 +90,7 @@ class Outer(Paired):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        if self.positions != 1 or about is not None or self.like.is_complex():
+        if self.positions > 1 or about is not None or self.like.is_complex():
             return super().second_moment(w, about, budget)
         total = self.new_sums(*self.shape)
         for samples, part in self.chunks(budget // 2, self.fan_in + self.fan_out):
@@ -122,16 +104,6 @@ class Outer(Paired):
         by_positions = norms_by_positions(self, budget)
         return super().norms(budget) if by_positions is None else by_positions
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
-        if self.positions * (self.fan_out + self.fan_in) >= self.fan_out * self.fan_in or self.shape[:1] != (self.fan_out,):
-            return super().project(random, budget)
-        found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, 3 * self.positions * random.COLUMNS):
-            for columns, left, right in random.columns(found):
-                found[samples, columns] = ((part.left @ left.mT) * (part.right @ right.mT)).sum(1)
-        return found
-
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
@@ -139,5 +111,23 @@ class Outer(Paired):
     def factors(self, others: Sequence[Form] = ()) -> Positions | None:
         return [form.held[0] for form in (self, *others)], self.right, None
 
-    def merge_key(self) -> Hashable:
-        return Outer, self.fan_out, self.fan_in, self.shape
+
+class Zero(Outer):
+    """The rows of a parameter that the loss did not reach: outer products over no positions, at no cost.
+
+    like: a tensor of the rows' dtype and device
+    """
+
+    def __init__(self, samples: int, shape: torch.Size, like: Tensor) -> None:
+        left, right = (like.new_zeros(samples, 0, size) for size in (shape[:1].numel(), shape[1:].numel()))
+        super().__init__(left, right, shape)
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        zeros = self.new_sums(*self.shape).abs()
+        return zeros if about is None else zeros + w.to(zeros.dtype).sum() * about.abs().square()
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples, other.samples)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        return self.new_sums(self.samples).abs()

@@ -1,7 +1,5 @@
 """The rows of several backward passes through one call, which differ in their gradients and share all else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -56,8 +54,7 @@ class Passes(Concatenation):
         found = []
         for piece in stretches(self.each, budget // (2 * self._size())):
             tangent = self.parts[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
-            along = torch.stack([torch.linalg.vecdot(f, tangent) for f in self._factors(piece)])
-            found.append(along)
+            found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(piece)]))
         return torch.cat(found, dim=1).flatten()
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:

@@ -28,6 +28,12 @@ class OneHot:
     def shape(self) -> torch.Size:
         return torch.Size((*self.index.shape, self.entries))
 
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> OneHot:
+        return OneHot(self.index[index], self.entries)
+
+    def __matmul__(self, matrix: Tensor) -> Tensor:
+        return matrix[self.index]
+
 
 Factor = Tensor | OneHot
 """(N, T, F), for T positions of N samples."""
@@ -38,6 +44,11 @@ Pair = tuple[Factor, Tensor]
 Positions = tuple[Sequence[Tensor], Tensor, Tensor | None]
 """For each of K passes a left factor (M, T, O); the right factor of all, (M, T, I); and the sample of each of the M rows, if
 several of them are one's.  Row k · N + n of J is Σₘₜ lefts[k][m, t] ⊗ right[m, t] over the m of sample n."""
+
+
+def multiplications(pair: Pair) -> int:
+    """Multiplications for one position's products, O + I; a one-hot factor's is a look-up."""
+    return pair[1].shape[2] + (1 if isinstance(pair[0], OneHot) else pair[0].shape[2])
 
 
 def cost_of_products(positions: int, fans: tuple[int, int]) -> float:
@@ -91,7 +102,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
         for twice, (other_left, other_right) in zip([1, *[2] * len(pairs)], pairs[number:]):
             each = 2 * dense.shape[0] * other_left.shape[1] * dense.element_size()
             for positions in stretches(left.shape[1], budget // max(1, each)):
-                lefts = own_products(_at(left, (slice(None), positions)), other_left)
+                lefts = own_products(left[:, positions], other_left)
                 square = square + twice * (lefts * own_products(right[:, positions], other_right)).sum((1, 2))
     info, found = torch.finfo(square.dtype), square.detach()
     exact = (found > 1e4 * info.eps * size**2) & (found > info.tiny / info.eps**2) & (found <= info.max)
@@ -103,17 +114,15 @@ def gram_of_pairs(mine: Pair | None, theirs: Pair | None, numbers: int, budget: 
     if mine is None or theirs is None or _fans(mine) != _fans(theirs) or mine[1].is_complex():
         return None
     (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
-    is_one_hot = isinstance(mine[0], OneHot) or isinstance(theirs[0], OneHot)
-    lengths = mine[1].shape[2] + (1 if is_one_hot else mine[0].shape[2])
     # Multiplications: N·M·T·S·(O + I) by positions; N·T·O·I and M·S·O·I to write out, and N·M·O·I for the product.
-    if n * m * t * s * lengths > (n * t + m * s + n * m) * numbers:
+    if n * m * t * s * min(multiplications(mine), multiplications(theirs)) > (n * t + m * s + n * m) * numbers:
         return None
     mine, theirs = _wide(mine), _wide(theirs)
     if max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
         return None
     each, parts = 2 * t * m * s * mine[1].element_size(), []
     for piece in stretches(n, budget // max(1, each)):
-        lefts = all_products(_at(mine[0], piece), theirs[0])
+        lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
     return torch.cat(parts)
 
@@ -127,11 +136,6 @@ def _wide(pair: Pair) -> Pair:
     left, right = pair
     dtype = accumulation_dtype(right.dtype)
     return pair if right.dtype == dtype else (left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype))
-
-
-def _at(factor: Factor, index: slice | tuple[slice, slice]) -> Factor:
-    """Some samples, or some samples' positions."""
-    return OneHot(factor.index[index], factor.entries) if isinstance(factor, OneHot) else factor[index]
 
 
 def _lengths(factor: Factor) -> Tensor:

@@ -1,7 +1,5 @@
 """The random map of a projection, drawn piece by piece."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Rows that come of running a module again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,58 +13,46 @@ from autograd_hacks.forms.source import Source
 class Replay(Form):
     """J of a parameter inside a module, by backward passes through the module's own forward.
 
-    source: runs it    name: the parameter's in the module    like: a tensor of its dtype and device
+    source: runs it    name: the parameter's in the module    like: a tensor of the rows' dtype and device
     samples: how many the call has    index: some of them; None for all
-    dtype: in which rows are handed out, the parameter's unless told
     """
 
     def __init__(
-        self,
-        source: Source,
-        name: str,
-        samples: int,
-        shape: torch.Size,
-        like: Tensor,
-        index: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        self, source: Source, name: str, samples: int, shape: torch.Size, like: Tensor, index: Tensor | None = None
     ) -> None:
-        self.source, self.name, self.shape, self.index = source, name, shape, index
+        self.source, self.name, self.shape, self.index, self._like = source, name, shape, index, like
         self.all_samples, self.samples = samples, samples if index is None else len(index)
-        self.dtype = like.dtype if dtype is None else dtype
-        self._like = like
 
     @property
     def like(self) -> Tensor:
-        return self._like if self._like.dtype == self.dtype else self._like.new_zeros(0, dtype=self.dtype)
+        return self._like
 
     def row_size(self) -> int:
         return self.source.row_size
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         found = self.source.rows(self.name, self.index, keep=False)
-        rows = put(found.to(self.dtype), out, factor)
+        rows = put(found.to(self.like.dtype), out, factor)
         # Two parameters' rows may be one tensor, as of a token and a position that are added.
         return rows.clone() if rows is found else rows
 
     def matrix(self) -> Tensor:
         rows = self.source.rows(self.name, self.index, keep=True)
-        return rows.to(self.dtype).reshape(self.samples, self.shape.numel())
+        return rows.to(self.like.dtype).reshape(self.samples, self.shape.numel())
 
     def __getitem__(self, index: Index) -> Form:
         every = torch.arange(self.all_samples, device=self._like.device) if self.index is None else self.index
-        return Replay(self.source, self.name, self.all_samples, self.shape, self._like, every[index], self.dtype)
+        return Replay(self.source, self.name, self.all_samples, self.shape, self._like, every[index])
 
     def to(self, dtype: torch.dtype) -> Form:
-        if dtype == self.dtype:
+        if dtype == self.like.dtype:
             return self
-        return Replay(self.source, self.name, self.all_samples, self.shape, self._like, self.index, dtype)
+        like = self._like.new_zeros(0, dtype=dtype)
+        return Replay(self.source, self.name, self.all_samples, self.shape, like, self.index)
 
     @property
     def sources(self) -> Sequence[Source]:
         return [self.source]
-
-    def release(self) -> None:
-        self.source.forget()
 
     def saving(self) -> float:
         return float("inf")  # the module is run once and not twice

@@ -1,7 +1,5 @@
 """Forms whose rows are those of others, relabelled or below each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """What the forms of a module that is run again ask of whoever runs it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,13 +1,11 @@
 """Sums of forms for the same samples, and a form times a number."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.factored import norms_by_positions
 
@@ -70,9 +68,6 @@ class Scaled(Composite):
     def written(self, out: Tensor) -> Form:
         return Scaled(self.form.written(out), self.factor)
 
-    def __getitem__(self, index: Index) -> Form:
-        return Scaled(self.form[index], self.factor)
-
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
@@ -115,9 +110,6 @@ class Sum(Composite):
         for part in self.parts[1:]:
             total = torch.add(total, part.dense(factor=factor), out=out)
         return total
-
-    def __getitem__(self, index: Index) -> Form:
-        return Sum([part[index] for part in self.parts])
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Scaled):

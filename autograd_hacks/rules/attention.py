@@ -3,8 +3,6 @@
 The attention itself has no parameters.  The projections are noted as torch's own function runs them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -55,8 +55,6 @@ def _forms(
     if mode != "zeros" or any(before != after for before, after in sides):
         x = F.pad(x, [pad for side in reversed(sides) for pad in side], mode="constant" if mode == "zeros" else mode)
         padding = (0,) * len(sides)
-    weight = Convolution(x, g, layer.weight.shape, layer.stride, padding, layer.dilation, layer.groups)
-    forms: dict[str, Form] = {"weight": weight}
-    if layer.bias is not None:
-        forms["bias"] = Dense(reduce(at_output, "n o ... -> n o", "sum"))
-    return forms
+    weight: Form = Convolution(x, g, layer.weight.shape, layer.stride, padding, layer.dilation, layer.groups)
+    bias = {} if layer.bias is None else {"bias": Dense(reduce(at_output, "n o ... -> n o", "sum"))}
+    return {"weight": weight, **bias}

@@ -1,7 +1,5 @@
 """Embedding and EmbeddingBag: tables read by index."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -22,17 +20,17 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     needs_batch(index, at_least=1, layout="(N, ...)")
     _refuse_scale_by_freq(layer)
     index, g = rearrange(index.long(), "n ... -> n (...)"), rearrange(g, "n ... d -> n (...) d")
-    return {"weight": _lookup(layer, index, g)}
+    if layer.padding_idx is not None:
+        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
+    return {"weight": Lookup(index, g, layer.num_embeddings)}
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     """N bags    g: N D.  Each entry of a bag gets the bag's g: for 'sum' times its weight, for 'mean' divided by the number
     of entries, for 'max' only in the features where it is the largest."""
     _refuse_scale_by_freq(layer)
-    index, offsets, weights = (
-        call.argument(place, name) for place, name in enumerate(("input", "offsets", "per_sample_weights"))
-    )
-    g = call.grad
+    index, offsets, g = call.argument(0, "input"), call.argument(1, "offsets"), call.grad
+    weights = call.argument(2, "per_sample_weights")
     if index.ndim == 2:
         offsets = index.shape[1] * torch.arange(len(index), device=index.device)
     elif layer.include_last_offset:
@@ -59,12 +57,6 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
     check_recomputed(call, [out])
     return Lookup(entries.long(), g.diag_embed(), layer.num_embeddings)
-
-
-def _lookup(layer: nn.Embedding, index: Tensor, g: Tensor) -> Form:
-    if layer.padding_idx is not None:
-        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
-    return Lookup(index, g, layer.num_embeddings)
 
 
 def _refuse_scale_by_freq(layer: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -22,9 +22,7 @@ def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
         left, right = rearrange(g, "n ... o -> n (...) o"), rearrange(x, "n ... i -> n (...) i").conj()
         total = left.sum(1)
     forms: dict[str, Form] = {"weight": Outer(left, right)}
-    if layer.bias is not None:
-        forms["bias"] = Dense(total)
-    return forms
+    return forms if layer.bias is None else forms | {"bias": Dense(total)}
 
 
 @single_input
@@ -42,9 +40,7 @@ def bilinear(layer: nn.Bilinear, call: Call) -> Mapping[str, Form]:
     x1, x2, left = (rearrange(t, "n ... f -> n (...) f") for t in (x1, x2, g))
     right = rearrange(x1[..., :, None] * x2[..., None, :], "n t i j -> n t (i j)").conj()
     forms: dict[str, Form] = {"weight": Outer(left, right, layer.weight.shape)}
-    if layer.bias is not None:
-        forms["bias"] = Dense(left.sum(1))
-    return forms
+    return forms if layer.bias is None else forms | {"bias": Dense(left.sum(1))}
 
 
 @single_input

@@ -4,8 +4,6 @@ The layer returned its state h at every step.  So the gates of all steps are com
 time remain for the cell state c and for the gradients alone; `recurrent` runs every step again under autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +25,8 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
     inputs, masks, hidden = [x], list[Tensor | None](), list[Tensor]()
     with recomputing(call), torch.no_grad():
         for depth in range(layer.num_layers - 1):
-            sides = [_Direction(layer, call, depth, side) for side in range(directions)]
-            ran = [side.run(inputs[depth], states[depth * directions + n]) for n, side in enumerate(sides)]
-            hidden.append(torch.cat(ran, 2))
+            places = [(_Direction(call, depth, side), states[depth * directions + side]) for side in range(directions)]
+            hidden.append(torch.cat([direction.run(inputs[depth], state) for direction, state in places], 2))
             mask = F.dropout(torch.ones_like(hidden[-1]), layer.dropout) if layer.dropout and call.training else None
             masks.append(mask)
             inputs.append(hidden[-1] if mask is None else hidden[-1] * mask)
@@ -40,23 +37,17 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
     for depth in reversed(range(layer.num_layers)):
         by_input = []
         for side in range(directions):
-            direction, place = _Direction(layer, call, depth, side), depth * directions + side
+            direction, place = _Direction(call, depth, side), depth * directions + side
             part = slice(side * size, (side + 1) * size)
-            by_gates, before = direction.back(
-                inputs[depth],
-                hidden[depth][..., part],
-                g[..., part],
-                None if g_last is None else g_last[place],
-                None if g_cell is None else g_cell[place],
-                states[place],
-            )
+            ends = [None if end is None else end[place] for end in (g_last, g_cell)]
+            by_gates, before = direction.back(inputs[depth], hidden[depth][..., part], g[..., part], states[place], *ends)
             left = by_gates.transpose(0, 1)
             forms["weight_ih" + direction.suffix] = Outer(left, direction.in_order(inputs[depth]).transpose(0, 1))
             forms["weight_hh" + direction.suffix] = Outer(left, before.transpose(0, 1))
             if layer.bias:
                 forms |= {name + direction.suffix: Dense(left.sum(1)) for name in ("bias_ih", "bias_hh")}
             if depth:
-                by_input.append(direction.in_order(by_gates @ direction.weight_ih))
+                by_input.append(direction.in_order(by_gates @ call.read("weight_ih" + direction.suffix)))
         if depth:
             g = torch.stack(by_input).sum(0)
             mask = masks[depth - 1]
@@ -68,7 +59,6 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
 class _Direction:
     """One layer in one direction, forwards or backwards in time."""
 
-    layer: nn.LSTM
     call: Call
     depth: int
     side: int
@@ -77,16 +67,10 @@ class _Direction:
     def suffix(self) -> str:
         return f"_l{self.depth}" + "_reverse" * self.side
 
-    @property
-    def weight_ih(self) -> Tensor:
-        return self.call.read("weight_ih" + self.suffix)
-
-    @property
-    def weight_hh(self) -> Tensor:
-        return self.call.read("weight_hh" + self.suffix)
-
-    def biases(self) -> list[Tensor]:
-        return [self.call.read(name + self.suffix) for name in ("bias_ih", "bias_hh")] if self.layer.bias else []
+    def weights(self) -> list[Tensor]:
+        """Of the input and of the state, and the biases, if there are any."""
+        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.call.layer.bias else ()))
+        return [self.call.read(name + self.suffix) for name in names]
 
     def in_order(self, x: Tensor) -> Tensor:
         """x: T ..., forwards in time.  Returns it in the order in which this direction runs, and the other way round."""
@@ -94,12 +78,12 @@ class _Direction:
 
     def run(self, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         """The states at every step, T N H, computed by torch's own kernel."""
-        weights = [self.weight_ih, self.weight_hh, *self.biases()]
-        before = tuple(part[None].to(x.dtype).contiguous() for part in state)
-        return self.in_order(torch.lstm(self.in_order(x), before, weights, self.layer.bias, 1, 0.0, False, False, False)[0])
+        weights, before = self.weights(), tuple(part[None].to(x.dtype).contiguous() for part in state)
+        out, *_ = torch.lstm(self.in_order(x), before, weights, len(weights) > 2, 1, 0.0, False, False, False)
+        return self.in_order(out)
 
     def back(
-        self, x: Tensor, h: Tensor, g: Tensor, g_last: Tensor | None, g_cell: Tensor | None, state: tuple[Tensor, ...]
+        self, x: Tensor, h: Tensor, g: Tensor, state: tuple[Tensor, ...], g_last: Tensor | None, g_cell: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Backpropagation through time.
 
@@ -108,9 +92,8 @@ class _Direction:
         """
         x, h, g = self.in_order(x), self.in_order(h), self.in_order(g)
         before = torch.cat([state[0][None].to(h.dtype), h[:-1]])
-        weight_ih, weight_hh = self.weight_ih, self.weight_hh
-        bias_ih, bias_hh = self.biases() or (None, None)
-        gates = F.linear(x, weight_ih, bias_ih) + F.linear(before, weight_hh, bias_hh)
+        weight_ih, weight_hh, *biases = self.weights()
+        gates = F.linear(x, weight_ih, *biases[:1]) + F.linear(before, weight_hh, *biases[1:])
         take, keep, new, show = gates.unflatten(2, (4, -1)).unbind(2)
         take, keep, new, show = take.sigmoid(), keep.sigmoid(), new.tanh(), show.sigmoid()
         cells, added = [state[1].to(h.dtype)], take * new

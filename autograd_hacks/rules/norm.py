@@ -1,8 +1,6 @@
 """Normalisations: y = x̂ · weight + bias, where x̂ is x normalised.  So J is g x̂ for the weight and g for the bias, summed
 over the positions that share an entry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.nn as nn
@@ -75,6 +73,4 @@ def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) 
     # In place where it can be: nobody else holds x̂, and new memory costs more.
     products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
     forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
-    if getattr(layer, "bias", None) is not None:
-        forms["bias"] = Dense(sum_positions(g))
-    return forms
+    return forms if getattr(layer, "bias", None) is None else forms | {"bias": Dense(sum_positions(g))}

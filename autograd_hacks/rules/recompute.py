@@ -1,8 +1,6 @@
 """For layers with several linear maps inside: the layer is recomputed once as plain linear maps, one backward pass runs
 through that, and each weight's factors are the input of its map and the gradient at its output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +44,9 @@ class LinearMaps:
         x: N I, or T N I with batch_axis 1    rows: the numbers of the samples in x, where it has only some;
         the weight must then have no other use
         """
-        y = _differentiable(F.linear(x, self.call.read(weight), None if bias is None else self.call.read(bias)))
+        y = F.linear(x, self.call.read(weight), None if bias is None else self.call.read(bias))
+        if not y.requires_grad:  # where nothing that it was computed from does
+            y.requires_grad_()
         self.samples = max(self.samples, x.shape[batch_axis])
         self.uses.append(Use(x.detach(), y, batch_axis, weight, bias, rows))
         return y
@@ -54,13 +54,8 @@ class LinearMaps:
     def forms(self, outputs: Sequence[Tensor]) -> dict[str, Form]:
         """{name: form} for the parameters of all maps, by one backward pass from the layer's outputs."""
         reached = [(out, grad) for out, grad in zip(outputs, self.call.grads) if grad is not None]
-        grads = torch.autograd.grad(
-            [out for out, _ in reached],
-            [use.y for use in self.uses],
-            [grad for _, grad in reached],
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        roots, given, ys = [out for out, _ in reached], [grad for _, grad in reached], [use.y for use in self.uses]
+        grads = torch.autograd.grad(roots, ys, given, allow_unused=True, materialize_grads=True)
         by_weight: dict[str, list[tuple[Use, Tensor]]] = {}
         shifts: dict[str, list[Form]] = {}
         for use, grad in zip(self.uses, (_samples_first(g, use.batch_axis) for g, use in zip(grads, self.uses))):
@@ -74,11 +69,6 @@ class LinearMaps:
             form, samples = Outer(left, right), uses[0][0].samples
             forms[weight] = form if samples is None else group(form, samples, self.samples)
         return forms | {bias: add(parts) for bias, parts in shifts.items()}
-
-
-def _differentiable(y: Tensor) -> Tensor:
-    """y, with requires_grad set even where nothing that it was computed from requires a gradient."""
-    return y if y.requires_grad else y.requires_grad_()
 
 
 def _samples_first(x: Tensor, batch_axis: int) -> Tensor:

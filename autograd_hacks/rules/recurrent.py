@@ -70,13 +70,8 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     states = tuple(parts) or (x.new_zeros(len(x), layer.hidden_size),) * (2 if isinstance(layer, nn.LSTMCell) else 1)
     maps = LinearMaps(call)
     with recomputing(call):
-        bias = layer.bias_ih is not None
-        outputs = _step(
-            layer,
-            maps(x, "weight_ih", "bias_ih" if bias else None),
-            maps(states[0], "weight_hh", "bias_hh" if bias else None),
-            states,
-        )
+        bias_ih, bias_hh = (None, None) if layer.bias_ih is None else ("bias_ih", "bias_hh")
+        outputs = _step(layer, maps(x, "weight_ih", bias_ih), maps(states[0], "weight_hh", bias_hh), states)
         check_recomputed(call, outputs)
         return maps.forms(outputs)
 

@@ -1,7 +1,5 @@
 """A rule is a formula of a layer's J, and what else must be known of the layer; and two decorators for common formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -68,8 +66,4 @@ def positionwise(features: Callable[[Any], int]) -> Callable[[Formula], Rule]:
 
     ``features(layer)`` says how many of the output's last axes belong to one position.
     """
-
-    def rule(formula: Formula) -> Rule:
-        return Rule(formula, features=features)
-
-    return rule
+    return lambda formula: Rule(formula, features=features)

@@ -1,8 +1,6 @@
 """Layers that end in a loss: AdaptiveLogSoftmaxWithLoss and LinearCrossEntropyLoss.  The loss is recomputed from the logits,
 which the reduction comes after: so the gradient at a sample's logits belongs to that sample alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

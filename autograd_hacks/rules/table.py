@@ -1,8 +1,7 @@
 """The support list, and how a layer finds its rule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn as nn
 from torch import Tensor
@@ -16,6 +15,9 @@ from autograd_hacks.rules.recurrent import cell, count_sequences, recurrent
 from autograd_hacks.rules.rule import Formula, Rule
 from autograd_hacks.rules.softmax import adaptive_log_softmax, count_rows, linear_cross_entropy
 
+_RUNNING_NORM = Rule(running_norm, mixes=why_norm_mixes)
+_LOSS = partial(Rule, axes=lambda layer: (0,), count=count_rows, by_input=True, recomputes=True)
+
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(linear, features=lambda layer: 1),
     nn.Bilinear: Rule(bilinear, features=lambda layer: 1),
@@ -27,21 +29,11 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: Rule(layer_norm, features=lambda layer: len(layer.normalized_shape)),
     nn.RMSNorm: Rule(rms_norm, features=lambda layer: len(layer.normalized_shape)),
     nn.GroupNorm: Rule(group_norm),
-    **dict.fromkeys(
-        (
-            *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-            *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-        ),
-        Rule(running_norm, mixes=why_norm_mixes),
-    ),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _RUNNING_NORM),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
-        Rule(
-            recurrent,
-            axes=lambda layer: (0 if layer.batch_first else 1, 1, 1),
-            count=count_sequences,
-            recomputes=True,
-        ),
+        Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
     ),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
     nn.MultiheadAttention: Rule(
@@ -50,26 +42,15 @@ RULES: dict[type[nn.Module], Rule] = {
         count=count_queries,
         covers=lambda layer: ("out_proj",),
     ),
-    nn.AdaptiveLogSoftmaxWithLoss: Rule(
+    nn.AdaptiveLogSoftmaxWithLoss: _LOSS(
         adaptive_log_softmax,
-        axes=lambda layer: (0,),
-        count=count_rows,
         covers=lambda layer: ("head", *(f"tail.{part}.{place}" for part in range(len(layer.tail)) for place in (0, 1))),
-        by_input=True,
-        recomputes=True,
     ),
 }
 """{layer type: rule}"""
 
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
-    RULES[nn.LinearCrossEntropyLoss] = Rule(
-        linear_cross_entropy,
-        axes=lambda layer: (0,),
-        count=count_rows,
-        covers=lambda layer: ("linear",),
-        by_input=True,
-        recomputes=True,
-    )
+    RULES[nn.LinearCrossEntropyLoss] = _LOSS(linear_cross_entropy, covers=lambda layer: ("linear",))
 
 FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
 """{a layer type of another library by its full name, which is not imported: rule}"""

@@ -1,7 +1,5 @@
 """Values by tensor."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar

@@ -3,8 +3,6 @@
 On two cores 307 MB took 62 ms to write into new pages and 18 into held ones.  CUDA's allocator holds pages by itself.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whether hooks record, and which backward pass runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

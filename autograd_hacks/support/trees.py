@@ -1,7 +1,5 @@
 """Tensors in nested arguments: tuples, dicts and packed sequences; their versions; and modules in a model."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """To run a module once more and leave no trace: neither in it nor in the random numbers."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys
@@ -42,11 +40,8 @@ def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device now, or None where it is off."""
-    return torch.get_autocast_dtype(device.type) if _autocasts(device.type) else None
-
-
-def _autocasts(device: str) -> bool:
-    return _may_autocast(device) and torch.is_autocast_enabled(device)
+    is_on = _may_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
 
 
 @cache
@@ -96,11 +91,13 @@ def untouched(module: nn.Module) -> Iterator[None]:
     parameters = [(p, p.data, p.grad) for p in module.parameters()]
     generators = [(x, x.get_state()) for own in attributes for x in own.values() if isinstance(x, torch.Generator)]
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
-    copies = {id(x): _copy(x) for tensors in buffers for x in tensors.values() if x is not None}
+    copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
     try:
         for part, own, tensors in zip(modules, attributes, buffers):
             part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
             vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
+        for p, _, _ in parameters:
+            p.grad = None
         yield
     finally:
         for part, own, tensors in zip(modules, attributes, buffers):
@@ -116,16 +113,12 @@ def untouched(module: nn.Module) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
-
-
 def _copied(value: Any, shared: dict[int, Any]) -> Any:
     """A copy of a tensor or a container, all the way down; anything else as it is."""
     if isinstance(value, nn.Module | nn.Parameter):
         return value
     if isinstance(value, Tensor):
-        return _copy(value) if value.requires_grad else value.clone()
+        return value.detach().clone() if value.requires_grad else value.clone()
     if isinstance(value, dict | list | set | deque):
         try:
             return copy.deepcopy(value, shared)

@@ -1,7 +1,5 @@
 """What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch
@@ -41,14 +39,11 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
             "of model.named_parameters()."
         )
     for name, shape in shapes.items():
-        if not isinstance(v[name], Tensor) or v[name].shape != shape or not _is_number(v[name]):
+        own = v[name]
+        if not isinstance(own, Tensor) or own.shape != shape or not (own.is_floating_point() or own.is_complex()):
             raise ValueError(
-                f"dot was given {kind_of(v[name])} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
+                f"dot was given {kind_of(own)} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
             )
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def kind_of(value: object) -> str:

@@ -1,7 +1,5 @@
 """Per-sample gradient clipping."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 from torch import Tensor

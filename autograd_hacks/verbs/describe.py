@@ -1,7 +1,5 @@
 """A table of how each parameter's per-sample gradients are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +12,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.probe.plan import Plan, static_units
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.tables import text_table
+from autograd_hacks.support.display import text_table
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 

@@ -1,9 +1,5 @@
 """The classic face: per-sample gradients written out next to ``param.grad``."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -39,26 +35,23 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     parameters = dict(model.named_parameters())
+    totals: dict[str, Tensor | None] = {}
     try:
         check_ordinary(recorder.record, "grad1")
         if set_grad:
             _check_unscaled(scale)
             recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "compute_grad1(set_grad=True)")
         forms = dict(read(model, parameters, recorder, loss_type, scale))
-    except BaseException:
-        _forget(parameters.values())  # an earlier step's rows must not be taken for this one's
-        raise
-    is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
-    share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
-    totals: dict[str, Tensor | None] = {}
-    try:
+        is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
+        share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
         with torch.no_grad():
             for name, parameter in parameters.items():
                 rows = _set(name, parameter, name in forms, forms.get(name), recorder.pool)
                 if set_grad and name in forms:
                     totals[name] = None if rows is None else _total(forms[name], rows, share)
-    except BaseException:  # and not some of this step's beside some of the last one's
-        _forget(parameters.values())
+    except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
+        for parameter in parameters.values():
+            vars(parameter).pop("grad1", None)
         raise
     for name, total in totals.items():
         parameters[name].grad = total
@@ -73,11 +66,6 @@ def _check_unscaled(scale: float | Tensor) -> None:
             "scaler.step() would divide by that once more. Leave scale out: rows and .grad then have the scale in them, as "
             ".grad has it after any backward pass, and scaler.step() is right."
         )
-
-
-def _forget(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        vars(parameter).pop("grad1", None)
 
 
 def _set(name: str, parameter: Tensor, trains: bool, form: Form | None, pool: Pool) -> Tensor | None:

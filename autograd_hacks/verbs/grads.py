@@ -102,9 +102,7 @@ class PerSampleGrads(Curvature):
         """
         with self.reading():
             norms = by_rows(self, self.samples, lambda name, form: form.norms(budget), budget)
-            if per_parameter:
-                return norms
-            return joint_norms(list(norms.values()), self.samples)
+            return norms if per_parameter else joint_norms(list(norms.values()), self.samples)
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
@@ -124,7 +122,9 @@ class PerSampleGrads(Curvature):
         """
         self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
         with self.reading():
-            return {name: form.weighted_sum(_widened(w, form), budget).to(form.like.dtype) for name, form in self.items()}
+            # Weights in what a form adds up in, or better.
+            own = {n: w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype)) for n, form in self.items()}
+            return {n: form.weighted_sum(own[n], budget).to(form.like.dtype) for n, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  The empirical tangent kernel, for the Jacobian of outputs.
@@ -226,14 +226,8 @@ class PerSampleGrads(Curvature):
         made._versions = [*self._versions, *made._versions]
         return made
 
-    def _is_complex(self) -> bool:
-        return any(form.like.is_complex() for form in self.values())
-
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
-
-    def _devices(self) -> set[torch.device]:
-        return {form.like.device for form in self.values()}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -247,7 +241,7 @@ class PerSampleGrads(Curvature):
                 )
         with ExitStack() as contexts:
             contexts.enter_context(outside_inference())
-            for device in self._devices():
+            for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:
                 yield
@@ -256,12 +250,8 @@ class PerSampleGrads(Curvature):
                     form.release()
 
     def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
-        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and self._is_complex())):
+        has_complex = any(form.like.is_complex() for form in self.values())
+        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and has_complex)):
             raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}")
         if w.ndim not in ndim or w.shape[-1] != self.samples:
             raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
-
-
-def _widened(w: Tensor, form: Form) -> Tensor:
-    """Weights on a form's device, in what it adds up in or better."""
-    return w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))

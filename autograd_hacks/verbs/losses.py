@@ -1,7 +1,5 @@
 """Backward from a vector of per-sample losses."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,7 @@
 """How a verb is asked of the forms of a whole model: in rounds, and added up over the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,9 +20,8 @@ Verb = Callable[[str, Form], Tensor]
 def by_rows(forms: Forms, samples: int, verb: Verb, budget: int) -> dict[str, Tensor]:
     """{name: N ...}, what a verb says of every form."""
     parts: dict[str, list[Tensor]] = {name: [] for name in forms}
-    for names, piece in _rounds(forms, samples, budget):
-        for name in names:
-            parts[name].append(verb(name, forms[name] if piece is None else forms[name][piece]))
+    for name, _, form in _rounds(forms, samples, budget):
+        parts[name].append(verb(name, form))
     return {name: torch.cat(found) for name, found in parts.items()}
 
 
@@ -31,11 +29,10 @@ def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> 
     """(N, *shape): what a verb says, added up over all forms."""
     like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0))
     total = like.new_zeros(samples, *shape)
-    for names, piece in _rounds(forms, samples, budget):
-        for name in names:
-            part = verb(name, forms[name] if piece is None else forms[name][piece]).to(total.device)
-            total = total.to(torch.promote_types(total.dtype, part.dtype))
-            total[slice(None) if piece is None else piece] += part
+    for name, piece, form in _rounds(forms, samples, budget):
+        part = verb(name, form).to(total.device)
+        total = total.to(torch.promote_types(total.dtype, part.dtype))
+        total[piece] += part
     return total
 
 
@@ -44,18 +41,15 @@ def second_moments(
 ) -> dict[str, Tensor]:
     """{name: shape}: Σₙ wₙ (gₙ - about)², elementwise.  w: N, ones unless told    about: {name: shape}, else zero"""
     totals: dict[str, Tensor] = {}
-    for names, piece in _rounds(forms, samples, budget):
-        for name in names:
-            form = forms[name] if piece is None else forms[name][piece]
-            weights = form.new_sums(form.samples) + 1 if w is None else w.to(form.like.device)
-            weights = weights if w is None or piece is None else weights[piece]
-            found = form.second_moment(weights.abs() if w is None else weights, about.get(name), budget)
-            totals[name] = totals[name] + found if name in totals else found
+    for name, piece, form in _rounds(forms, samples, budget):
+        weights = form.new_sums(form.samples).abs() + 1 if w is None else w[piece].to(form.like.device)
+        found = form.second_moment(weights, about.get(name), budget)
+        totals[name] = totals[name] + found if name in totals else found
     return {name: totals[name] for name in forms}
 
 
-def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[list[str], slice | None]]:
-    """Names of parameters with the samples to ask them for; None for all.
+def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[str, slice, Form]]:
+    """Parameters with the samples to ask them for and these samples' form.
 
     Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run once
     for these and not once for each parameter.
@@ -64,17 +58,19 @@ def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[list[str]
     for name, form in forms.items():
         together.setdefault(frozenset(form.sources), []).append(name)
     for sources, names in together.items():
-        if not sources:
-            yield names, None
-            continue
         each = sum(source.row_size for source in sources) * max(forms[name].like.element_size() for name in names)
-        for piece in stretches(samples, budget // max(1, each)):
-            yield names, None if piece == slice(0, samples) else piece
+        for piece in stretches(samples, budget // max(1, each) if sources else samples):
+            for name in names:
+                yield name, piece, forms[name] if piece == slice(0, samples) else forms[name][piece]
 
 
 def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
     """The norms of rows that are cut over parameters, N.  norms: of the parts, N each"""
-    return row_norms(torch.stack(_alike(norms), dim=1)) if norms else torch.zeros(samples)
+    if not norms:
+        return torch.zeros(samples)
+    # Those of a model may differ in dtype and device.
+    dtype = reduce(torch.promote_types, (part.dtype for part in norms))
+    return row_norms(torch.stack([part.to(norms[0].device, dtype) for part in norms], dim=1))
 
 
 def added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -88,11 +84,3 @@ def added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
         else:
             total += part.to(total.device)
     return torch.zeros(shape) if total is None else total
-
-
-def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """In one dtype, on one device: those of a model may differ."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return [tensor.to(tensors[0].device, dtype) for tensor in tensors]

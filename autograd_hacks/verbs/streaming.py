@@ -55,11 +55,16 @@ def streaming(
     """
     record = recorder_of(model).record
     check_unsharded(model)
+    verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
+        verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device), budget)
+    if gram:
+        verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
         check_dim("streaming was given project", project)
+        verbs["projection"] = lambda name, form: form.project(RandomMap(unwrapped(name), form.shape, project, seed), budget)
     if record.on_arrival is not None:
         raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
     if record.accumulating:
@@ -67,12 +72,11 @@ def streaming(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"
         )
     record.clear()
-    streamed = Streamed()
-    stream = _Stream(model, record, streamed, dot, gram, project, seed, loss_type, scale, budget)
+    streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale)
     record.on_arrival = stream.arrived
     try:
         yield streamed
-        stream.end()
+        streamed.found = stream.end()
     finally:
         record.on_arrival = None
         record.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
@@ -102,33 +106,14 @@ class _Stream:
     """The gate taken one parameter at a time, when the last gradient for it has arrived."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        record: Record,
-        streamed: Streamed,
-        dot: Mapping[str, Tensor] | None,
-        gram: bool,
-        project: int | None,
-        seed: int,
-        loss_type: str | None,
-        scaling: float | Tensor,
-        budget: int,
+        self, model: nn.Module, record: Record, verbs: Mapping[str, Verb], loss_type: str | None, scaling: float | Tensor
     ) -> None:
-        self.model, self.record, self.streamed, self.loss_type, self.scaling = model, record, streamed, loss_type, scaling
+        self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self.names = {record.name_of(p): name for name, p in model.named_parameters()}
-        self.verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
-        if dot is not None:
-            self.verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device), budget)
-        if gram:
-            self.verbs["gram"] = lambda name, form: form.gram(form, budget)
-        if project is not None:
-            self.verbs["projection"] = lambda name, form: form.project(
-                RandomMap(unwrapped(name), form.shape, project, seed), budget
-            )
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
-        self._found: dict[str, list[Tensor]] = {what: [] for what in self.verbs}
+        self._found: dict[str, list[Tensor]] = {what: [] for what in verbs}
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
@@ -155,9 +140,8 @@ class _Stream:
         if form is not None and name in self.names:
             if grad is not None and pending:
                 current.arrived = {name: grad.detach()}
-                check_sum(
-                    self.names[name], form, comparable(self._gate.segment, name), self.record, self.loss_type, lazily=True
-                )
+                arrived = comparable(self._gate.segment, name)
+                check_sum(self.names[name], form, arrived, self.record, self.loss_type, lazily=True)
                 current.arrived = {}
             self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of.pop(name, None)
@@ -184,10 +168,8 @@ class _Stream:
                 # Norms are of a part of the row each; all else adds up.
                 self._found[what] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
 
-    def end(self) -> None:
-        """Makes the results, if the pass can be trusted."""
+    def end(self) -> dict[str, Tensor]:
+        """The results, if the pass can be trusted."""
         readable_segments(dict(self.model.named_parameters()), self.record)
         self.record.plan.sum_check = SumCheck.DONE
-        if norms := self._found.pop("norms"):
-            totals = {what: total for what, (total,) in self._found.items()}
-            self.streamed.found = {"norms": joint_norms(norms, len(norms[0])), **totals}
+        return {what: joint_norms(f, len(f[0])) if what == "norms" else f[0] for what, f in self._found.items() if f}

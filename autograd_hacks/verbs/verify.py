@@ -1,7 +1,5 @@
 """The library's answer for a model against autograd's own, by randomly weighted sums, which a wrong row would change."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +15,8 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.reading.certificate import is_rounding
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.tables import text_table
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
@@ -114,12 +112,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
 
 
 def _with_autograd(
-    model: nn.Module,
-    recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: RandomState,
-    singles: int,
+    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState, singles: int
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
@@ -181,13 +174,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state:
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One backward pass from some of the outputs."""
     try:
-        found = torch.autograd.grad(
-            [outputs[slot] for slot in grads],
-            list(parameters.values()),
-            list(grads.values()),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        roots, given, leaves = [outputs[slot] for slot in grads], list(grads.values()), list(parameters.values())
+        found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise

@@ -212,8 +212,10 @@ def test_only_what_a_pass_brings_is_kept_for_each() -> None:
         assert len(shared) == 1
 
 
-@pytest.mark.parametrize("kind", ["full", "diag", "kfac"])
-def test_batches_that_do_not_reach_a_parameter_count(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kfac_approx"), [("full", "expand"), ("diag", "expand"), ("kfac", "expand"), ("kfac", "reduce")]
+)
+def test_batches_that_do_not_reach_a_parameter_count(kind: str, kfac_approx: str) -> None:
     """In the mean over a loader, and over micro-batches, they have no share in its curvature but their samples count."""
 
     class Switched(nn.Module):
@@ -228,17 +230,17 @@ def test_batches_that_do_not_reach_a_parameter_count(kind: str) -> None:
     model, x, rest = Switched(), torch.randn(4, 3), torch.randn(2, 3)
     autograd_hacks.add_hooks(model)
     attribute = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}[kind]
-    autograd_hacks.compute_hess_over(model, [x], kind)
+    autograd_hacks.compute_hess_over(model, [x], kind, kfac_approx=kfac_approx)
     alone = getattr(model.one.weight, attribute)
     assert getattr(model.other.weight, attribute) is None
-    autograd_hacks.compute_hess_over(model, [x, rest], kind)
+    autograd_hacks.compute_hess_over(model, [x, rest], kind, kfac_approx=kfac_approx)
     over = getattr(model.one.weight, attribute)
-    autograd_hacks.compute_hess_over(model, [rest, x], kind)
+    autograd_hacks.compute_hess_over(model, [rest, x], kind, kfac_approx=kfac_approx)
     turned = getattr(model.one.weight, attribute)
     with autograd_hacks.accumulate(model):
         autograd_hacks.backprop_hess(model(rest))
         autograd_hacks.backprop_hess(model(x))
-    autograd_hacks.compute_hess(model, kind)
+    autograd_hacks.compute_hess(model, kind, kfac_approx)
     appended = getattr(model.one.weight, attribute)
     for found in (over, turned, appended):
         if kind == "kfac":

@@ -8,7 +8,7 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Dense, Form, Outer, RandomMap, add, group, scale
+from autograd_hacks.forms import Dense, Form, Outer, Passes, RandomMap, add, group, scale
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -158,6 +158,13 @@ def test_a_sum_of_outer_products_stays_one() -> None:
     total = add([one, other, one])
     assert isinstance(total, Outer)
     assert_close(total.dense(), 2 * one.dense() + other.dense())
+
+
+def test_passes_of_complex_rows_are_not_conjugated() -> None:
+    left, right, v = (torch.randn(*shape, dtype=torch.complex128) for shape in ((3, 2, 4), (3, 2, 5), (4, 5)))
+    form = Passes.of([Outer(left, right), Outer(2 * left, right)])
+    assert isinstance(form, Passes)
+    assert_close(form.dot(v), rows_of(form) @ v.flatten())
 
 
 def test_norms_overflow_only_where_the_true_norm_does() -> None:
