@@ -206,8 +206,10 @@ class Backward:
 
 
 def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:
-    param_grad.put_back(parameter)
-    reduction.accumulated()
+    if param_grad.keeps:
+        param_grad.put_back(parameter)
+    if reduction.reducing:
+        reduction.accumulated()
 
 
 def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> None:

@@ -24,7 +24,7 @@ class ParamGrad:
         self.skips = False  # whether the layers of the running forward that a rule covers go without
         self.names = names
         self._off: list[tuple[nn.Module, list[Tensor], bool]] = []  # running layers, their parameters, the fast way's switch
-        self._kept: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
+        self.keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -77,13 +77,13 @@ class ParamGrad:
     def keep(self, parameter: Tensor, name: str) -> None:
         """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
         if not self.wanted and parameter in self.names:
-            self._kept[name] = parameter.grad
+            self.keeps[name] = parameter.grad
             parameter.grad = None
 
     def put_back(self, parameter: Tensor) -> None:
         """Hears that it has arrived, and leaves ``.grad`` as it was."""
-        if self._kept and (name := self.names.get(parameter)) in self._kept:
-            parameter.grad = self._kept.pop(name or "")
+        if (name := self.names.get(parameter)) in self.keeps:
+            parameter.grad = self.keeps.pop(name or "")
 
     def may_skip(self, parameter: Tensor) -> bool:
         """Whether a parameter may go without: it is the model's own, and not a tensor in its place, and nobody else waits

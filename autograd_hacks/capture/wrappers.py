@@ -28,7 +28,7 @@ class Reduction:
 
     def __init__(self) -> None:
         self._forwards: deque[int] = deque(maxlen=LATEST)
-        self._reducing: list[weakref.ref[DistributedDataParallel]] = []  # the wrappers that reduce the next pass
+        self.reducing: list[weakref.ref[DistributedDataParallel]] = []  # the wrappers that reduce the next pass
         self._task = NO_TASK  # the last pass that has come to parameters since the last forward
 
     def begin(self, model: nn.Module, forward: int) -> None:
@@ -39,21 +39,21 @@ class Reduction:
             return
         if Switch.on():
             check_unsharded(model)
-        self._reducing, self._task = [], NO_TASK
+        self.reducing, self._task = [], NO_TASK
         for wrapper in _reducing(model):
             # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
             is_counting = wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
             if wrapper.require_backward_grad_sync:
-                self._reducing += [] if is_counting else [weakref.ref(wrapper)]
+                self.reducing += [] if is_counting else [weakref.ref(wrapper)]
                 self._forwards += [forward] if Switch.on() else []
 
     def accumulated(self) -> None:
         """Hears that a gradient has been added to a parameter's.  Raises NotReduced where the pass before this one has been
         reduced, and this one will not be."""
         before, self._task = self._task, current_task()
-        if not self._reducing or before in (NO_TASK, self._task):
+        if before in (NO_TASK, self._task):
             return
-        if any(_has_reduced(wrapper) for reference in self._reducing if (wrapper := reference()) is not None):
+        if any(_has_reduced(wrapper) for reference in self.reducing if (wrapper := reference()) is not None):
             raise NotReduced(
                 "a second backward pass has come to parameters since the last forward pass of DistributedDataParallel, "
                 "which reduces one after each: .grad would hold what this process's samples give, and replicas would drift "

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Pass, RecordedCall, Segment
+from autograd_hacks.capture.records import Record, RecordedCall, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
@@ -27,8 +27,8 @@ def read(
     loss_type: str | None,
     scaling: float | Tensor = 1.0,
     lazily: bool = False,
-) -> Iterator[tuple[str, Form | None]]:
-    """(name, form) over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
+) -> dict[str, Form | None]:
+    """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
 
     parameters: the model's, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
@@ -46,23 +46,37 @@ def read(
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
     segments = readable_segments(parameters, record)
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with outside_inference():
         gates = [Gate(segment, loss_type) for segment in segments]
         for gate in gates:
             gate.read_all()
+        return dict(_forms_of(gates, trainable, record, loss_type, scaling, lazily))
+
+
+def _forms_of(
+    gates: Sequence[Gate],
+    parameters: Mapping[str, Tensor],
+    record: Record,
+    loss_type: str | None,
+    scaling: float | Tensor,
+    lazily: bool,
+) -> Iterator[tuple[str, Form | None]]:
+    """(name, form), the rows of which add up where that was still to be seen."""
     if record.plan.sum_check is SumCheck.MISSED:
         record.plan.sum_check = SumCheck.PENDING  # somebody reads: the next pass's are kept, also where this one's fail
-    kept = any(recorded.arrived for segment in segments for recorded in segment.passes)
+    kept = any(recorded.arrived for gate in gates for recorded in gate.segment.passes)
+    share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            continue
-        with outside_inference(), without_autocast(parameter):
-            forms = [gate.form(record.name_of(parameter)) for gate in gates]
-            for gate, form in zip(gates, forms):
-                if kept and form is not None:
-                    arrived = comparable(gate.segment, record.name_of(parameter))
-                    check_sum(name, form, arrived, record, loss_type, lazily)
-        yield name, _stack([None if form is None else scale(form, 1 / scaling) for form in forms], gates, parameter)
+        known = record.name_of(parameter)
+        forms = [gate.form(known) for gate in gates]
+        for gate, form in zip(gates, forms) if kept else ():
+            if form is not None:
+                with without_autocast(parameter):
+                    check_sum(name, form, comparable(gate.segment, known), record, loss_type, lazily)
+        if share is not None:
+            forms = [None if form is None else scale(form, share) for form in forms]
+        yield name, _stack(forms, gates, parameter)
     if kept:
         record.plan.sum_check = SumCheck.DONE
 
@@ -71,29 +85,31 @@ class Gate:
     """The passes of one segment, parameter by parameter."""
 
     def __init__(self, segment: Segment, loss_type: str | None) -> None:
-        self.segment, self.loss_type = segment, loss_type
-        self.samples = 0  # how many rows there are of a pass
-        self._forms: dict[tuple[int, RecordedCall], dict[str, Form]] = {}  # of calls, while some of them are to be asked for
+        self.segment, self.samples = segment, 0  # how many rows there are of a pass
+        self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
+        # By pass the forms of its calls, while some of them are to be asked for.
+        self._forms: list[dict[RecordedCall, dict[str, Form]]] = [{} for _ in segment.passes]
 
     def read_all(self) -> None:
         """Asks every call for its forms, in the order of the forward, and compares their numbers of samples."""
         for number, recorded in enumerate(self.segment.passes):
             for call in reversed(recorded.received):
-                self.of_call(number, recorded, call)
+                self._of_call(number, call)
         self.samples = self.segment.batch_size()
 
-    def of_call(self, number: int, recorded: Pass, call: RecordedCall) -> dict[str, Form]:
+    def _of_call(self, number: int, call: RecordedCall) -> dict[str, Form]:
         """{name in the layer: form} of a call that are still to be asked for."""
-        if (number, call) not in self._forms:
-            grads = recorded.received[call]
+        found = self._forms[number].get(call)
+        if found is None:
+            grads = self.segment.passes[number].received[call]
             check_seen(call, grads)
-            self._forms[number, call] = dict(call.forms(grads))
-        return self._forms[number, call]
+            found = self._forms[number][call] = dict(call.forms(grads))
+        return found
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None where no call leads to it.  Of `backprop_hess` a row for each sample of each pass, pass by
         pass."""
-        tables = [self._terms(number, recorded, name) for number, recorded in enumerate(self.segment.passes)]
+        tables = [self._terms(number, name) for number in range(len(self._forms))]
         if not any(tables):
             return None
         if self.segment.hess_type is None:
@@ -105,23 +121,22 @@ class Gate:
         zero = Zero(self.samples, like.shape, like.like)
         return Passes.of([add(list(table.values()) or [zero]) for table in tables])
 
-    def _terms(self, number: int, recorded: Pass, name: str) -> dict[RecordedCall, Form]:
+    def _terms(self, number: int, name: str) -> dict[RecordedCall, Form]:
         """A pass's forms for a parameter, by call."""
         found: dict[RecordedCall, Form] = {}
-        is_mean = recorded.reduction(self.loss_type) == "mean"
-        for call in reversed(recorded.calls_of.get(name, ())):  # in the order of the forward
-            forms = self.of_call(number, recorded, call)
+        for call in reversed(self.segment.passes[number].calls_of.get(name, ())):  # in the order of the forward
+            forms = self._of_call(number, call)
             for local in [local for local in forms if call.edges[local].name == name]:
                 form = forms.pop(local)
-                own = scale(form, form.samples) if is_mean else form  # the mean divided every sample's gradient by N
+                own = scale(form, form.samples) if self._is_mean[number] else form  # the mean has divided by N
                 found[call] = add([found[call], own]) if call in found else own
         return found
 
     def done(self) -> list[RecordedCall]:
         """The calls all of whose forms were asked for, which it forgets."""
-        done = [key for key, forms in self._forms.items() if not forms]
-        for key in done:
-            del self._forms[key]
+        done = [(table, call) for table in self._forms for call, forms in table.items() if not forms]
+        for table, call in done:
+            del table[call]
         return [call for _, call in done]
 
 

@@ -100,7 +100,7 @@ def _plan(model: nn.Module) -> tuple[Plan, bool]:
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
-        return dict(read(model, dict(model.named_parameters()), recorder_of(model), None)), ""
+        return read(model, dict(model.named_parameters()), recorder_of(model), None), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
         return {}, f"No forms to show: {error}"
 

@@ -41,7 +41,7 @@ def compute_grad1(
         if set_grad:
             _check_unscaled(scale)
             recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "compute_grad1(set_grad=True)")
-        forms = dict(read(model, parameters, recorder, loss_type, scale))
+        forms = read(model, parameters, recorder, loss_type, scale)
         is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
         share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
         with torch.no_grad():

@@ -30,7 +30,7 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     """
     recorder = recorder_of(model)
     parameters = dict(model.named_parameters())
-    forms = dict(read(model, parameters, recorder, loss_type, scale, lazily=True))
+    forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
     samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
     filled = {

@@ -102,7 +102,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
     comparisons = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
     parameters, used = dict(model.named_parameters()), _precisions(record)
-    for name, form in dict(read(model, parameters, recorder, None if announced else "sum")).items():
+    for name, form in read(model, parameters, recorder, None if announced else "sum").items():
         grad = parameters[name].grad
         if form is not None and grad is not None:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
@@ -132,7 +132,7 @@ def _with_autograd(
         draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
         grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
         sums = _pull(outputs, grads, parameters)
-        forms = dict(read(model, dict(model.named_parameters()), recorder, "sum"))
+        forms = read(model, dict(model.named_parameters()), recorder, "sum")
         used = _precisions(record)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
         weights = {"weighted sum of rows": _random((samples,), draws)}
