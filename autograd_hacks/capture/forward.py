@@ -154,6 +154,7 @@ class Forward:
             plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
             return None
         # 5. The record, with what its rule will have to read as it was; and hooks in the graph.
+        args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
             layer,
@@ -188,7 +189,7 @@ class Forward:
         named = {local: (self.record.name_of(p, path, local), p) for local, p in parameters.items()}
         switched = [p for p in parameters.values() if any(p is other for other in off)]
         with asking(off):
-            skipped = self._names(off)
+            inputs, skipped = map_tensors(Tensor.detach, inputs), self._names(off)
             call, graph = self._call(path, layer, inputs, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
             noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
         return noted
@@ -246,12 +247,11 @@ class Forward:
     ) -> tuple[RecordedCall, Graph]:
         """The record of a call.
 
-        parameters: (name in the model, parameter) by name in the layer    is_compared: whether to keep the outputs, to
-        compare later ones with them    fields: others of the record
+        args, kwargs: outside the graph    parameters: (name in the model, parameter) by name in the layer
+        is_compared: whether to keep the outputs, to compare later ones with them    fields: others of the record
         """
         for _, parameter in parameters.values():
             self.backward.watch(parameter)
-        args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
         inputs = [*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]
         running, graph = self.backward.running, Graph()
         call = RecordedCall(

@@ -126,7 +126,7 @@ class Rerun:
 
     def _by_sample(self, index: Tensor | None) -> Values | None:
         """Rows of some samples by themselves, or None where that isn't what has happened in the batch."""
-        leaves, spec = tree_flatten((self.call.args, self.call.kwargs), is_leaf=is_packed)
+        leaves, spec = tree_flatten(map_tensors(Tensor.detach, (self.call.args, self.call.kwargs)), is_leaf=is_packed)
         count = self.samples if index is None else len(index)
         if any(is_packed(leaf) for leaf in leaves) or not count:
             return None

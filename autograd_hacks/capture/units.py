@@ -34,7 +34,10 @@ class OpenUnits:
 
     def begin(self, path: str, module: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a call again."""
-        keep = _copy if unit.copies else Tensor.detach
+
+        def keep(x: Tensor) -> Tensor:  # outside the graph, and a module may ask for gradients of its input as before
+            return (x.detach().clone() if unit.copies else x.detach()).requires_grad_(x.requires_grad)
+
         args, kwargs, state = map_tensors(keep, args), map_tensors(keep, kwargs), random_state(cuda_devices_of(module))
         self.open.append(OpenUnit(path, unit, args, kwargs, state, ByRunningAgain.of(module, unit)))
 
@@ -52,7 +55,3 @@ class OpenUnits:
         if unit is None and not self.open:
             return set()
         return self.names() | (set() if unit is None else set(unit.parameters.values()))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()

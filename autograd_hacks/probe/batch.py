@@ -94,8 +94,10 @@ class Batch:
         for shift in range(1, min(len(kept), 8)):
             leaves = [leaf if at is None else _replace(leaf, at, kept, shift) for leaf, at in zip(self.leaves, carried)]
             if any(at is not None and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
-                copies = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-                args, kwargs = tree_unflatten(copies, self.spec)
+                for new, old in zip(leaves, self.leaves):
+                    if new is not old:
+                        new.requires_grad_(old.requires_grad)
+                args, kwargs = tree_unflatten(leaves, self.spec)
                 return args, kwargs
         return None
 

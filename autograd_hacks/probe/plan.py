@@ -23,6 +23,10 @@ UNKNOWN = (
 )
 
 
+UNTRACED = "the model failed when it was probed, in a forward before its own, so that it isn't known whether samples mix"
+"""How the reason begins, where a model can't be run once more on its arguments."""
+
+
 class SumCheck(Enum):
     """Whether the sums of a plan's rows were compared with the gradients that arrived at the parameters."""
 

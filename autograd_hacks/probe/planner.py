@@ -15,7 +15,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim, kept_samples
 from autograd_hacks.probe.compare import Comparison
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.layout import differs
-from autograd_hacks.probe.plan import Plan, static_units
+from autograd_hacks.probe.plan import UNTRACED, Plan, static_units
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import modules_of
@@ -27,29 +27,30 @@ def plan_for(
     kwargs: dict[str, Any],
     batch: Batch,
     axes: Sequence[int | None],
-    with_gradients: bool = False,
-) -> Plan | None:
-    """The plan of a forward, from traces without gradients: of the batch, and of the batch with samples replaced.
+) -> Plan:
+    """The plan of a forward, from traces: of the batch, and of the batch with samples replaced.
 
     It changes nothing, neither in the model nor in the arguments.
 
     batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
-    with_gradients: whether to trace with gradients from the start, for a model that has made other calls without them
-    Returns None where the model can't run its own arguments, as the forward will say.
+    Returns a plan that refuses everything where the model can't run its own arguments, as the forward will say.
     Raises ProbeFailed where it can't run them with samples replaced.
     """
-    tracer, decisions = Tracer(model, with_gradients), []
+    tracer, decisions = Tracer(model), []
     wholes: dict[tuple[bool, ...], Trace] = {}  # by which arguments carry samples
     for axis in axes:
         samples, told_by = batch.samples(axis), None
         assert samples is not None  # or there would be nothing to plan
         carrying = tuple([at is not None for at in batch.carried(axis, samples)])
-        whole = wholes.get(carrying) or _attempt(tracer, (args, kwargs), batch, axis, samples)
-        if whole is None and not tracer.with_gradients:
-            tracer.with_gradients = True  # which the model may need inside
-            whole = _attempt(tracer, (args, kwargs), batch, axis, samples)
-        if whole is None:
-            return None
+        whole = wholes.get(carrying)
+        try:
+            whole = whole or tracer.trace((args, kwargs), batch, axis, samples, {})
+        except ProbeFailed:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            why = f"{UNTRACED} ({type(error).__name__}: {error})"
+            unplaced, refused = set(tracer.paths.values()), dict.fromkeys(tracer.names.values(), why)
+            return Plan(unplaced=unplaced, refused=refused, incomplete=True)
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
             whole = tracer.trace((args, kwargs), batch, axis, samples, {})
@@ -156,10 +157,7 @@ class Planner:
         if not samples:
             return self.static, None
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
-        # A plan that lacks calls may be a model's that makes others where gradients are on.
-        plan = plan_for(model, args, kwargs, batch, axes, with_gradients=known is not None and known.incomplete)
-        if plan is None:
-            return self.static, None
+        plan = plan_for(model, args, kwargs, batch, axes)
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis
         if known is not None and not known.unproven:

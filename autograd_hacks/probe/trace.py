@@ -70,13 +70,10 @@ class Trace:
 
 
 class Tracer:
-    """Traces a model.
+    """Traces a model: with gradients, as the forward runs that follows, for it may do something else without them."""
 
-    with_gradients: whether to run it so, for models that need gradients inside
-    """
-
-    def __init__(self, model: nn.Module, with_gradients: bool = False) -> None:
-        self.model, self.with_gradients = model, with_gradients
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.owned = {path: {self.names[p] for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
@@ -105,7 +102,9 @@ class Tracer:
             with_other_generators(),
             with_random_state(self._state),
             _slow_paths(),
-            torch.set_grad_enabled(self.with_gradients),
+            torch.enable_grad(),
+            # Checkpointing around the model counts what is saved; a tensor itself would keep the node alive that made it.
+            torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
             self._walking(found, samples, expanded),
             found.tracker.protecting(),
         ):
@@ -178,7 +177,8 @@ def _copies(arguments: Arguments) -> Arguments:
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.detach().clone()
+            copied = leaf.detach().clone()
+            return copied.requires_grad_().clone() if leaf.requires_grad else copied  # no leaf, which couldn't be written to
         if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
             return leaf
         try:

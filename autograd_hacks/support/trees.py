@@ -85,7 +85,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def parameter_at(module: nn.Module, name: str) -> Tensor | None:
     """What a parameter's slot holds: another tensor within functional_call, or None."""
     path, _, local = name.rpartition(".")
-    return module.get_submodule(path)._parameters.get(local)
+    slots = module.get_submodule(path)._parameters  # of a scripted module these are no dictionary
+    return slots[local] if local in slots else None  # noqa: SIM401
 
 
 def is_packed(tree: Any) -> bool:

@@ -41,6 +41,41 @@ def test_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
             autograd_hacks.compute_grad1(model)
 
 
+@pytest.mark.parametrize("asks", [lambda x: torch.is_grad_enabled(), lambda x: x.requires_grad])
+def test_samples_that_mix_where_gradients_are_on(asks: Callable[[Tensor], bool]) -> None:
+    model = Mixing(lambda h: h - h.mean(0) if asks(h) else h)
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randn(5, 3))).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_model_that_takes_gradients_of_its_input() -> None:
+    class Forces(nn.Module):
+        def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.inner, self.out, self.how = nn.Linear(3, 3), nn.Linear(3, 2), how
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x).tanh()
+            (forces,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+            return self.out(self.how(h)) + forces.detach().sum(1, keepdim=True)
+
+    for x in (torch.randn(5, 3).double().requires_grad_(), torch.randn(5, 3).double().requires_grad_() * 2):
+        model = Forces(lambda h: h - h.mean(0)).double()
+        with autograd_hacks.add_hooks(model):
+            squares(model(x)).mean().backward(retain_graph=True)
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model)
+        model = Forces(lambda h: h).double()
+        with autograd_hacks.add_hooks(model):
+            squares(model(x)).mean().backward(retain_graph=True)
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                (row,) = torch.autograd.grad(squares(model(x))[1], model.inner.weight)
+            torch.testing.assert_close(model.inner.weight.grad1[1], row)
+
+
 def test_samples_that_mix_at_the_very_end() -> None:
     class Contrastive(nn.Module):
         def __init__(self) -> None:
