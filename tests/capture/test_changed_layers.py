@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Between
-from oracle import squares
+from oracle import squares, targets
 from steps import assert_right, batch, check, mlp, step
 
 import autograd_hacks
@@ -108,4 +108,86 @@ def test_a_layer_that_was_put_elsewhere() -> None:
         for _ in range(2):
             check(model, x)
         model.last = nn.Sequential(model.last[1], nn.Tanh())
+        check(model, x)
+
+
+class Turned(nn.Module):
+    """A layer with positions first, between two with samples first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turned, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.inner = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, *self.inner):
+            x = part(x).tanh()
+        return self.last(self.turned(x.transpose(0, 1)).transpose(0, 1))
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def wrap(model: nn.Module) -> None:
+    model.turned = LowRank(model.turned)
+
+
+def insert(model: nn.Module) -> None:
+    model.inner.insert(0, nn.Linear(3, 3))
+
+
+def delete(model: nn.Module) -> None:
+    del model.inner[0]
+
+
+def swap(model: nn.Module) -> None:
+    model.first, model.turned = model.turned, model.first
+
+
+def untie(model: nn.Module) -> None:
+    model.first.weight = nn.Parameter(torch.randn(3, 3))
+
+
+def untie_later(model: nn.Module) -> None:
+    model.last.weight = nn.Parameter(torch.randn(3, 3))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("change", [wrap, insert, delete, swap, untie, untie_later])
+def test_a_model_of_another_shape_once_hooks_are_added_again(change: Callable[[nn.Module], None], param_grad: bool) -> None:
+    """Streamed norms take no layer for another one, nor miss a part of a parameter's gradient."""
+    model = Turned()
+    model.last.weight = model.first.weight
+    model.inner.append(nn.Linear(3, 3))
+    model.double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        check(model, torch.randn(4, 4, 3).double())
+        change(model)
+        model.double()
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        for _ in range(2):
+            x = torch.randn(4, 4, 3).double()
+            with autograd_hacks.streaming(model, loss_type="sum") as streamed:
+                squares(model(x), targets(4)).sum().backward()
+            assert all(p.grad is None for p in model.parameters()) or param_grad
+            check(model, x, "sum")
+            rows = [p.grad1.flatten(1) for p in model.parameters()]
+            torch.testing.assert_close(streamed.norms, torch.cat(rows, 1).norm(dim=1))
+
+
+def test_functional_call_of_a_hooked_model_with_a_parameter_of_its_own() -> None:
+    model, x = Between(lambda h: h), torch.randn(4, 3)
+    model.scale = nn.Parameter(torch.ones(3))
+    model.how = lambda h: h * model.scale
+    with autograd_hacks.add_hooks(model):
+        check(model, x)
+        others = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        squares(torch.func.functional_call(model, others, x)).sum().backward()
+        assert all(p.grad is not None for p in others.values())
         check(model, x)

@@ -6,7 +6,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import squares
-from steps import check_losses
+from steps import check, check_losses
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -102,3 +102,26 @@ def test_a_dropout_that_is_set_after_add_hooks() -> None:
     with autograd_hacks.add_hooks(layer):
         layer.dropout = 0.5
         check_losses(layer, lambda: squares(layer(x, x, x)[0]))
+
+
+def test_attention_whose_parameters_are_parts_of_one_vector() -> None:
+    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    vector = nn.utils.parameters_to_vector(layer.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, layer.parameters())
+    with autograd_hacks.add_hooks(layer):
+        check_losses(layer, lambda: squares(layer(x, x, x)[0]))
+
+
+def test_an_appended_key_without_ordinary_gradients() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inner(x, x, x, need_weights=False)[0])
+
+    model = Model().double()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(3):
+            check(model, torch.randn(4, 5, 4).double())

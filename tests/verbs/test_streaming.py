@@ -8,6 +8,7 @@ from oracle import squares
 from steps import alive, at_most
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.capture.records import RecordedCall
@@ -148,6 +149,24 @@ def test_a_parameter_of_several_calls_waits_for_all() -> None:
             squares(model(x)).mean().backward()
         squares(model(x)).mean().backward()
         assert_close(streamed.norms, autograd_hacks.per_sample_grads(model).norms())
+
+
+def test_a_layer_in_two_checkpoints_that_run_inside_of_the_pass() -> None:
+    """The pass comes to the second of its calls before the first is run again."""
+    inner, out, x = nn.Linear(4, 4).double(), nn.Linear(4, 2).double(), torch.randn(5, 4).double()
+    model = nn.ModuleList([inner, out])
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        for _ in range(2):
+            h = checkpoint(lambda h: inner(h).tanh(), h, use_reentrant=True)
+        return squares(out(h))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            loss = losses().mean()
+            with pytest.raises(RuntimeError, match="checkpoints share"), autograd_hacks.streaming(model):
+                loss.backward()
 
 
 def test_reading_inside() -> None:
