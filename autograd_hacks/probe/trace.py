@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,8 +46,8 @@ class Traced:
 
     stack: Stack  # the calls around it, and itself
     module: nn.Module
-    outputs: list[Tensor]  # copies
-    inputs: list[Tensor]  # a copy of the first, for a rule that may go by it
+    outputs: list[Tensor]  # as they were then
+    inputs: list[Tensor]  # the first, for a rule that may go by it
     is_packed: bool  # whether the first output is a packed sequence, whose rows the rule knows
     from_batch: bool  # whether the outputs follow from the samples
     routed: bool  # whether their rows do
@@ -79,6 +80,7 @@ class Tracer:
         self.owned = {path: {self.names[p] for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
+        self._kept: dict[StorageWeakRef, list[Tensor]] = {}
 
     def trace(
         self, arguments: Arguments, batch: Batch, axis: int | None, samples: int, expanded: Mapping[str, bool]
@@ -93,7 +95,10 @@ class Tracer:
         carrying = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
         found = Trace(
             Tracker(
-                {name: p for p, name in self.names.items()}, carrying, lambda path, name: name in self.owned.get(path, ())
+                {name: p for p, name in self.names.items()},
+                carrying,
+                lambda path, name: name in self.owned.get(path, ()),
+                self._kept,
             )
         )
         with (
@@ -119,8 +124,8 @@ class Tracer:
         return Traced(
             stack=stack,
             module=module,
-            outputs=[x.detach().clone() for x in outputs],
-            inputs=[arguments[0][0].detach().clone()] if goes_by_input and arguments else [],
+            outputs=[tracker.keep(x) for x in outputs],
+            inputs=[tracker.keep(arguments[0][0])] if goes_by_input and arguments else [],
             is_packed=is_packed(output[0] if type(output) is tuple and output else output),
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),

@@ -63,11 +63,16 @@ class Tracker(TorchDispatchMode):
     A number that Python takes from a tensor ends the trail: what the batch decides is found in tensors alone.
 
     parameters: to follow, by name    carrying: the tensors that hold the batch    by_rule: whether a rule covers the
-    parameter of a name, where the module at a path reads it in a call of its own
+    parameter of a name, where the module at a path reads it in a call of its own    kept: what `keep` has returned,
+    here or in a trace before, of memory that nothing has written to since
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], carrying: Iterable[Tensor], by_rule: Callable[[str, str], bool]
+        self,
+        parameters: Mapping[str, Tensor],
+        carrying: Iterable[Tensor],
+        by_rule: Callable[[str, str], bool],
+        kept: dict[StorageWeakRef, list[Tensor]],
     ) -> None:
         super().__init__()
         self.stack: Stack = ()
@@ -77,6 +82,7 @@ class Tracker(TorchDispatchMode):
         self._facts: dict[StorageWeakRef, Facts] = {}
         self._parameters: dict[StorageWeakRef, list[str]] = {}
         self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._kept = kept
         self._by_rule = by_rule
         for name, parameter in parameters.items():
             if (key := _key(parameter)) is not None:
@@ -93,6 +99,15 @@ class Tracker(TorchDispatchMode):
         """Has a tensor taken for the samples' own from now on."""
         self._add(tensor, Facts(from_batch=True))
         self.facts(tensor).sources.clear()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        key = _key(tensor)
+        if key is None or key in self._parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
+            return tensor.detach().clone()  # a part of more memory would keep all of it
+        kept = tensor.detach()
+        self._kept.setdefault(key, []).append(kept)
+        return kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,8 +152,10 @@ class Tracker(TorchDispatchMode):
                 storage.copy_(kept)
 
     def _protect(self, x: Any) -> None:
-        """Keeps what is in a parameter's memory, before the first operation that writes there."""
+        """Copies what is in a parameter's or a kept tensor's memory, before the first operation that writes there."""
         key = _key(x) if isinstance(x, Tensor) else None
+        for kept in self._kept.pop(key, ()) if key is not None else ():
+            kept.data = kept.clone()
         if key in self._parameters and key not in self._overwritten:
             storage = x.untyped_storage()
             self._overwritten[key] = storage, storage.clone()

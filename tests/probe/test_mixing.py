@@ -27,6 +27,7 @@ class Mixing(nn.Module):
     "how",
     [
         lambda h: h - h.mean(0),
+        lambda h: h.sub_(h.mean(0)),
         lambda h: h + 1e-2 * h.flip(0),
         lambda h: h / h.norm(),
         lambda h: F.batch_norm(h, None, None, training=True),
@@ -89,6 +90,25 @@ def test_samples_that_mix_at_the_very_end() -> None:
     model = Contrastive()
     with autograd_hacks.add_hooks(model):
         F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6)).backward()
+        with pytest.raises(SamplesMixed, match="output number 0 of the model"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_samples_that_mix_in_memory_of_the_users_own() -> None:
+    """Every forward, the probe's too, writes its outputs to the same place."""
+
+    class Into(nn.Module):
+        def __init__(self, out: list[Tensor]) -> None:
+            super().__init__()
+            self.tower, self.into = nn.Linear(3, 4), lambda: out[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.tower(x)
+            return self.into().detach_().copy_(z - z.mean(0))
+
+    model = Into([torch.empty(6, 4)])
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randn(6, 3))).mean().backward()
         with pytest.raises(SamplesMixed, match="output number 0 of the model"):
             autograd_hacks.compute_grad1(model)
 
