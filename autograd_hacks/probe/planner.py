@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch.nn as nn
@@ -48,7 +47,10 @@ def plan_for(
         except ProbeFailed:
             raise
         except Exception as error:  # whatever the model's own code raises
-            why = f"{UNTRACED} ({type(error).__name__}: {error})"
+            why = (
+                f"{UNTRACED} ({type(error).__name__}: {error}). Let it run twice on the same arguments; or do without the "
+                "probe, and take axis 0 of every layer's input for the batch: add_hooks(model, probe=False)."
+            )
             unplaced, refused = set(tracer.paths.values()), dict.fromkeys(tracer.names.values(), why)
             return Plan(unplaced=unplaced, refused=refused, incomplete=True)
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
@@ -58,23 +60,6 @@ def plan_for(
             wholes[carrying] = whole
         decisions.append(Decision(_compared(tracer, whole, (args, kwargs), batch, axis, samples), told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
-
-
-def _attempt(
-    tracer: Tracer,
-    arguments: Arguments,
-    batch: Batch,
-    axis: int | None,
-    samples: int,
-    expanded: Mapping[str, bool] = MappingProxyType({}),
-) -> Trace | None:
-    """A trace; None where the model's own code raises."""
-    try:
-        return tracer.trace(arguments, batch, axis, samples, expanded)
-    except ProbeFailed:
-        raise
-    except Exception:  # whatever the model's own code raises
-        return None
 
 
 def _compared(
@@ -105,8 +90,15 @@ def _with_expanded_lookups(
     """The trace with a copy for each sample of what is looked up without a batch, learnt positions say, and which lookups
     those are; the trace as it was where some other call then returns something else."""
     lookups = {path: has_axis for path, has_axis in whole.lookups.items() if has_axis is not None}
-    found = _attempt(tracer, arguments, batch, axis, samples, lookups) if lookups else None
-    if found is None or found.calls.keys() != whole.calls.keys():
+    if not lookups:
+        return whole, {}
+    try:
+        found = tracer.trace(arguments, batch, axis, samples, lookups)
+    except ProbeFailed:
+        raise
+    except Exception:  # what the model's own code raises where copies don't fit
+        return whole, {}
+    if found.calls.keys() != whole.calls.keys():
         return whole, {}
     pairs = [
         (x, y)

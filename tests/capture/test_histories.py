@@ -62,6 +62,7 @@ def distract(model: Heads, what: str, way: str, samples: int, kept: list[Tensor]
             kept.append(loss(left) + loss(right))
             kept[-1].backward(retain_graph=True)
         case "read":
+            model.zero_grad()  # or its rows would be a part of what is in .grad, which is an error
             loss(left).backward()
             autograd_hacks.compute_grad1(model)
         case "fail":
