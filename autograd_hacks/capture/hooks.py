@@ -29,8 +29,8 @@ def add_hooks(
     batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
     has no samples: a tuple like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by
     keyword. None where no argument tells
-    probe: whether the first forward of each kind (dtypes, ranks, training flags) is run twice more before, without
-    gradients: as it is, and with half of the samples replaced, to find out where samples are in every layer, whether they
+    probe: whether the first forward of each kind (dtypes, ranks, training flags) is run twice more before, as
+    it is and with half of the samples replaced, to find out where samples are in every layer, whether they
     mix, and where parameters are read. False takes axis 0 of every layer's input for the batch, and a parameter for read by
     its own layer alone
     param_grad: whether a backward pass fills ``.grad``. False has autograd compute no ordinary weight gradients, which are

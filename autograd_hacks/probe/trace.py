@@ -210,8 +210,8 @@ def _takes_hooks(path: str, module: nn.Module) -> bool:
 
 @contextmanager
 def _slow_paths() -> Iterator[None]:
-    """A context without what torch does otherwise where no gradients are wanted: fused layers whose children aren't called;
-    and without autocast's memory of weights, which would keep theirs from having gradients later."""
+    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called; and without
+    autocast's memory of weights, by which the forward's gradients would go through the trace's graph."""
     fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch.set_autocast_cache_enabled(False)
