@@ -11,7 +11,6 @@ from autograd_hacks import errors, forms, rules
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import (
     accumulate,
-    add_hooks,
     clear_backprops,
     disable_hooks,
     enable_hooks,
@@ -25,6 +24,7 @@ from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grad1 import compute_grad1
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify

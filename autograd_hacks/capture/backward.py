@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, reach_of
+from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Receive, reach_of
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
 from autograd_hacks.capture.wrappers import Reduction
-from autograd_hacks.probe.plan import SumCheck
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
@@ -34,11 +34,27 @@ class Backward:
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, int, int] | None = None  # a parameter; memory and version of its .grad
+        self.listener: Receive | None = None  # what hears of gradients in the record's place
 
     def detach(self) -> None:
         self.attached = False
         for handle in (handle for pair in self.watched.values() for handle in pair):
             handle.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which other passes come, and leave this as it is."""
+        names = ("running", "answered", "unanswered", "called", "_left")
+        kept = {name: getattr(self, name) for name in names}
+        self.running, self._left, self.called = None, None, set()
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    def own_hooks(self) -> set[int]:
+        """The numbers that torch knows this one's hooks on parameters by."""
+        return {handle.id for pair in self.watched.values() for handle in pair}
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
@@ -76,9 +92,7 @@ class Backward:
 
     def _finish(self, ended: Pass) -> None:
         ended.finished = True
-        plan = self.record.plan
-        if plan.sum_check is SumCheck.PENDING and not ended.is_hess:  # backprop_hess has other passes to come
-            plan.sum_check = SumCheck.MISSED  # until the pass is read
+        self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
         self.running, self.unanswered, self._left = None, 0, None
         for edge in (edge for call in ended.received for edge in call.edges.values() if edge.name in ended.owned):
             grad = edge.parameter.grad if edge.parameter.is_leaf and not ended.captures else None
@@ -94,6 +108,8 @@ class Backward:
             return
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             return  # is_grads_batched: many passes in one
+        if self.listener is not None:
+            return self.listener(call, slot, grad)
         self.record.comparing |= torch.is_grad_enabled()
         if call.skipped or not self.param_grad.wanted:
             self.param_grad.check_graph()
@@ -183,7 +199,7 @@ class Backward:
 
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
         """Hears of the gradient that a pass brings to a parameter, after all calls that it came through."""
-        if not (Switch.on() and self.attached):
+        if not (Switch.on() and self.attached) or self.listener is not None:
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)
         if record.on_arrival is not None and running is not None:

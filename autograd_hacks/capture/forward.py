@@ -54,15 +54,19 @@ class Forward:
             return
         record, backward = self.record, self.backward
         record.comparing &= not backward.answered
-        self.param_grad.switch_on()  # what a forward that was interrupted has left
-        while self._inside:
-            self._inside.popitem()[1].__exit__(None, None, None)
-        self.units.open, self._calls = [], {}
+        self.restart()
         record.forwards += 1
         if with_gradients and not record.accumulating and record.segments:
             record.free_what_was_read()
         backward.unanswered += with_gradients
         backward.answered = False
+
+    def restart(self) -> None:
+        """Forgets the calls so far, and what a forward that was interrupted has left."""
+        self.param_grad.switch_on()
+        while self._inside:
+            self._inside.popitem()[1].__exit__(None, None, None)
+        self.units.open, self._calls = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer with a rule begins that has dropout or inner maps, or whose parameters may be switched off."""
@@ -76,8 +80,9 @@ class Forward:
             return
         if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
             again = self.units.names_at(path, self.record.plan)
-            own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
-            self.param_grad.switch_off(layer, [p for p in own if self.param_grad.may_skip(p)])
+            own = [(p, self.record.names.get(p)) for p in covered(layer).values() if self.param_grad.may_skip(p)]
+            kept = again | self.param_grad.awaited
+            self.param_grad.switch_off(layer, [p for p, name in own if name not in kept])
         if has_inner_maps(layer, args, kwargs):
             self._locate(layer)
             again, named = self.units.names_at(path, self.record.plan), covered(layer).items()

@@ -228,6 +228,7 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
     plan = recorder.begin(model, args, kwargs)
     if plan is not None:
         _hook_units(recorder, model, plan)
+        recorder.prove_plan(model, args, kwargs)
         recorder.forward.begin_unit(path, model, args, kwargs)
 
 

@@ -22,6 +22,7 @@ class ParamGrad:
     def __init__(self, names: ByTensor[str]) -> None:
         self.wanted = True  # as add_hooks(param_grad=...) says
         self.skips = False  # whether the layers of the running forward that a rule covers go without
+        self.awaited: frozenset[str] = frozenset()  # the parameters that need ordinary gradients all the same
         self.names = names
         self._off: list[tuple[nn.Module, list[Tensor], bool]] = []  # running layers, their parameters, the fast way's switch
         self.keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +16,15 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
-from autograd_hacks.probe.plan import Plan, SumCheck
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import tensors_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
+
+Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
+"""``prove(model, recorder, args, kwargs)`` notes in the running forward's plan what is wrong with it."""
 
 
 class Recorder:
@@ -37,6 +42,8 @@ class Recorder:
         self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again
         self.handles: list[RemovableHandle] = []
         self._followed: Plan | None = None  # by the last forward
+        self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
+        self.prove: Prove | None = None
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
@@ -54,6 +61,11 @@ class Recorder:
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""
+        if self._proven is not None:
+            self.forward.begin(True)
+            self.record.plan, self.forward.samples = self._proven
+            self.param_grad.skips, self.forward.is_running = False, True
+            return self._proven[0]
         if not Switch.on():
             self.reduction.begin(model, self.record.forwards)
             return None
@@ -63,7 +75,7 @@ class Recorder:
         plan = None
         if self.forward.records():
             self.record.plan, self.forward.samples = self.planner.static, None
-            plan, self.forward.samples = self.planner.plan(model, args, kwargs)
+            plan, self.forward.samples = self.planner.plan(model, args, kwargs, current_task() != NO_TASK)
             if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model
                 self._followed = plan
                 for name, parameter in model.named_parameters():
@@ -72,12 +84,35 @@ class Recorder:
             state = random_state(cuda_devices_of(model))
             self.record.plan, self.record.arguments = plan, (weakly(args), weakly(kwargs), state)
             if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
-                # Not before the sums of a plan's rows were once compared with the gradients that arrived.
-                self.param_grad.skips = not (self.param_grad.wanted or plan.sum_check is SumCheck.PENDING)
+                self.param_grad.skips = not self.param_grad.wanted
+                # Not before the sum of its rows was once compared with the gradient that arrived.
+                awaited = self.param_grad.skips and [n for n in self.record.names.values() if plan.awaits_sum(n)]
+                self.param_grad.awaited = frozenset(awaited or ())
             if self.param_grad.skips:
                 check_unwrapped()
         self.forward.is_running = True
         return plan
+
+    def prove_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Has the plan of the forward that begins proven, where that is due."""
+        plan = self.record.plan
+        if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
+            self.prove(model, self, args, kwargs)
+
+    @contextmanager
+    def proving(self) -> Iterator[None]:
+        """A context in which the model runs for a proof; then the forward that has begun goes on from its beginning."""
+        record, forward, forwards = self.record, self.forward, self.record.forwards
+        self._proven, arrival, unread = (record.plan, forward.samples), record.on_arrival, record.plan.unread
+        record.on_arrival = None
+        try:
+            with record.set_aside(), self.backward.aside(), self.param_grad.aside():
+                yield
+        finally:
+            (record.plan, forward.samples), record.on_arrival = self._proven, arrival
+            record.plan.unread = unread
+            self._proven, record.forwards, forward.is_running = None, forwards, True
+            forward.restart()
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         """The model's forward has ended.  output: None where it has failed"""
@@ -87,5 +122,5 @@ class Recorder:
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
-        if self.record.plan.mixed_outputs and self.forward.records():
+        if self.record.plan.mixed_outputs and self.forward.records() and self._proven is None:
             self.backward.watch_outputs(output)

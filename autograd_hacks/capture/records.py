@@ -93,6 +93,11 @@ class OutputGrads:
         """That of the first output that the pass came by."""
         return next(grad for grad in self.at if grad is not None)
 
+    @property
+    def length(self) -> float:
+        """The 2-norm of them all."""
+        return sum(float(grad.abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+
 
 @dataclass(eq=False)
 class Announcement:
@@ -128,7 +133,6 @@ class Pass:
     adds_to_left: bool = False  # whether it adds to what the pass before it has left in .grad
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
     mixed_output: tuple[int, tuple[int, ...]] | None = None
-    largest: Tensor | None = None  # of all its gradients, by magnitude
 
     @property
     def is_hess(self) -> bool:

@@ -12,7 +12,7 @@ from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
 from autograd_hacks.forms.rows import Concatenation, Grouping, group
-from autograd_hacks.forms.sums import Scaled, Sum, add, scale
+from autograd_hacks.forms.sums import Scaled, Sum, add, magnitudes, scale
 
 __all__ = [
     "BUDGET",
@@ -31,6 +31,7 @@ __all__ = [
     "Zero",
     "add",
     "group",
+    "magnitudes",
     "put",
     "scale",
 ]

@@ -5,9 +5,9 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.composite import Composite
-from autograd_hacks.forms.factored import norms_by_positions
+from autograd_hacks.forms.factored import Factored, norms_by_positions
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -34,6 +34,19 @@ def add(forms: Sequence[Form]) -> Form:
         alike.setdefault(term.merge_key() or position, []).append(term)
     merged = [group[0] if len(group) == 1 else group[0].merge(group[1:]) for group in alike.values()]
     return merged[0] if len(merged) == 1 else Sum(merged)
+
+
+def magnitudes(form: Form) -> Form:
+    """The form with the magnitudes of its factors in their place: its rows are the sums of the magnitudes of what the rows
+    of J are sums of, relative to which rounding is small however much of them cancels."""
+    if isinstance(form, Scaled):
+        factor = form.factor
+        return Scaled(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
+    if isinstance(form, Composite):
+        return form._of([magnitudes(part) for part in form.parts])
+    if isinstance(form, Factored):
+        return form._of(*[x.abs() if x.is_floating_point() or x.is_complex() else x for x in form.held])
+    return Dense(form.matrix().abs().view(form.samples, *form.shape))
 
 
 class Scaled(Composite):

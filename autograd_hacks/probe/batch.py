@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
+from autograd_hacks.probe.layout import same
 from autograd_hacks.support.trees import is_packed
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
@@ -23,6 +26,7 @@ class Batch:
     leaves: list[Any]  # of the arguments' tree
     spec: TreeSpec  # the tree
     axes: list[int | None] | None  # for each leaf the axis of its samples, or None, where the user has said so; else None
+    shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, and so have no samples
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
@@ -74,67 +78,89 @@ class Batch:
         """For each leaf the axis on which it has samples; None where it has none."""
         if self.axes is not None:
             return self.axes
-        carried = [axis if axis is not None and _size(leaf, axis) == samples else None for leaf in self.leaves]
+        sizes = [None if n in self.shared or axis is None else _size(leaf, axis) for n, leaf in enumerate(self.leaves)]
+        carried = [axis if size == samples else None for size in sizes]
         first = next((n for n, at in enumerate(carried) if at is not None), 0)
         return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(carried)]
 
-    def replaced(self, axis: int | None, kept: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with others of the batch's values in the place of the samples that are not kept; None where all
-        samples are alike.
+    def replaced(
+        self, axis: int | None, kept: Tensor, turn: int, stays: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with kept samples in the place of those that are not kept; None where nothing changes by that.
 
-        Behind the first tensor that carries samples, square matrices stay, which may be masks over T = N positions, and
-        vectors of integers, which may be lengths.
+        Square matrices of nothing but 0 and -inf or booleans stay, behind the first tensor that carries samples: they are
+        masks over T = N positions.
 
         axis: of the samples, see `samples`    kept: N, the samples that are not replaced
+        turn: by which they are, another in each turn    stays: whether vectors of integers stay too, which may be lengths in
+        a certain order
         """
-        carried = self.carried(axis, len(kept))
+        samples = len(kept)
+        carried = self.carried(axis, samples)
         first = next((n for n, at in enumerate(carried) if at is not None), 0)
         if self.axes is None:
-            carried = [None if n != first and _stays(self.leaves[n]) else at for n, at in enumerate(carried)]
-        for shift in range(1, min(len(kept), 8)):
-            leaves = [leaf if at is None else _replace(leaf, at, kept, shift) for leaf, at in zip(self.leaves, carried)]
-            if any(at is not None and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
-                for new, old in zip(leaves, self.leaves):
-                    if new is not old:
-                        new.requires_grad_(old.requires_grad)
-                args, kwargs = tree_unflatten(leaves, self.spec)
-                return args, kwargs
-        return None
+            carried = [None if n != first and _stays(self.leaves[n], stays) else at for n, at in enumerate(carried)]
+        choices = kept.nonzero()[:, 0]
+        every = torch.arange(samples, device="cpu")
+        donors = every.where(kept, choices[(every + turn) % len(choices)])
+        leaves = [leaf if at is None else _taken(leaf, at, donors) for leaf, at in zip(self.leaves, carried)]
+        if not any(at is not None and not same(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
+            return None
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def has_orders(self, axis: int | None, samples: int) -> bool:
+        """Whether `replaced` makes a difference between ``stays`` and not."""
+        carried = [leaf for leaf, at in zip(self.leaves, self.carried(axis, samples)) if at is not None]
+        return self.axes is None and any(_stays(leaf, True) and not _stays(leaf, False) for leaf in carried[1:])
 
     def is_alike(self, axis: int | None, told_by: int | None) -> bool:
         """Whether its samples are all the same, so that nothing can be replaced.  See `samples` for the arguments"""
-        return any(self.replaced(axis, kept) is None for kept in kept_samples(self.samples(axis, told_by) or 0))
+        samples = self.samples(axis, told_by) or 0
+        carried = zip(self.leaves, self.carried(axis, samples))
+        return all(at is None or samples < 2 or same(leaf, leaf.roll(1, at)) for leaf, at in carried)
+
+    def without_samples(self, axis: int | None, samples: int) -> frozenset[int]:
+        """The leaves that have an axis there, of another size."""
+        if self.axes is not None or axis is None:
+            return frozenset()
+        sizes = {n: _size(leaf, axis) for n, leaf in enumerate(self.leaves)}
+        return self.shared | {n for n, size in sizes.items() if size not in (None, samples)}
 
     def signature(self) -> tuple[object, ...]:
         """What the arguments are but for their extents and values; an extent of one may be no axis at all."""
         return self.spec, tuple(map(_kind, self.leaves))
 
 
-def kept_samples(samples: int, seed: int = 0) -> list[Tensor]:
-    """Which samples the traces keep, the same at every call: a random half, and for two or three samples the others in a
-    second trace.  Each is N booleans.
+FEW = 20
+"""So many samples can be told apart, each from each, by six halves."""
 
-    Chosen so that shifting, reversing or scanning along the batch carries a replaced sample's value into a kept one.  For
-    two or three samples that takes two traces.
+
+def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
+    """Which samples the traces keep, others each time.  Each is N booleans.
+
+    Of up to `FEW` samples every one is replaced in some trace that keeps the other, for all ordered pairs: no sample's
+    traces are all among those of another.  Above that these are random halves and what they leave.  Of three to six
+    samples each half comes twice, to be filled by others.
+    Source: Sperner 1928, "Ein Satz über Untermengen einer endlichen Menge".
     """
-    if samples < 4:
-        one = torch.arange(samples) > 0
-        return [~one, one] if samples > 1 else [torch.ones(samples, dtype=torch.bool)]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(samples, generator=generator)
-        kept = torch.zeros(samples, dtype=torch.bool).index_fill(0, order[: samples - samples // 2], True)
-        steps = kept[1:].int() - kept[:-1].int()
-        if (steps > 0).any() and (steps < 0).any() and (kept != kept.flip(0)).any():
-            return [kept]
+    if samples < 2:
+        return [torch.ones(samples, dtype=torch.bool, device="cpu")]
+    if samples > FEW:
+        halves = [torch.randperm(samples, generator=draws, device="cpu") < samples // 2 for _ in range(2)]
+        return [kept for half in halves for kept in (half, ~half)]
+    count = next(count for count in range(2, 7) if comb(count, count // 2) >= samples)
+    sets = list(combinations(range(count), (count + 1) // 2))
+    order = torch.randperm(len(sets), generator=draws, device="cpu").tolist()
+    halves = [torch.tensor([n in sets[k] for k in order[:samples]], device="cpu") for n in range(count)]
+    return halves * 2 if 2 < samples < 7 else halves
 
 
-def _replace(leaf: Tensor, axis: int, kept: Tensor, shift: int) -> Tensor:
-    donors = leaf.detach().roll(shift, axis)
-    if leaf.is_floating_point():
-        donors = donors * 1.5  # beyond the batch's own values, or what takes their largest would stay the same
-    by_sample = kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
-    return torch.where(by_sample, leaf.detach(), donors)
+def _taken(leaf: Tensor, axis: int, donors: Tensor) -> Tensor:
+    """A leaf with other samples.  donors: N, whose values each gets"""
+    # In the same order in memory, or the same numbers would come out of other kernels with other digits.
+    taken = torch.empty_like(leaf).copy_(leaf.detach().index_select(axis, donors.to(leaf.device)))
+    return taken.requires_grad_(leaf.requires_grad)
 
 
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
@@ -164,13 +190,14 @@ def _counts_up(leaf: Any) -> bool:
     return len(leaf) > 1 and bool((leaf.diff() == 1).all())
 
 
-def _stays(leaf: Any) -> bool:
+def _stays(leaf: Any, with_vectors: bool) -> bool:
     if not isinstance(leaf, Tensor):
         return True
     if leaf.ndim == 1:
-        return not leaf.is_floating_point()
-    has_values = leaf.is_floating_point() or leaf.dtype == torch.bool
-    return has_values and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+        return with_vectors and not leaf.is_floating_point()
+    if leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
+        return False
+    return leaf.dtype == torch.bool or (leaf.is_floating_point() and bool(((leaf == 0) | (leaf == -torch.inf)).all()))
 
 
 def _kind(leaf: Any) -> object:

@@ -3,12 +3,12 @@ they mix?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from autograd_hacks.probe.layout import Evidence, Layout, Layouts, layouts_that_fit, likeliest, only_by_sizes
+from autograd_hacks.probe.layout import Fits, Layout, Layouts, likeliest, only_by_sizes, same
 from autograd_hacks.probe.trace import Trace, Traced, Tracer
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.table import axes_for, rule_for
@@ -19,7 +19,7 @@ class Compared:
     """A call of the batch's own trace, and what the other traces say of it."""
 
     traced: Traced
-    other: Traced | None  # the same call in the last trace with samples replaced; None where that has not made it
+    missing: bool  # whether some other trace has not made it
     owned: set[str]  # the parameters that its rule covers
     layouts: Layouts  # where the samples are in its outputs
     mixing: list[bool]  # in which of them samples mix
@@ -33,76 +33,124 @@ class Compared:
 class Comparison:
     """Traces of one model, with the samples on one axis of its arguments.
 
-    whole: the batch's    others: with samples replaced    kept: for each of these N, the samples that are not replaced
-    alike: whether the samples were all the same, so that nothing could be replaced
-    axis: of the samples; None where the user has said it for each argument
+    whole: the batch's    samples: N    axis: of the samples; None where the user has said it for each argument
     expanded: the lookups whose output had a copy for each sample
     """
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        whole: Trace,
-        others: Sequence[Trace],
-        kept: Sequence[Tensor],
-        alike: bool,
-        axis: int | None,
-        expanded: Mapping[str, bool],
-    ) -> None:
-        self.tracer, self.whole, self.others, self.kept = tracer, whole, others, kept
-        self.alike, self.axis, self.expanded = alike, axis, expanded
-        self.samples = len(kept[0])
-        self.calls = [self._compare(call) for call in whole.calls.values()]
+    def __init__(self, tracer: Tracer, whole: Trace, samples: int, axis: int | None, expanded: Mapping[str, bool]) -> None:
+        self.tracer, self.whole, self.samples, self.axis, self.expanded = tracer, whole, samples, axis, expanded
+        self.traces = 0  # with samples replaced
+        self.noisy: set[Frame] = set()  # calls that come out different when nothing has changed
+        self.kept: Tensor | None = None  # N, the samples that the running trace keeps
+        self._outputs = {frame: [Fits(x, samples) for x in call.outputs] for frame, call in whole.calls.items()}
+        self._inputs = {frame: [Fits(x, samples) for x in call.inputs] for frame, call in whole.calls.items()}
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the samples were all the same, so that nothing could be replaced."""
+        return not self.traces
 
     @property
     def is_unproven(self) -> bool:
         """Whether nothing but sizes tells the samples' axis."""
-        return self.alike and self.samples > 1
+        return self.is_alike and self.samples > 1
 
-    def _compare(self, call: Traced) -> Compared:
+    def see(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Takes a call of another trace, with the samples replaced that are not kept."""
+        assert self.kept is not None
+        if len(outputs) == len(self._outputs.get(frame, ())):
+            for fits, x in (*zip(self._outputs[frame], outputs), *zip(self._inputs[frame], inputs)):
+                fits.see(x.detach(), self.kept)
+
+    def see_again(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Takes a call of another trace of the batch itself."""
+        if any(not same(fits.real, x) for fits, x in zip(self._outputs.get(frame, ()), outputs)):
+            self.noisy.add(frame)
+
+    @property
+    def depends_on_rounding(self) -> bool:
+        """Whether something changed by no more than rounding where nothing should, and no routing explains it."""
+        return any(
+            fits.depends_on_rounding
+            for frame, found in self._outputs.items()
+            if not self.whole.calls[frame].rounds
+            for fits in found
+        )
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether some output had another shape when samples were replaced."""
+        return any(not fits.same_shape for found in self._outputs.values() for fits in found)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the model's outputs are numbers."""
+        return all(bool(x.isfinite().all()) for x in self.whole.calls[Frame("", 0)].outputs)
+
+    def calls(self, others: Sequence[Comparison] = ()) -> list[Compared]:
+        """What is known of each call.  others: comparisons of the same model with other parameters"""
+        return [self._compare(call, [self, *others]) for call in self.whole.calls.values()]
+
+    def _compare(self, call: Traced, all_of: Sequence[Comparison]) -> Compared:
         frame = call.stack[-1]
-        found = [self._place(call, slot, x) for slot, x in enumerate(call.outputs)]
+        found = [self._place(call, slot, x, all_of) for slot, x in enumerate(call.outputs)]
         layouts, placed = tuple(layout for layout, _ in found), False
         is_owner = bool(call.outputs) and frame.path not in self.tracer.parts
         owned = self.tracer.owned.get(frame.path, set()) if is_owner else set()
-        other = self.others[-1].calls.get(frame)
-        from_batch = other is not None and other.from_batch
+        missing = any(fits.seen < self.traces for fits in self._outputs[frame])
         if owned and frame.path in self.expanded:
             layouts, placed = (Layout(),), True
-        elif owned and from_batch and call.is_packed:
+        elif owned and not missing and call.from_batch and call.is_packed:
             layouts, placed = (Layout(axes_for(call.module, call.outputs[0])[0]),), True
-        elif owned and from_batch:
-            own = self._place_by_rule(call)
+        elif owned and not missing and call.from_batch:
+            own = self._place_by_rule(call, all_of)
             layouts, placed = (own,) if own else layouts, own is not None
-        return Compared(call, other, owned, layouts, [mixes for _, mixes in found], placed)
+        return Compared(call, missing, owned, layouts, [mixes for _, mixes in found], placed)
 
-    def _place(self, call: Traced, slot: int, real: Tensor) -> tuple[Layout | None, bool]:
+    def _place(self, call: Traced, slot: int, real: Tensor, all_of: Sequence[Comparison]) -> tuple[Layout | None, bool]:
         """Where the samples are in one of a call's outputs, and whether it shows that they mix."""
-        evidence = self._evidence(call, lambda traced: traced.outputs[slot : slot + 1])
-        if not evidence:
-            return None, False
-        fitting, has_changed = layouts_that_fit(real, evidence, range(real.ndim))
-        if not has_changed and len(call.stack) == 1 and self.axis is not None:
+        frame, is_root = call.stack[-1], len(call.stack) == 1
+        fits = self._outputs[frame][slot]
+        if fits.seen < self.traces:
+            return None, is_root and real.ndim > 0
+        fitting, has_changed = self._fitting(call, slot, range(real.ndim), all_of)
+        if not has_changed and is_root and self.axis is not None:
             return likeliest(real.shape, self.samples, [self.axis]), False
-        same_shape = all(other.shape == real.shape for other, _ in evidence)
-        is_routed = self._is_routed(call.stack[-1])
-        mixes = not fitting and same_shape and not is_routed and real.is_floating_point() and real.ndim > 0
+        mixes = not fitting and real.is_floating_point() and real.numel() > 1 and real.ndim > 0
+        # What routing has made of rows inside may be put in order before the end; at the end it is what it is.
+        mixes &= is_root or (fits.same_shape and not self._is_routed(call))
+        if is_root and call.routed and len(fitting) == 1:
+            return fitting[0], mixes  # to be proven
         return self._choose(call, real, fitting, range(real.ndim), nothing_to_know_by=not has_changed), mixes
 
-    def _place_by_rule(self, call: Traced) -> Layout | None:
+    def _place_by_rule(self, call: Traced, all_of: Sequence[Comparison]) -> Layout | None:
         """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""
         rule, output = rule_for(call.module), call.outputs[0]
         axes = axes_for(call.module, output)
-        by_input = self._evidence(call, lambda traced: traced.inputs)
         fitting: list[Layout] | None = None
         if rule is None or not rule.by_input:
-            evidence = self._evidence(call, lambda traced: traced.outputs[:1])
-            fitting, _ = layouts_that_fit(output, evidence, axes) if evidence else ([], True)
-        if by_input and (fitting is None or len(fitting) > 1):
+            fitting, _ = self._fitting(call, 0, axes, all_of)
+        if call.inputs and (fitting is None or len(fitting) > 1):
             # Too little has changed in the output, of zero weights say; its input may tell.
-            told, _ = layouts_that_fit(call.inputs[0], by_input, axes)
+            told, _ = self._inputs[call.stack[-1]][0].layouts(axes, self._exactly(call))
             fitting = told if fitting is None else [layout for layout in fitting if layout in told]
         return self._choose(call, output, fitting or [], axes, nothing_to_know_by=True)
+
+    def _fitting(
+        self, call: Traced, slot: int, axes: Iterable[int], all_of: Sequence[Comparison]
+    ) -> tuple[list[Layout], bool]:
+        """The layouts that all comparisons allow, and whether the output has changed in any."""
+        frame, axes, fitting, has_changed = call.stack[-1], list(axes), None, False
+        for comparison in all_of:
+            found = comparison._outputs.get(frame, ())
+            if slot < len(found):
+                own, changed = found[slot].layouts(axes, comparison._exactly(call))
+                fitting = own if fitting is None else [layout for layout in fitting if layout in own]
+                has_changed |= changed
+        return fitting or [], has_changed
+
+    def _exactly(self, call: Traced) -> bool:
+        return not call.rounds and call.stack[-1] not in self.noisy
 
     def _choose(
         self, call: Traced, real: Tensor, fitting: Sequence[Layout], axes: Iterable[int], nothing_to_know_by: bool
@@ -114,18 +162,8 @@ class Comparison:
         by_size = only_by_sizes(real.shape, self.samples, axes)
         return by_size if by_size in trusted else None
 
-    def _evidence(self, call: Traced, part: Callable[[Traced], list[Tensor]]) -> Evidence:
-        """A tensor of a call in each other trace with the samples kept there; nothing where some trace lacks it."""
-        found = []
-        for other, kept in zip(self.others, self.kept):
-            tensors = part(other.calls[call.stack[-1]]) if call.stack[-1] in other.calls else []
-            if not tensors:
-                return []
-            found.append((tensors[0], kept))
-        return found
-
-    def _is_routed(self, frame: Frame) -> bool:
-        return any(frame not in other.calls or other.calls[frame].routed for other in self.others)
+    def _is_routed(self, call: Traced) -> bool:
+        return call.routed or any(fits.seen < self.traces for fits in self._outputs[call.stack[-1]])
 
     def _is_trusted(self, call: Traced, layout: Layout, real: Tensor) -> bool:
         """Whether a layout that the values allow is no accident.
@@ -133,7 +171,7 @@ class Comparison:
         Rows that an operation has chosen by their values may be anyone's in the next forward.  Not so the samples that have
         kept an axis of their own beside others.
         """
-        if self._is_routed(call.stack[-1]) and (layout.fold or real.ndim < 3):
+        if self._is_routed(call) and (layout.fold or real.ndim < 3):
             return False
-        counting = self.others[-1].tracker.counting
+        counting = self.whole.tracker.counting
         return not layout.fold or not any(frame in counting for frame in call.stack[:-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from autograd_hacks.errors import where
 from autograd_hacks.probe.compare import Compared, Comparison
@@ -15,16 +15,16 @@ from autograd_hacks.rules.table import rule_for
 class Decision:
     """What a comparison says of each parameter, by its name in the model."""
 
-    def __init__(self, comparison: Comparison, told_by: int | None) -> None:
-        self.comparison, self.told_by = comparison, told_by
-        self.facts = comparison.others[-1].tracker
+    def __init__(self, comparison: Comparison, others: Sequence[Comparison], told_by: int | None) -> None:
+        self.comparison, self.told_by, self.compared = comparison, told_by, comparison.calls(others)
+        self.facts = comparison.whole.tracker
         self.reads = self.facts.reads
         self.calls: dict[str, list[Compared]] = {}
         self._inside: dict[str, dict[str, str]] = {}  # by a module's path its parameters
         self.unplaced: dict[str, set[Stack]] = {}  # calls whose rule can't tell the samples apart
-        for call in comparison.calls:
+        for call in self.compared:
             self.calls.setdefault(call.path, []).append(call)
-            if not call.placed and (call.other is None or call.other.from_batch):
+            if not call.placed and (call.missing or call.traced.from_batch):
                 for name in call.owned:
                     self.unplaced.setdefault(name, set()).add(call.traced.stack)
         self.chosen = {
@@ -33,7 +33,7 @@ class Decision:
             if (units := self._around(name, {*self.reads.get(name, ()), *self.unplaced.get(name, ())}))
         }
         lost = [stacks for name, stacks in self.unplaced.items() if name not in self.chosen]
-        first = [call for call in comparison.calls if any(call.traced.stack in stacks for stacks in lost)][:1]
+        first = [call for call in self.compared if any(call.traced.stack in stacks for stacks in lost)][:1]
         whole = [call for call in self.calls.get("", ()) if any(call.mixing) and not any(call.layouts)]
         self.mixed = [*first, *whole]
 
@@ -52,7 +52,7 @@ class Decision:
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
             unproven=comparison.is_unproven,
-            unplaced={call.path for call in comparison.calls if call.owned and not call.placed},
+            unplaced={call.path for call in self.compared if call.owned and not call.placed},
         )
         # The modules that this forward has shown must be run again, each for the parameters read inside.
         for name, stacks in self.chosen.items():
@@ -60,8 +60,7 @@ class Decision:
                 unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
                 unit.parameters |= self._named(path, {name})
                 unit.is_doubtful |= any(
-                    call.traced.stack in self.unplaced.get(name, ()) and not (call.other and call.other.routed)
-                    for call in comparison.calls
+                    call.traced.stack in self.unplaced.get(name, ()) and not call.traced.routed for call in self.compared
                 )
         # What it has not read, a later one may: a parameter that no rule covers, or an expert that no sample has chosen.
         for path, static in static_units(comparison.tracer.model).items():
@@ -71,7 +70,7 @@ class Decision:
         for name in self.unplaced.keys() & self.chosen.keys():
             for path in {stack[-1].path for stack in self.chosen[name]}:
                 plan.units[path].parameters |= self._named(path, unused)
-        for call in comparison.calls:
+        for call in self.compared:
             if call.owned and call.placed:
                 paths = {frame.path for frame in call.traced.stack}
                 plan.by_rule |= {
@@ -112,7 +111,7 @@ class Decision:
         """Whether running a call again gives rows for a parameter."""
         if not call.traced.has_plain_arguments or not self._named(call.path, {name}):
             return False
-        follows = call.other is not None and call.other.from_batch
+        follows = not call.missing and call.traced.from_batch
         told = [layout is not None for layout in call.layouts] if follows else [False]
         # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.
         return any(told) if len(call.traced.stack) == 1 else all(told)
@@ -153,7 +152,7 @@ def _mixing(call: Compared) -> str:
     place, rule = where(call.path, call.traced.module), rule_for(call.traced.module)
     if rule is not None and rule.mixes is not None and (told := rule.mixes(call.traced.module, call.traced.module.training)):
         return f"{MIXING}: {place} {told}"
-    if call.other is not None and call.other.routed:
+    if call.traced.routed:
         return (
             f"{MIXING}, or may: the rows of {place} are chosen by their values, and no module around it returns the samples "
             "in places of their own, so that rows can't be told to be anyone's."

@@ -54,25 +54,51 @@ class Layout:
 Layouts = tuple[Layout | None, ...]
 """For each tensor that a call returned where its samples are, None where it has none."""
 
-Evidence = Sequence[tuple[Tensor, Tensor]]
-"""What a tensor was when some samples were replaced, and N, whether each was kept; for one trace or more."""
 
+class Fits:
+    """The layouts under which a tensor was the same for all samples that were kept, over the traces shown so far.
 
-def layouts_that_fit(real: Tensor, evidence: Evidence, axes: Iterable[int]) -> tuple[list[Layout], bool]:
-    """The layouts under which a tensor is the same for all samples that were kept, and whether it has changed at all.
+    There is none that fits where samples mix, or rows are not the batch's; there are several where too little has changed
+    to tell.
 
-    axes: where the batch may be.  There is none that fits where samples mix, or rows are not the batch's; there are several
-    where too little has changed to tell.
+    real: the tensor in the batch's own trace    samples: N
     """
-    axes = [axis for axis in axes if axis < real.ndim]
-    if any(other.shape != real.shape for other, _ in evidence):
-        return [], True
-    changes = [(differs(real, other), kept.to(real.device)) for other, kept in evidence]
-    fitting = []
-    for layout in _candidates(real.shape, len(evidence[0][1]), axes):
-        if not any(layout.samples_first(_along(change, layout.axis), len(kept))[kept].any() for change, kept in changes):
-            fitting.append(layout)
-    return fitting, any(bool(change.any()) for change, _ in changes)
+
+    def __init__(self, real: Tensor, samples: int) -> None:
+        self.real, self.seen, self.same_shape = real, 0, True
+        self._fitting = dict.fromkeys((True, False), _candidates(real.shape, samples, range(real.ndim)))
+        self._changed = {True: False, False: False}
+
+    def see(self, other: Tensor, kept: Tensor) -> None:
+        """other: the tensor in a trace with samples replaced    kept: N, those that were not"""
+        self.seen += 1
+        if other.shape != self.real.shape:
+            self.same_shape, self._fitting = False, {True: [], False: []}
+            self._changed = {True: True, False: True}
+            return
+        if torch.equal(other, self.real):
+            return
+        kept = kept.to(self.real.device)
+        for exactly in (True, False):
+            change = (differs if exactly is False else _differs_at_all)(self.real, other)
+            along = {layout.axis: _along(change, layout.axis) for layout in self._fitting[exactly]}
+            self._changed[exactly] |= bool(change.any())
+            self._fitting[exactly] = [
+                layout
+                for layout in self._fitting[exactly]
+                if not layout.samples_first(along[layout.axis], len(kept))[kept].any()
+            ]
+
+    @property
+    def depends_on_rounding(self) -> bool:
+        return self._fitting[True] != self._fitting[False]
+
+    def layouts(self, axes: Iterable[int], exactly: bool) -> tuple[list[Layout], bool]:
+        """Those along some axes, and whether the tensor has changed at all.  exactly: whether rounding counts as a change"""
+        fitting = self._fitting[exactly]
+        along = [layout for axis in axes for layout in fitting if layout.axis == axis]
+        found = sorted(along, key=lambda layout: bool(layout.fold))
+        return found, self._changed[exactly]
 
 
 def likeliest(shape: Sequence[int], samples: int, axes: Iterable[int]) -> Layout | None:
@@ -112,11 +138,20 @@ def for_each_sample(x: Tensor, samples: int, has_axis: bool) -> Tensor:
 
 def differs(x: Tensor, y: Tensor) -> Tensor:
     """Where tensors of one shape differ by more than rounding, elementwise."""
-    different = (x != y) & ~((x != x) & (y != y))
+    different = _differs_at_all(x, y)
     if x.numel() and (x.is_floating_point() or x.is_complex()):
         # Rows that no change touched come out of the same kernels with the same bits, but for operations that add in an
         # order of their own.  By column, since a large one would hide what changes in the others.
         rows = tuple(range(max(1, x.ndim - 1))) if x.ndim else ()
-        largest = x.abs().nan_to_num(posinf=0).amax(rows, keepdim=True)
-        different &= ~((x - y).abs() <= 100 * torch.finfo(x.dtype).eps * largest)
+        largest, eps = x.abs().nan_to_num(posinf=0).amax(rows, keepdim=True), torch.finfo(x.dtype).eps
+        different &= ~((x - y).abs() <= min(100 * eps, 1e-2) * largest)
     return different
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Whether tensors have the same bits, but for what is no number in both."""
+    return x.shape == y.shape and not _differs_at_all(x, y).any()
+
+
+def _differs_at_all(x: Tensor, y: Tensor) -> Tensor:
+    return (x != y) & ~((x != x) & (y != y))

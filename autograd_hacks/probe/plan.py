@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -25,14 +24,6 @@ UNKNOWN = (
 
 UNTRACED = "the model failed when it was probed, in a forward before its own, so that it isn't known whether samples mix"
 """How the reason begins, where a model can't be run once more on its arguments."""
-
-
-class SumCheck(Enum):
-    """Whether the sums of a plan's rows were compared with the gradients that arrived at the parameters."""
-
-    PENDING = "those of the next backward pass are kept for it"
-    MISSED = "a backward pass has gone by that nobody read"
-    DONE = "once is enough"
 
 
 @dataclass
@@ -73,7 +64,17 @@ class Plan:
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know
     unproven: bool = False  # whether the samples were all alike, so that their axis is the likeliest alone
-    sum_check: SumCheck = SumCheck.PENDING
+    unread: bool = False  # whether a backward pass has gone by that nobody read
+    # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
+    summed: set[str] = field(default_factory=set)
+    forwards: int = 1  # of its signature, so far
+    largest: int = 0  # the largest N that was traced
+    shared: frozenset[int] = frozenset()  # the arguments that have no samples, by number: see `Batch`
+    opened: frozenset[str] = frozenset()  # parameters that were zero, and that noise stands for when it is proven
+    disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong, as the proof has found
+    pending: bool = True  # whether it is to be proven before this forward
+    scaled: bool = False  # whether a loss made inside the model divides by something of the whole batch
+    unsure: bool = False  # whether the last proof has left something open, where a gradient was zero, say
 
     def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         """Where the samples are in what a layer with a rule returned."""
@@ -91,9 +92,18 @@ class Plan:
         self.incomplete = True
         return (only_by_sizes(outputs[0].shape, samples, axes_for(layer, outputs[0])),)
 
-    def inherit(self, earlier: Plan) -> None:
-        """Takes over what an earlier plan knew of calls that this one's forward has not made, of layers that are skipped at
-        random say."""
+    def is_due(self, samples: int) -> bool:
+        """Whether the forward that begins is traced anew: proofs belong to one point of training, and to one size."""
+        larger = samples >= (3 if self.largest < 3 else 2 * self.largest)
+        few = self.largest < 3 and is_power_of_two(self.forwards)  # two samples prove little
+        return self.incomplete or is_milestone(self.forwards) or larger or few
+
+    def follow(self, earlier: Plan) -> None:
+        """Takes the place of an earlier plan, and what that knew of calls that this one's forward has not made, of layers
+        that are skipped at random say."""
+        self.forwards, self.largest, self.unread = earlier.forwards, earlier.largest, earlier.unread
+        if earlier.unproven:
+            return
         for path, known in earlier.layouts.items():
             mine = self.layouts.get(path, ())
             self.layouts[path] = [*mine, *known[len(mine) :]]
@@ -111,9 +121,22 @@ class Plan:
         return tuple(Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, places))
 
     def keeps_arrived(self, name: str) -> bool:
-        """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first for all,
-        always where they come of running a module again."""
-        return self.sum_check is SumCheck.PENDING or any(name in unit.parameters.values() for unit in self.units.values())
+        """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first,
+        and always where they come of running a module again."""
+        return self.awaits_sum(name) or any(name in unit.parameters.values() for unit in self.units.values())
+
+    def awaits_sum(self, name: str) -> bool:
+        """Whether a parameter's rows are to be compared with the gradient that arrives."""
+        return name not in self.summed and not self.unread
+
+
+def is_milestone(forwards: int) -> bool:
+    """Whether plans are made, proven and compared anew: in forwards 2, 16, 128, 1024, ... of a signature."""
+    return is_power_of_two(forwards) and forwards.bit_length() % 3 == 2
+
+
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def static_units(model: nn.Module) -> dict[str, Unit]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.nn as nn
@@ -10,11 +11,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.errors import ProbeFailed
-from autograd_hacks.probe.batch import Batch, BatchDim, kept_samples
-from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.layout import differs
-from autograd_hacks.probe.plan import UNTRACED, Plan, static_units
+from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_power_of_two, static_units
+from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import modules_of
@@ -26,12 +27,16 @@ def plan_for(
     kwargs: dict[str, Any],
     batch: Batch,
     axes: Sequence[int | None],
+    seed: int = 0,
+    opened: Collection[str] = (),
 ) -> Plan:
     """The plan of a forward, from traces: of the batch, and of the batch with samples replaced.
 
     It changes nothing, neither in the model nor in the arguments.
 
     batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
+    seed: which samples are replaced, and by which    opened: parameters by name that are zero, and hide what is behind them:
+    they are tried with noise in their place too
     Returns a plan that refuses everything where the model can't run its own arguments, as the forward will say.
     Raises ProbeFailed where it can't run them with samples replaced.
     """
@@ -58,30 +63,11 @@ def plan_for(
             whole = tracer.trace((args, kwargs), batch, axis, samples, {})
         else:
             wholes[carrying] = whole
-        decisions.append(Decision(_compared(tracer, whole, (args, kwargs), batch, axis, samples), told_by))
+        whole, expanded = _with_expanded_lookups(tracer, whole, (args, kwargs), batch, axis, samples)
+        proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, expanded, seed)
+        compared = proposal.compared(whole)
+        decisions.append(Decision(compared, proposal.with_noise(opened), told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
-
-
-def _compared(
-    tracer: Tracer, whole: Trace, arguments: Arguments, batch: Batch, axis: int | None, samples: int
-) -> Comparison:
-    kept = kept_samples(samples)
-    replaced = [found for half in kept if (found := batch.replaced(axis, half)) is not None]
-    alike = len(replaced) < len(kept)
-    whole, expanded = _with_expanded_lookups(tracer, whole, arguments, batch, axis, samples)
-    try:
-        others = [tracer.trace(other, batch, axis, samples, expanded) for other in ([] if alike else replaced)]
-    except ProbeFailed:
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        raise ProbeFailed(
-            f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
-            f"{error}). The library runs one before the first of each kind, to find out where the samples are and "
-            "whether they mix. If the model's input has no batch on axis 0, say where: add_hooks(model, "
-            "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
-            "add_hooks(model, probe=False)."
-        ) from error
-    return Comparison(tracer, whole, others or [whole] * len(kept), kept, alike, axis, expanded)
 
 
 def _with_expanded_lookups(
@@ -121,11 +107,18 @@ class Planner:
         self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
+        self.doubts = False  # whether the next forward is traced anew, whatever is known
+        self._seed = 0  # others are replaced each time
 
-    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, int | None]:
-        """The plan of a forward that begins, and its number of samples, None where that isn't known."""
+    def plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False
+    ) -> tuple[Plan, int | None]:
+        """The plan of a forward that begins, and its number of samples, None where that isn't known.
+
+        again: whether checkpointing runs a forward that has been before
+        """
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
-            return self.static, None  # a layer alone mixes nothing that its rule doesn't know
+            return self._without_probe(), None  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         axis = self._learnt if axis == 0 and self._learnt is not None else axis
@@ -133,7 +126,7 @@ class Planner:
         if any(p is not None and is_lazy(p) for module in modules for p in module._parameters.values()) or _is_ragged(
             model, batch
         ):
-            return self.static, None  # a model that isn't whole yet, or samples that no axis tells apart
+            return self._without_probe(), None  # a model that isn't whole yet, or samples that no axis tells apart
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
                 f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
@@ -141,21 +134,50 @@ class Planner:
                 "and that samples don't mix: add_hooks(model, probe=False)."
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
-            return self.static, None
+            return self._without_probe(), None
         signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
         known = self.plans.get(signature)
-        if known is not None and not known.incomplete and (not known.unproven or batch.is_alike(known.axis, known.told_by)):
-            return known, batch.samples(known.axis, known.told_by)
+        if known is not None:
+            known.forwards += not again
+            known.pending |= known.unsure and is_power_of_two(known.forwards)
+            is_due, self.doubts = self.doubts or known.is_due(samples), False
+            if again or (not is_due and (not known.unproven or batch.is_alike(known.axis, known.told_by))):
+                return known, batch.samples(known.axis, known.told_by)
         if not samples:
             return self.static, None
+        batch = batch if known is None else replace(batch, shared=known.shared)
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
-        plan = plan_for(model, args, kwargs, batch, axes)
+        zeros, self._seed = _zeros(model), self._seed + 1
+        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros)
+        plan.opened = zeros
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis
-        if known is not None and not known.unproven:
-            plan.inherit(known)
+        if known is not None:
+            plan.follow(known)
+        plan.shared = batch.without_samples(plan.axis, batch.samples(plan.axis, plan.told_by) or 0)
+        plan.largest = max(plan.largest, samples)
         self.plans[signature] = plan
         return plan, batch.samples(plan.axis, plan.told_by)
+
+    def _without_probe(self) -> Plan:
+        self.static.forwards += 1
+        if is_milestone(self.static.forwards):
+            self.static.summed.clear()
+        return self.static
+
+
+def _zeros(model: nn.Module) -> frozenset[str]:
+    """The parameters that train and are all zero, so that what is behind them has no effect yet, by name.
+
+    But for those of layers with a rule whose other parameters aren't: a bias hides nothing.
+    """
+    found = set()
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and not (is_lazy(p) or p.is_meta)}
+        zero = {name for name, p in own.items() if not p.detach().any()}
+        if zero and (rule_for(module) is None or len(zero) == len(own)):
+            found |= {f"{path}.{name}" if path else name for name in zero if own[name].requires_grad}
+    return frozenset(found)
 
 
 def _is_ragged(model: nn.Module, batch: Batch) -> bool:

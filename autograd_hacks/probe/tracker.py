@@ -3,18 +3,18 @@ two meet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from autograd_hacks.probe.guard import Guard, Kept, memory_of
 
 
 class Frame(NamedTuple):
@@ -34,6 +34,7 @@ class Facts:
 
     from_batch: bool = False  # it follows from the samples
     routed: bool = False  # which rows it has follows from the samples' values
+    rounds: bool = False  # something that it follows from was routed, so that rounding may differ
     order: tuple[int, ...] | None = None  # where each row was before, if all that has happened to them is one permutation
     # The parameters that it follows from while it doesn't follow from the batch, by name, each with the innermost calls
     # around all operations on the way.
@@ -41,6 +42,7 @@ class Facts:
 
     def add(self, other: Facts) -> None:
         self.from_batch |= other.from_batch
+        self.rounds |= other.rounds or other.routed
         if other.routed:
             self.order = other.order if not self.routed or self.order == other.order else None
             self.routed = True
@@ -57,14 +59,13 @@ def common(first: Stack, second: Stack) -> Stack:
 _SCATTERS = ("index_add", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "masked_fill")
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(Guard):
     """Follows values through all operations, those inside scripted code and C++ included.
 
     A number that Python takes from a tensor ends the trail: what the batch decides is found in tensors alone.
 
     parameters: to follow, by name    carrying: the tensors that hold the batch    by_rule: whether a rule covers the
-    parameter of a name, where the module at a path reads it in a call of its own    kept: what `keep` has returned,
-    here or in a trace before, of memory that nothing has written to since
+    parameter of a name, where the module at a path reads it in a call of its own
     """
 
     def __init__(
@@ -72,27 +73,21 @@ class Tracker(TorchDispatchMode):
         parameters: Mapping[str, Tensor],
         carrying: Iterable[Tensor],
         by_rule: Callable[[str, str], bool],
-        kept: dict[StorageWeakRef, list[Tensor]],
+        kept: Kept,
     ) -> None:
-        super().__init__()
+        super().__init__(parameters, kept)
         self.stack: Stack = ()
         self.reads: dict[str, set[Stack]] = {}  # where parameters meet the batch but for their rules
         self.uses: set[str] = set()  # the parameters that an operation uses
         self.counting: set[Frame] = set()  # the calls in which sizes or choices are taken from the batch
         self._facts: dict[StorageWeakRef, Facts] = {}
-        self._parameters: dict[StorageWeakRef, list[str]] = {}
-        self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept = kept
         self._by_rule = by_rule
-        for name, parameter in parameters.items():
-            if (key := _key(parameter)) is not None:
-                self._parameters.setdefault(key, []).append(name)
         for tensor in carrying:
             self._add(tensor, Facts(from_batch=True))
 
     def facts(self, tensor: Tensor) -> Facts:
         """What is known of a tensor; nothing is, of one that no operation before has made of the batch or of parameters."""
-        key = _key(tensor)
+        key = memory_of(tensor)
         return Facts() if key is None else self._facts.get(key, Facts())
 
     def mark(self, tensor: Tensor) -> None:
@@ -100,21 +95,9 @@ class Tracker(TorchDispatchMode):
         self._add(tensor, Facts(from_batch=True))
         self.facts(tensor).sources.clear()
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
-        key = _key(tensor)
-        if key is None or key in self._parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
-            return tensor.detach().clone()  # a part of more memory would keep all of it
-        kept = tensor.detach()
-        self._kept.setdefault(key, []).append(kept)
-        return kept
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [value for value, argument in zip(args, func._schema.arguments) if _is_written(argument)]
-        written += [kwargs.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
-        for x in tree_leaves(written):
-            self._protect(x)
+        written = self.protect(func, args, kwargs)
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name.endswith("_like") or name.startswith("new_"):
@@ -123,8 +106,8 @@ class Tracker(TorchDispatchMode):
         known = Facts()
         for x in inputs:
             known.add(self.facts(x))
-            key = _key(x)
-            for parameter in () if key is None else self._parameters.get(key, ()):
+            key = memory_of(x)
+            for parameter in () if key is None else self.parameters.get(key, ()):
                 self.uses.add(parameter)
                 known.add(Facts(sources={parameter: self.stack}))
         known.sources = {parameter: common(stack, self.stack) for parameter, stack in known.sources.items()}
@@ -137,28 +120,9 @@ class Tracker(TorchDispatchMode):
             known.routed, known.order = self._routes(func, name, args, known.order) if inputs else (False, None)
         if known.from_batch or known.sources:
             for x in tree_leaves((out, written)):
-                if isinstance(x, Tensor) and _key(x) not in self._parameters:
+                if isinstance(x, Tensor) and memory_of(x) not in self.parameters:
                     self._add(x, known)
         return out
-
-    @contextmanager
-    def protecting(self) -> Iterator[None]:
-        """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        try:
-            with self:
-                yield
-        finally:
-            for storage, kept in self._overwritten.values():
-                storage.copy_(kept)
-
-    def _protect(self, x: Any) -> None:
-        """Copies what is in a parameter's or a kept tensor's memory, before the first operation that writes there."""
-        key = _key(x) if isinstance(x, Tensor) else None
-        for kept in self._kept.pop(key, ()) if key is not None else ():
-            kept.data = kept.clone()
-        if key in self._parameters and key not in self._overwritten:
-            storage = x.untyped_storage()
-            self._overwritten[key] = storage, storage.clone()
 
     def _read(self, sources: dict[str, Stack]) -> None:
         for parameter, stack in sources.items():
@@ -201,16 +165,9 @@ class Tracker(TorchDispatchMode):
         return torch.Tag.dynamic_output_shape in func.tags, None
 
     def _add(self, tensor: Tensor, facts: Facts) -> None:
-        key = _key(tensor)
+        key = memory_of(tensor)
         if key is not None:
             self._facts.setdefault(key, Facts()).add(facts)
-
-
-def _key(tensor: Tensor) -> StorageWeakRef | None:
-    """The memory that a tensor is a view of; None where torch doesn't tell it."""
-    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return None
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _permutation(index: Tensor) -> tuple[int, ...] | None:
@@ -220,7 +177,3 @@ def _permutation(index: Tensor) -> tuple[int, ...] | None:
     with _disable_current_modes():
         is_one = bool((index.sort().values == torch.arange(len(index), device=index.device)).all())
         return tuple(index.tolist()) if is_one else None
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

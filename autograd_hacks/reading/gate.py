@@ -13,8 +13,7 @@ from autograd_hacks.capture.records import Record, RecordedCall, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
-from autograd_hacks.probe.plan import SumCheck
-from autograd_hacks.reading.certificate import check_sum, comparable
+from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.guards import check_hooked, check_seen, readable_segments
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.support.untouched import outside_inference, without_autocast
@@ -63,8 +62,7 @@ def _forms_of(
     lazily: bool,
 ) -> Iterator[tuple[str, Form | None]]:
     """(name, form), the rows of which add up where that was still to be seen."""
-    if record.plan.sum_check is SumCheck.MISSED:
-        record.plan.sum_check = SumCheck.PENDING  # somebody reads: the next pass's are kept, also where this one's fail
+    record.plan.unread = False  # somebody reads: the next pass's are kept, also where this one's fail
     kept = any(recorded.arrived for gate in gates for recorded in gate.segment.passes)
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
@@ -73,12 +71,10 @@ def _forms_of(
         for gate, form in zip(gates, forms) if kept else ():
             if form is not None:
                 with without_autocast(parameter):
-                    check_sum(name, form, comparable(gate.segment, known), record, loss_type, lazily)
+                    check_sum(name, known, form, gate.segment, record, loss_type, lazily)
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
-    if kept:
-        record.plan.sum_check = SumCheck.DONE
 
 
 class Gate:

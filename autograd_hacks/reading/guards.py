@@ -16,6 +16,7 @@ from autograd_hacks.errors import (
     SamplesMixed,
     StaleRecord,
     UnseenGradient,
+    VerificationFailed,
     where,
 )
 from autograd_hacks.probe.plan import MIXING
@@ -71,10 +72,14 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             slot, shape = recorded.mixed_output
             raise SamplesMixed(
                 f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, "
-                f"of shape {shape}, changed for the rest too, whichever of its axes was taken for the batch, and the loss "
-                "came that way. If the batch is not on axis 0 of the model's input, say where it is: add_hooks(model, "
-                "batch_dim=...)."
+                f"of shape {shape}, changed for the rest too, or the gradients that it sends to them did, whichever of its "
+                "axes was taken for the batch, and the loss came that way. If the batch is not on axis 0 of the model's "
+                "input, say where it is: add_hooks(model, batch_dim=...). A loss of samples alone can be made outside the "
+                "model: backward(losses)."
             )
+        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
+        if wrong:
+            raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
         if recorded.replaces_unread and recorded.adds_to_left:
             raise NothingRecorded(
                 "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "

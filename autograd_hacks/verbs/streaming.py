@@ -14,8 +14,7 @@ from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCa
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, RandomMap, scale
-from autograd_hacks.probe.plan import SumCheck
-from autograd_hacks.reading.certificate import check_sum, comparable
+from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import readable_segments
 from autograd_hacks.reading.scale import check_scale
@@ -136,18 +135,15 @@ class _Stream:
         for call in current.calls_of.get(name, ()):
             self._check_size(call, current.received.get(call))
         form = self._gate.form(name)
-        pending = self.record.plan.sum_check is SumCheck.PENDING
         if form is not None and name in self.names:
-            if grad is not None and pending:
+            if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
                 current.arrived = {name: grad.detach()}
-                arrived = comparable(self._gate.segment, name)
-                check_sum(self.names[name], form, arrived, self.record, self.loss_type, lazily=True)
+                check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type, lazily=True)
                 current.arrived = {}
             self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of.pop(name, None)
         for call in self._gate.done():
-            if not pending:  # else the largest gradient is still to be told
-                current.received.pop(call)
+            current.received.pop(call)
 
     def _check_size(self, call: RecordedCall, grads: OutputGrads | None) -> None:
         if grads is None:  # it was read already
@@ -171,5 +167,5 @@ class _Stream:
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
         readable_segments(dict(self.model.named_parameters()), self.record)
-        self.record.plan.sum_check = SumCheck.DONE
+        self.record.plan.unread = False
         return {what: joint_norms(f, len(f[0])) if what == "norms" else f[0] for what, f in self._found.items() if f}

@@ -1,7 +1,10 @@
 """The library's answer for a model against autograd's own, by randomly weighted sums, which a wrong row would change."""
 
-from collections.abc import Collection, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +16,10 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
-from autograd_hacks.reading.certificate import is_rounding
+from autograd_hacks.forms import Form
+from autograd_hacks.probe.batch import kept_samples
+from autograd_hacks.probe.layout import Layouts, differs
+from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
@@ -27,46 +33,62 @@ HEADER = ("parameter", "compared", "largest difference", "largest value")
 class _Comparison:
     parameter: str
     what: str
-    found: Tensor
-    expected: Tensor
-    used: Collection[torch.dtype]  # precisions that autocast brought in
+    is_right: bool
+    difference: float
+    value: float
 
-    @property
-    def difference(self) -> Tensor:
-        return _largest(self.found - self.expected)
-
-    @property
-    def value(self) -> Tensor:
-        return _largest(self.expected)
+    @staticmethod
+    def of(
+        parameter: str,
+        what: str,
+        form: Form | None,
+        w: Tensor,
+        expected: Tensor,
+        used: Collection[torch.dtype],
+        grads: float,
+    ) -> _Comparison:
+        """Σₙ wₙ gₙ with what autograd says.  used: precisions that autocast brought in    grads: see `agree`"""
+        if form is None:
+            return _Comparison(parameter, what, not bool(expected.any()), _largest(expected), _largest(expected))
+        w = w.to(form.like.device, form.sum_dtype)
+        is_right = agree(form, w, expected, used, lambda: grads)
+        difference = 0.0 if is_right else _largest(form.weighted_sum(w).to(expected) - expected)
+        return _Comparison(parameter, what, is_right, difference, _largest(expected))
 
 
 def verify(
-    model: nn.Module, samples: int = 0, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    samples: int = 0,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
     With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ
     wₙ gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ with one from g.  Two
     swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum
-    of its rows with ``.grad``, which must have been cleared before the step.  It runs the model twice, and leaves it,
-    ``.grad`` and the record as they were.
+    of its rows with ``.grad``, which must have been cleared before the step.  It also proves anew, as the first forwards
+    do, that samples don't mix: by values, and by gradients call by call.  It leaves the model, ``.grad`` and the record
+    as they were.
 
     samples: how many single samples to compare besides, by one backward pass each
     args, kwargs: other arguments to take, positional and by keyword; needed where those of the last forward were kept by
     nobody, as the library doesn't
+    loss: of the model's output makes N losses, to be checked too: those of some samples may not change with the others'
+    outputs
 
     Raises VerificationFailed with a table of the parameters that differ; NothingRecorded where the model has not run with
-    hooks, or its arguments are gone; SamplesMixed where no output has a place for each sample; and whatever reading raises.
+    hooks, or its arguments are gone; SamplesMixed where samples mix, or no output has a place for each; and whatever reading
+    raises.
     """
     recorder = recorder_of(model)
     state = random_state(cuda_devices_of(model))
     if args is None and kwargs is None:
         args, kwargs, state = _last_step(recorder.record)
     args, kwargs = args or (), dict(kwargs or {})
-    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples)
-    largest = max((c.value for c in comparisons), default=torch.zeros(()))
-    wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, (c.found.dtype, *c.used))]
-    if wrong:
+    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples, loss)
+    if wrong := [c for c in comparisons if not c.is_right]:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
         hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
         raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *rows]))
@@ -86,9 +108,9 @@ def _last_step(record: Record) -> tuple[tuple[Any, ...], dict[str, Any], RandomS
         ) from None
 
 
-def _largest(x: Tensor) -> Tensor:
+def _largest(x: Tensor) -> float:
     """The largest magnitude, 0 where there is nothing."""
-    return x.abs().max() if x.numel() else x.new_zeros(()).abs()
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
@@ -106,22 +128,30 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
         grad = parameters[name].grad
         if form is not None and grad is not None:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
-            total = form.weighted_sum(torch.full((form.samples,), share, dtype=grad.dtype, device=grad.device))
-            comparisons.append(_Comparison(name, "sum of the step's rows with .grad", total, grad.to_dense(), used))
+            w = torch.full((form.samples,), share, dtype=torch.float64, device="cpu")
+            what, grads = "sum of the step's rows with .grad", _length(record)
+            comparisons.append(_Comparison.of(name, what, form, w, grad.to_dense(), used, grads))
     return comparisons
 
 
 def _with_autograd(
-    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState, singles: int
+    model: nn.Module,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: RandomState,
+    singles: int,
+    loss: Callable[[Any], Tensor] | None,
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[tuple[str, str], Tensor] = {}
-    record = recorder.record
+    record, comparisons = recorder.record, []
+    recorder.planner.doubts = True
     with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
-        outputs = _run(model, args, kwargs, state)
+        output = _run(model, args, kwargs, state)
+        outputs = tensors_of(output)
         layouts = record.plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
         if not places:
@@ -129,34 +159,65 @@ def _with_autograd(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
             )
+        if loss is not None:
+            _check_loss(loss, output, layouts, recorder.forward.samples or 0)
         draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
         grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
         sums = _pull(outputs, grads, parameters)
         forms = read(model, dict(model.named_parameters()), recorder, "sum")
         used = _precisions(record)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
-        weights = {"weighted sum of rows": _random((samples,), draws)}
-        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples)[: min(singles, samples)])}
-        comparisons = []
-        for name, form in forms.items():
-            if form is not None:
-                total = form.weighted_sum(sums[name].new_ones(samples)).detach()
-                comparisons.append(_Comparison(name, "sum of rows", total, sums[name], used))
-                for number, (what, w) in enumerate(weights.items()):
-                    own = form[number - 1 : number].dense()[0] if number else form.weighted_sum(w.to(sums[name]))
-                    found[name, what] = own.detach()
-    with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
-        outputs = _run(model, args, kwargs, state)
-        for what, w in weights.items():
-            weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
-            for name, expected in _pull(outputs, weighted, parameters).items():
-                own = found.get((name, what), torch.zeros_like(expected))
-                comparisons.append(_Comparison(name, what, own, expected, used))
+        weights = {"weighted sum of rows": _random((samples,), draws), "sum of rows": torch.ones(samples, device="cpu")}
+        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
+        grads_here = _length(record)
+        with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
+            outputs = tensors_of(_run(model, args, kwargs, state))
+            for what, w in weights.items():
+                weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
+                expected = sums if what == "sum of rows" else _pull(outputs, weighted, parameters)
+                for name, total in expected.items():
+                    form, own = forms.get(name), w
+                    if form is not None and what.startswith("row "):
+                        n = int(what.removeprefix("row "))
+                        form, own = form[n : n + 1], w[n : n + 1]
+                    factor = float(w.abs().max())
+                    comparisons.append(_Comparison.of(name, what, form, own, total, used, factor * grads_here))
     return comparisons
 
 
+def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:
+    """Raises SamplesMixed where the losses of some samples change with the outputs of others."""
+    draws, places = torch.Generator().manual_seed(0), iter(layouts)
+    here = [(x.detach(), next(places, None)) for x in tensors_of(output)]
+    with torch.no_grad():
+        losses = loss(map_tensors(Tensor.detach, output))
+        if not isinstance(losses, Tensor) or losses.shape != (samples,):
+            raise ValueError(
+                f"the loss given to verify returned {tuple(losses.shape) if isinstance(losses, Tensor) else type(losses)}; "
+                f"expected {samples} losses, one for each sample (reduction='none')"
+            )
+        for kept in kept_samples(samples, draws):
+            others = [x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here]
+            again = loss(map_tensors(partial(_take, iter(others)), output))
+            if differs(losses, again)[kept.to(losses.device)].any():
+                raise SamplesMixed(
+                    "samples mix in the loss given to verify: when the model's outputs for some samples were replaced by "
+                    "those for others, the losses of the rest changed. They have no gradients of their own then."
+                )
+
+
+def _take(others: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(others)
+
+
+def _length(record: Record) -> float:
+    """How long the gradients that came to calls are, all together."""
+    passes = [recorded for segment in record.segments for recorded in segment.passes]
+    return sum(grads.length for recorded in passes for grads in recorded.received.values())
+
+
 def _random(shape: Sequence[int], draws: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=draws)
+    return torch.randn(*shape, generator=draws, device="cpu")
 
 
 def _precisions(record: Record) -> set[torch.dtype]:
@@ -165,10 +226,10 @@ def _precisions(record: Record) -> set[torch.dtype]:
     return {call.precision for call in calls if call.precision is not None}
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> Any:
     args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
     with with_random_state(state):
-        return tensors_of(model(*args, **kwargs))
+        return model(*args, **kwargs)
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,98 @@
+"""Keeps a trace from writing where the model's parameters are, or what it has returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Kept = dict[StorageWeakRef, list[Tensor]]
+"""By memory what `Guard.keep` has returned of it, in any trace, while nothing has written there."""
+
+
+class Guard(TorchDispatchMode):
+    """Sees each operation, those inside scripted code and C++ included, before it writes.
+
+    parameters: whose numbers are to stay, by name    kept: see `Kept`
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], kept: Kept) -> None:
+        super().__init__()
+        self.parameters: dict[StorageWeakRef, list[str]] = {}
+        self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._kept = kept
+        for name, parameter in parameters.items():
+            if (key := memory_of(parameter)) is not None:
+                self.parameters.setdefault(key, []).append(name)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        key = memory_of(tensor)
+        if key is None or key in self.parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
+            return tensor.detach().clone()  # a part of more memory would keep all of it
+        kept = tensor.detach()
+        self._kept.setdefault(key, []).append(kept)
+        return kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.protect(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def protecting(self) -> Iterator[None]:
+        """A context in which this is on; afterwards the parameters have the numbers that they had."""
+        try:
+            with self:
+                yield
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Gives the parameters the numbers that they had."""
+        for storage, kept in self._overwritten.values():
+            storage.copy_(kept)
+
+    def protect(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Copies what is in a parameter's or a kept tensor's memory, before the first operation that writes there.
+
+        Returns what an operation writes to.
+        """
+        places, names = _written(func)
+        if not places and not names:
+            return []
+        written = tree_leaves([args[n] for n in places if n < len(args)] + [kwargs.get(name) for name in names])
+        for x in written:
+            key = memory_of(x) if isinstance(x, Tensor) else None
+            for kept in self._kept.pop(key, ()) if key is not None else ():
+                kept.data = kept.clone()
+            if key in self.parameters and key not in self._overwritten:
+                storage = x.untyped_storage()
+                self._overwritten[key] = storage, storage.clone()
+        return written
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef | None:
+    """The memory that a tensor is a view of; None where torch doesn't tell it."""
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return None
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+@cache
+def _written(func: Any) -> tuple[list[int], list[str]]:
+    """The arguments that an operation writes to: their places and names."""
+    written = [
+        (n, argument.name)
+        for n, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [n for n, _ in written], [name for _, name in written]

@@ -1,0 +1,90 @@
+"""Shows a comparison what a model does when samples of its batch are replaced by others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from autograd_hacks.errors import ProbeFailed
+from autograd_hacks.probe.batch import Batch, kept_samples
+from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.trace import Arguments, Noise, Trace, Tracer
+
+NOISE = (0.02, 1e-4)
+"""How large the noise is that stands in the place of zeros; the next one is tried where the model can't run with one."""
+
+
+class Proposal:
+    """Traces of one model on one batch, with the samples on one axis of its arguments; see `plan_for` for the fields."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        arguments: Arguments,
+        batch: Batch,
+        axis: int | None,
+        samples: int,
+        expanded: Mapping[str, bool],
+        seed: int,
+    ) -> None:
+        self.tracer, self.arguments, self.batch, self.axis, self.samples = tracer, arguments, batch, axis, samples
+        self.expanded, self.draws = expanded, torch.Generator().manual_seed(seed)
+        self.stays = False  # whether vectors of integers are left as they are
+        self.halves = kept_samples(samples, self.draws)
+
+    def compared(self, whole: Trace) -> Comparison:
+        """A comparison of the batch's own trace with all halves."""
+        found = Comparison(self.tracer, whole, self.samples, self.axis, self.expanded)
+        try:
+            self._show(found, len(self.halves))
+            retry = found.sizes_differ
+        except ProbeFailed:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            if not self._has_orders():
+                raise ProbeFailed(
+                    f"a forward with some samples of the batch in the place of others has failed ({type(error).__name__}: "
+                    f"{error}). The library runs some before the first of each kind, to find out where the samples are and "
+                    "whether they mix. If the model's input has no batch on axis 0, say where: add_hooks(model, "
+                    "batch_dim=...); to do without, and take axis 0 of every layer's input for the batch: "
+                    "add_hooks(model, probe=False)."
+                ) from error
+            retry = True
+        if retry and self._has_orders():  # lengths, say, that must be in order
+            self.stays = True
+            return self.compared(whole)
+        if found.depends_on_rounding:
+            self.tracer.show(self.arguments, self.samples, self.expanded, found.see_again)
+        return found
+
+    def with_noise(self, opened: Collection[str]) -> list[Comparison]:
+        """A comparison of traces with noise in the place of some parameters, by name; none where there are none, or the
+        model can't run with it."""
+        for scale in NOISE if opened else ():
+            like = {name: p for p, name in self.tracer.names.items() if name in opened}
+            noise = {n: (scale * torch.randn(p.shape, generator=self.draws)).to(p) for n, p in like.items()}
+            try:
+                whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, self.expanded, noise)
+                found = Comparison(self.tracer, whole, self.samples, self.axis, self.expanded)
+                self._show(found, 2, noise)
+            except ProbeFailed:
+                raise
+            except Exception:  # whatever the model's own code raises, for numbers that it doesn't expect
+                continue
+            if found.is_finite:
+                return [found]
+        return []
+
+    def _show(self, comparison: Comparison, most: int, noise: Noise | None = None) -> None:
+        """Shows it some of the halves.  most: how many"""
+        order = torch.randperm(len(self.halves), generator=self.draws).tolist()[:most]
+        for kept, turn in [(self.halves[n], n) for n in order]:
+            other = self.batch.replaced(self.axis, kept, turn // (len(self.halves) // 2 or 1), self.stays)
+            if other is not None:
+                comparison.kept = kept
+                self.tracer.show(other, self.samples, self.expanded, comparison.see, noise)
+                comparison.traces += 1
+
+    def _has_orders(self) -> bool:
+        return not self.stays and self.batch.has_orders(self.axis, self.samples)

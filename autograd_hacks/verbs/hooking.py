@@ -1,0 +1,21 @@
+"""`add_hooks`, with the proof of plans handed down to where forwards begin."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from autograd_hacks.capture import hooks
+from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.reading.proof import prove
+
+
+def add_hooks(
+    model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True, reuse: bool = True
+) -> Hooked:
+    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse)
+    recorder_of(model).prove = prove
+    return hooked
+
+
+add_hooks.__doc__ = hooks.add_hooks.__doc__
