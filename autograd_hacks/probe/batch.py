@@ -83,23 +83,26 @@ class Batch:
         first = next((n for n, at in enumerate(carried) if at is not None), 0)
         return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(carried)]
 
+    def replaceable(self, axis: int | None, samples: int, stays: bool = False) -> list[int | None]:
+        """As `carried`, but without square matrices of nothing but 0 and -inf, or booleans, behind the first tensor that
+        carries samples: they are masks over T = N positions.  stays: see `replaced`"""
+        carried = self.carried(axis, samples)
+        first = next((n for n, at in enumerate(carried) if at is not None), 0)
+        if self.axes is not None:
+            return carried
+        return [None if n != first and _stays(self.leaves[n], stays) else at for n, at in enumerate(carried)]
+
     def replaced(
         self, axis: int | None, kept: Tensor, turn: int, stays: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with kept samples in the place of those that are not kept; None where nothing changes by that.
-
-        Square matrices of nothing but 0 and -inf or booleans stay, behind the first tensor that carries samples: they are
-        masks over T = N positions.
 
         axis: of the samples, see `samples`    kept: N, the samples that are not replaced
         turn: by which they are, another in each turn    stays: whether vectors of integers stay too, which may be lengths in
         a certain order
         """
         samples = len(kept)
-        carried = self.carried(axis, samples)
-        first = next((n for n, at in enumerate(carried) if at is not None), 0)
-        if self.axes is None:
-            carried = [None if n != first and _stays(self.leaves[n], stays) else at for n, at in enumerate(carried)]
+        carried = self.replaceable(axis, samples, stays)
         choices = kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + turn) % len(choices)])

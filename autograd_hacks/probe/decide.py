@@ -160,7 +160,8 @@ def _mixing(call: Compared) -> str:
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
         "whichever of its axes was taken for the batch. They have no gradients of their own then. If the batch is not on "
-        "axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...). Or else two of its axes have as "
+        "axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...), a tree for several arguments, None "
+        "for an argument without samples. Or else two of its axes have as "
         "many entries as there are samples, and nearly nothing changed, behind dead units say, by which to tell them apart: "
         "give the first batch another size."
     )

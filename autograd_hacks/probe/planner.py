@@ -141,7 +141,7 @@ class Planner:
             known.forwards += not again
             known.pending |= known.unsure and is_power_of_two(known.forwards)
             is_due, self.doubts = self.doubts or known.is_due(samples), False
-            if again or (not is_due and (not known.unproven or batch.is_alike(known.axis, known.told_by))):
+            if again or not samples or (not is_due and (not known.unproven or batch.is_alike(known.axis, known.told_by))):
                 return known, batch.samples(known.axis, known.told_by)
         if not samples:
             return self.static, None

@@ -112,7 +112,7 @@ class _Proof:
         args, kwargs = copies(arguments)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_packed)
         self.inputs = {}
-        for number, at in enumerate(self.batch.carried(self.plan.axis, self.samples)):
+        for number, at in enumerate(self.batch.replaceable(self.plan.axis, self.samples)):
             if at is not None and asks and leaves[number].is_floating_point():
                 self.inputs[number] = leaves[number].detach().requires_grad_()
                 leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
@@ -123,7 +123,7 @@ class _Proof:
     def _prove_places(self, places: Mapping[int, Layout]) -> None:
         at_random = {slot: self._random(self.outputs[slot]) for slot in places}
         first, second = self._weights(self.outputs[next(iter(places))])
-        carried = self.batch.carried(self.plan.axis, self.samples)
+        carried = self.batch.replaceable(self.plan.axis, self.samples)
         arrived = self._pull(places, at_random, first)
         recorded = [p for segment in self.recorder.record.segments for p in segment.passes]
         if not recorded:
@@ -234,7 +234,7 @@ class _Proof:
             if key in known and (layout := _layout(call, key[2], self.samples)) is not None:
                 bad |= self._differs(layout, known[key][1], grad, ones, ones, kept)
 
-        carried = self.batch.carried(self.plan.axis, self.samples)
+        carried = self.batch.replaceable(self.plan.axis, self.samples)
         with self._listening(note):
             inputs = self._pull({slot: at}, {slot: at_random}, ones)
         for half in kept_samples(self.samples, self.draws):

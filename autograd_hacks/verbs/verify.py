@@ -167,21 +167,24 @@ def _with_autograd(
         forms = read(model, dict(model.named_parameters()), recorder, "sum")
         used = _precisions(record)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
-        weights = {"weighted sum of rows": _random((samples,), draws), "sum of rows": torch.ones(samples, device="cpu")}
+        # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
+        order, signs = torch.randperm(samples, generator=draws, device="cpu"), _random((samples,), draws).sign()
+        weights = {"sum of rows": torch.ones(samples, device="cpu"), "weighted sum of rows": signs * 2.0 ** (order % 9 - 4)}
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
-        grads_here = _length(record)
+        expected = {"sum of rows": sums}
         with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
             outputs = tensors_of(_run(model, args, kwargs, state))
-            for what, w in weights.items():
+            for what, w in list(weights.items())[1:]:
                 weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
-                expected = sums if what == "sum of rows" else _pull(outputs, weighted, parameters)
-                for name, total in expected.items():
-                    form, own = forms.get(name), w
-                    if form is not None and what.startswith("row "):
-                        n = int(what.removeprefix("row "))
-                        form, own = form[n : n + 1], w[n : n + 1]
-                    factor = float(w.abs().max())
-                    comparisons.append(_Comparison.of(name, what, form, own, total, used, factor * grads_here))
+                expected[what] = _pull(outputs, weighted, parameters)
+        for what, w in weights.items():
+            for name, total in expected[what].items():
+                form, own = forms.get(name), w
+                if form is not None and what.startswith("row "):
+                    n = int(what.removeprefix("row "))
+                    form, own = form[n : n + 1], w[n : n + 1]
+                grads_here = float(w.abs().max()) * _length(record)
+                comparisons.append(_Comparison.of(name, what, form, own, total, used, grads_here))
     return comparisons
 
 

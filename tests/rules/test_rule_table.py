@@ -14,6 +14,7 @@ import autograd_hacks
 from autograd_hacks.errors import (
     BatchSizeError,
     UnsupportedLayer,
+    VerificationFailed,
 )
 from autograd_hacks.forms import Dense, Outer, scale
 from autograd_hacks.rules import RULES, Call, Rule, single_input
@@ -112,9 +113,16 @@ def test_a_single_input_rule_for_a_layer_of_several() -> None:
 def test_a_rule_registered_between_steps_holds_from_then_on(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
-    before = model[0].bias.grad1.clone()
-    twice = Rule(lambda layer, call: {n: scale(f, 2) for n, f in linear(layer, call).items()})
-    monkeypatch.setitem(RULES, nn.Linear, twice)
+    before, asked = model[0].bias.grad1.clone(), []
+    same = Rule(lambda layer, call: asked.append(layer) or linear(layer, call))
+    monkeypatch.setitem(RULES, nn.Linear, same)
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
-    assert_close(model[0].bias.grad1, 2 * before)
+    assert_close(model[0].bias.grad1, before)
+    assert model[0] in asked
+    monkeypatch.setitem(RULES, nn.Linear, Rule(lambda layer, call: {n: scale(f, 2) for n, f in linear(layer, call).items()}))
+    for _ in range(14):  # proofs are made again in forward 16
+        model.zero_grad()
+        step(model, *batch())
+    with pytest.raises(VerificationFailed, match=r"the rows of 0\.weight don't add up .* its rule is wrong"):
+        autograd_hacks.compute_grad1(model)
