@@ -115,7 +115,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
         return
     if not record.forwards:
         raise UnseenGradient(
-            f"gradient has reached {', '.join(past)} through a forward pass that ran before add_hooks(model), or while hooks "
+            f"gradient has reached {', '.join(past)} through a forward that ran before add_hooks(model), or while hooks "
             "were off, or under torch.compile: none has run with hooks. Hook the model first, then run the forward and the "
             "backward pass."
         )
