@@ -64,9 +64,18 @@ class Added(Trainer):
         autograd_hacks.clip_grad1_norm_(self.model, BOUND, add=True, batch_size=sum(len(x) for x, _ in micro))
 
 
-class Divided(Trainer):
+class DividedAdded(Trainer):
     def on_micro_batch_end(self, micro: Micro) -> None:
         autograd_hacks.clip_grad1_norm_(self.model, BOUND / len(micro), add=True)
+
+
+class DividedAppended(Appended):
+    def on_micro_batch_end(self, micro: Micro) -> None:
+        self.parts, self.size = len(micro), len(micro[0][0])
+
+    def on_pre_optimizer_step(self) -> None:
+        autograd_hacks.accumulate(self.model).stop()
+        autograd_hacks.clip_grad1_norm_(self.model, BOUND / self.parts, batch_size=self.size)
 
 
 MODELS = {"layers": mlp, "run again": lambda: nn.Sequential(BareMatrix(3), nn.Linear(3, 2)).double()}
@@ -80,7 +89,8 @@ MODELS = {"layers": mlp, "run again": lambda: nn.Sequential(BareMatrix(3), nn.Li
         (Appended, False, (3, 1, 2), False),
         (Added, False, (3, 1, 2), False),
         (Added, False, (5,), False),
-        (Divided, True, (2, 2, 2), False),
+        (DividedAdded, True, (2, 2, 2), False),
+        (DividedAppended, True, (2, 2, 2), True),
     ],
 )
 def test_a_training_loop_of_micro_batches(
@@ -98,6 +108,20 @@ def test_a_training_loop_of_micro_batches(
             by_hand.step()
             for own, p in zip(model.parameters(), plain.parameters()):
                 assert_close(own, p)
+
+
+def test_micro_batches_of_a_scaled_loss() -> None:
+    model, (x, y) = mlp(), batch(6)
+    expected = clipped_sum(model, x, y)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for part, target in zip(x.split(4), y.split(4)):
+            scaler.scale(squares(model(part), target).mean()).backward()
+            autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=6, scaler=scaler)
+        scaler.step(optimizer)
+    for p, old, total in zip(model.parameters(), before, expected):
+        assert_close(p, old - total / 6)
 
 
 @pytest.mark.parametrize("zeros", [True, False])
