@@ -190,16 +190,16 @@ class _Accumulator:
     def _weight_of(self, bias: str, grads: PerSampleGrads) -> str:
         """The name of the weight whose B a bias shares."""
         parameter = self.model.get_parameter(bias)
-        for layer in self.model.modules():
-            if layer._parameters.get("bias") is parameter:
-                weight = layer._parameters["weight"]
-                name = next((name for name in grads if self.model.get_parameter(name) is weight), None)
-                if name is not None and name in grads.reached:
-                    return name
-        raise UnsupportedLayer(
-            f"{bias} shares the factor of its layer's weight (kfac_bias='shared'), which is frozen or was not reached. Take "
-            "kfac_bias='exact'."
-        )
+        weights = [
+            layer._parameters["weight"] for layer in self.model.modules() if layer._parameters.get("bias") is parameter
+        ]
+        names = [name for name in grads.reached if len(weights) == 1 and self.model.get_parameter(name) is weights[0]]
+        if not names:
+            raise UnsupportedLayer(
+                f"{bias} is to share the factor of its layer's weight (kfac_bias='shared'), which is frozen, or was not "
+                "reached, or is one of several. Take kfac_bias='exact'."
+            )
+        return names[0]
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:

@@ -24,8 +24,7 @@ from autograd_hacks.support.trees import modules_of, version_of
 
 _MICRO_BATCHES = (
     "For micro-batches run all passes within autograd_hacks.accumulate(model), or clip each, with param_grad=False: "
-    "clip_grad1_norm_(model, max_norm, add=True); to read the last alone clear .grad between them (zero_grad), or the "
-    "record (autograd_hacks.clear_backprops(model))."
+    "clip_grad1_norm_(model, max_norm, add=True); to read the last alone clear"
 )
 
 
@@ -84,7 +83,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
             raise NothingRecorded(
                 "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "
-                f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES}"
+                f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), or the "
+                "record (autograd_hacks.clear_backprops(model))."
             )
         if recorded.ambiguous:
             raise NothingRecorded(
@@ -104,7 +104,7 @@ def check_sets_all(record: Record, what: str) -> None:
     if any(p.replaces_unread and p.adds_to_left and not p.fills_grad for p in passes):
         raise NothingRecorded(
             f"an earlier backward pass, which nobody has read, was thrown away when the last one came, and .grad as {what} "
-            f"sets it would be without it. {_MICRO_BATCHES}"
+            f"sets it would be without it. {_MICRO_BATCHES} the record between them: autograd_hacks.clear_backprops(model)."
         )
 
 

@@ -226,6 +226,12 @@ def test_shared_factors_that_are_not_there() -> None:
     autograd_hacks.backprop_hess(model(x))
     with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match=r"bias.*frozen.*kfac_bias='exact'"):
         autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="shared")
+    two = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    two[1].bias = two[0].bias
+    autograd_hacks.add_hooks(two)
+    autograd_hacks.backprop_hess(two(x))
+    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="one of several"):
+        autograd_hacks.compute_hess(two, kind="kfac", kfac_bias="shared")
     with pytest.raises(ValueError, match=r"kfac_bias='own'.*'shared'"):
         autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="own")
     autograd_hacks.compute_hess(model, kind="kfac")
