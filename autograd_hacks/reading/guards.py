@@ -83,8 +83,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
             raise NothingRecorded(
                 "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "
-                f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), or the "
-                "record (autograd_hacks.clear_backprops(model))."
+                f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), "
+                "or the record (autograd_hacks.clear_backprops(model))."
             )
         if recorded.ambiguous:
             raise NothingRecorded(
