@@ -109,8 +109,8 @@ def _check_adds(recorder: Recorder) -> None:
         )
     if any(segment.replaced for segment in segments):
         raise NothingRecorded(
-            "clip_grad1_norm_(add=True): clip_grad1_norm_ has put the last backward pass into .grad already, and would add "
-            "it once more. Run another forward and backward pass before; within accumulate(model), which keeps all passes, "
+            "clip_grad1_norm_(add=True): the last backward pass was put into .grad already, and would be added "
+            "once more. Run another forward and backward pass before; within accumulate(model), which keeps all passes, "
             "clip once, at its end."
         )
 

@@ -57,6 +57,8 @@ def compute_grad1(
         raise
     for name, total in totals.items():
         parameters[name].grad = total
+    for segment in recorder.record.segments if set_grad and not recorder.param_grad.wanted else ():
+        segment.replaced = True
 
 
 def _check_unscaled(scale: float | Tensor) -> None:
