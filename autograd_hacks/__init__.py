@@ -9,8 +9,8 @@ import sys
 
 from autograd_hacks import errors, forms, rules
 from autograd_hacks.capture import hooks
+from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import (
-    accumulate,
     clear_backprops,
     disable_hooks,
     enable_hooks,
@@ -30,6 +30,8 @@ from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 
 sys.modules["autograd_hacks.hooks"] = hooks  # where pickles of hooked models look for what is left of a hook
+
+__version__ = "0.1.0"
 
 __all__ = [
     # Hook a model.

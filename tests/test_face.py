@@ -26,3 +26,10 @@ def test_nothing_else_is_public() -> None:
     public = {name for name in vars(autograd_hacks) if not name.startswith("_")}
     assert public - modules == set(autograd_hacks.__all__) - modules
     assert set(autograd_hacks.__all__) <= public
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert f"\n{autograd_hacks.__version__} (" in (ROOT / "CHANGELOG.rst").read_text()
+    assert "\nversion = attr: autograd_hacks.__version__\n" in (ROOT / "setup.cfg").read_text()
+    others = [ROOT / "setup.py", ROOT / "README.rst", *ROOT.glob("docs/*.py"), *ROOT.glob("autograd_hacks/*/*.py")]
+    assert not [path.name for path in others if autograd_hacks.__version__ in path.read_text()]

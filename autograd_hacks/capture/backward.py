@@ -21,6 +21,8 @@ from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
 
+NO_GRAD = 0, 0
+
 
 class Backward:
     """Hears of gradients, at the outputs of calls and at parameters, and files them in a record."""
@@ -33,7 +35,7 @@ class Backward:
         self.answered = False  # whether a pass has come since the last forward began
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
-        self._left: tuple[str, int, int] | None = None  # a parameter; memory and version of its .grad
+        self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
         self.listener: Receive | None = None  # what hears of gradients in the record's place
 
     def detach(self) -> None:
@@ -95,9 +97,9 @@ class Backward:
         self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
         self.running, self.unanswered, self._left = None, 0, None
         for edge in (edge for call in ended.received for edge in call.edges.values() if edge.name in ended.owned):
-            grad = edge.parameter.grad if edge.parameter.is_leaf and not ended.captures else None
-            if grad is not None and grad.layout == torch.strided:
-                self._left = edge.name, grad.data_ptr(), version_of(grad)
+            state = _state(edge.parameter.grad) if edge.parameter.is_leaf and not ended.captures else None
+            if state is not None and (state != NO_GRAD or not self.param_grad.wanted):
+                self._left = edge.name, state
                 break
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -204,21 +206,30 @@ class Backward:
         record, running, name = self.record, self.running, self.record.name_of(parameter)
         if record.on_arrival is not None and running is not None:
             record.on_arrival(running, name, grad)
+        left, own = self._left, running is not None and not running.captures and name in running.owned
+        if running is not None and own and left is not None and left[0] == name:
+            running.adds_to_left = left[1] == _state(parameter.grad)
         if grad is None:
             return
         if running is None or name not in running.reached:
             record.unseen[name] = record.forwards
             return
-        if not running.captures and name in running.owned:
-            self.param_grad.keep(parameter, name)
-            before = parameter.grad
-            if self._left is not None and self._left[0] == name and before is not None:
-                running.adds_to_left = self._left[1:] == (before.data_ptr(), version_of(before))
+        if not running.captures:
+            running.fills_grad |= self.param_grad.wanted or name not in running.owned
+            if own:
+                self.param_grad.keep(parameter, name)
         if grad.is_meta or name in running.skipped:
             return  # a part of it was not computed
         if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
+
+
+def _state(grad: Tensor | None) -> tuple[int, int] | None:
+    """What tells whether .grad is as it was; None for sparse ones."""
+    if grad is None:
+        return NO_GRAD
+    return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
 
 def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:

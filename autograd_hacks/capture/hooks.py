@@ -67,6 +67,8 @@ def add_hooks(
         recorder.handles.append(model.register_forward_hook(last, with_kwargs=True, always_call=True))
     before = recorder.param_grad.wanted
     recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
+    if not param_grad:
+        recorder.watch_steps()
     parts, forward = parts_of_composites(model), recorder.forward
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -131,34 +133,6 @@ def pause_hooks() -> Iterator[None]:
         Switch.pauses -= 1
 
 
-@contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """A context in which the rows of several forward and backward passes are appended, for micro-batches::
-
-        with autograd_hacks.accumulate(model):
-            for x, y in micro_batches:
-                loss_fn(model(x), y).backward()
-        autograd_hacks.compute_grad1(model)
-
-    With ``loss_type='mean'`` each loss is taken for the mean over its own micro-batch, so that a row is the gradient of
-    its sample's loss however large the micro-batch was.  An exception throws the rows away.
-
-    Raises NothingRecorded where the model has no hooks, RuntimeError inside another `accumulate` of the same model.
-    """
-    record = recorder_of(model).record
-    if record.accumulating:
-        raise RuntimeError("accumulate: this model is accumulating already; leave that context first")
-    record.clear()
-    record.accumulating = True
-    try:
-        yield
-    except BaseException as error:
-        record.clear(f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again")
-        raise
-    finally:
-        record.accumulating = False
-
-
 def clear_backprops(model: nn.Module) -> None:
     """Forgets the recorded backward passes and frees their memory.
 
@@ -187,6 +161,13 @@ class Hooked:
 
     def __init__(self, model: nn.Module, is_new: bool, param_grad: bool) -> None:
         self._model, self._is_new, self._param_grad = model, is_new, param_grad
+
+    def __repr__(self) -> str:
+        recorder, kind = _recorder_of(self._model), type(self._model).__name__
+        if recorder is None:
+            return f"<hooks of a {kind}, removed>"
+        layers, batch_dim = len(recorder.layers), recorder.planner.batch_dim
+        return f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={recorder.param_grad.wanted}>"
 
     def __enter__(self) -> None:
         pass

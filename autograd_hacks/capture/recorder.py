@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
@@ -16,6 +18,7 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
+from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
@@ -44,11 +47,38 @@ class Recorder:
         self._followed: Plan | None = None  # by the last forward
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
         self.prove: Prove | None = None
+        self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
         self.planner = planner
         self.record.plan = self.forward.static = planner.static
+
+    def watch_steps(self) -> None:
+        """Asks torch for word of each optimizer's step."""
+        if self._steps is None:
+            self._steps = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+            weakref.finalize(self, self._steps.remove)
+            self.handles.append(self._steps)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
+        ``.grad``."""
+        # torch's own pass over parameters without one; others may read something else.
+        if self.param_grad.wanted or not Switch.on() or not type(optimizer).__module__.startswith("torch.optim."):
+            return
+        ours = [p for group in optimizer.param_groups for p in group["params"] if p in self.record.names]
+        if any(p.grad is not None for p in ours):
+            return
+        passes = (recorded for s in self.record.segments if not s.replaced for recorded in s.passes)
+        reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.calls_of}
+        if missing := [name for p in ours if (name := self.record.names.get(p)) in reached]:
+            raise ParamGradSkipped(
+                f"{type(optimizer).__name__}.step() has moved nothing: .grad is None for all that it was to move, "
+                f"{missing[0]} say. The model was hooked by add_hooks(param_grad=False), so that backward() sets no .grad: "
+                "call clip_grad1_norm_(model, max_norm) or compute_grad1(model, set_grad=True) between backward() and "
+                "step(), or use param_grad=True."
+            )
 
     def detach(self) -> None:
         """Ends all recording, also by graphs that outlive the hooks."""
@@ -124,3 +154,8 @@ class Recorder:
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
         if self.record.plan.mixed_outputs and self.forward.records() and self._proven is None:
             self.backward.watch_outputs(output)
+
+
+def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
+    if (heard_by := recorder()) is not None:
+        heard_by.stepped(optimizer)

@@ -130,7 +130,8 @@ class Pass:
     skipped: set[str] = field(default_factory=set)  # the parameters that its calls would bring gradients to
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
-    adds_to_left: bool = False  # whether it adds to what the pass before it has left in .grad
+    adds_to_left: bool = False  # whether .grad is as the pass before it has left it
+    fills_grad: bool = False  # whether some of its gradients are in .grad
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
     mixed_output: tuple[int, tuple[int, ...]] | None = None
 

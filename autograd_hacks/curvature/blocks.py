@@ -1,6 +1,7 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.kronecker import APPROXIMATIONS, Factors, averaged, factors_of, joined
+from autograd_hacks.curvature.kronecker import APPROXIMATIONS, BIASES, Factors, averaged, factors_of, joined
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
@@ -27,6 +28,7 @@ def compute_hess(
     kfac_approx: str = "expand",
     parameters: Collection[str] | None = None,
     limit: float = LIMIT,
+    kfac_bias: str = "exact",
 ) -> None:
     """Sets the curvature of the batch's mean loss on every parameter that trains, from the passes of `backprop_hess`.
 
@@ -39,9 +41,11 @@ def compute_hess(
     * ``'diag'``: ``param.hess_diag``, its diagonal, of shape ``shape``
     * ``'kfac'``: ``param.kfac``, a pair (A, B), ``torch.kron(B, A)`` being an approximation of the block of
       ``param.flatten()``: for the weights of Linear (O, I) and of convolutions (O, C·K), A of the inputs, I × I, and B of
-      the outputs, O × O; for biases A is 1 and B the block itself
+      the outputs, O × O; for biases A is 1 and B as ``kfac_bias`` says
 
     kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
+    kfac_bias: what a bias's B is: 'exact', its block itself, or 'shared', the B of its layer's weight, as in curvlinops;
+    they differ for positions and 'expand'
     parameters: names of some, all unless told    limit: bytes that the largest tensor of 'full' or 'kfac' may have
 
     The attributes are detached, of the parameter's dtype (single precision for half), and None where the loss did not reach
@@ -53,7 +57,7 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit)
+    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     accumulator.add()
     accumulator.end()
 
@@ -69,6 +73,7 @@ def compute_hess_over(
     kfac_approx: str = "expand",
     parameters: Collection[str] | None = None,
     limit: float = LIMIT,
+    kfac_bias: str = "exact",
 ) -> None:
     """`compute_hess` for all batches of a loader, as if they were one; every sample counts alike, however large its batch.
 
@@ -81,7 +86,7 @@ def compute_hess_over(
     record = recorder_of(model).record
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
-    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit)
+    accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     record.clear()
     total = len(loader) if isinstance(loader, Sized) else None
     for batch in progress(loader, "curvature", "batch", total):
@@ -111,13 +116,22 @@ class _Accumulator:
     """Adds batches up, and leaves their means on the parameters at its end; nothing before."""
 
     def __init__(
-        self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: float
+        self,
+        model: nn.Module,
+        kind: str,
+        kfac_approx: str,
+        parameters: Collection[str] | None,
+        limit: float,
+        kfac_bias: str,
     ) -> None:
         if kind not in ATTRIBUTES:
             raise ValueError(f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}")
         if kfac_approx not in APPROXIMATIONS:
             raise ValueError(f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}")
+        if kfac_bias not in BIASES:
+            raise ValueError(f"compute_hess was given kfac_bias={kfac_bias!r}; expected one of {BIASES}")
         check_limit(limit)
+        self.shares = kfac_bias == "shared"
         self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
         known = [name for name, p in model.named_parameters() if p.requires_grad]
         self.names = known if parameters is None else _chosen(model, known, parameters)
@@ -161,13 +175,31 @@ class _Accumulator:
         fan_in = form.shape[1:].numel()
         is_matrix = len(form.shape) > 1 and len(grads.batches) == 1
         memory = self._pool.take(f"A of {name}", (fan_in, fan_in), form.new_sums(0)) if is_matrix else None
-        found = factors_of(form, self.kfac_approx, grads.batches, memory)
+        if self.shares and len(form.shape) == 1:
+            found = factors_of(grads[self._weight_of(name, grads)], self.kfac_approx, grads.batches)
+            found = None if found is None else replace(found, a=found.a.new_ones(1, 1))
+        else:
+            found = factors_of(form, self.kfac_approx, grads.batches, memory)
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
                 f"its rows. {_ELSE}"
             )
         return found
+
+    def _weight_of(self, bias: str, grads: PerSampleGrads) -> str:
+        """The name of the weight whose B a bias shares."""
+        parameter = self.model.get_parameter(bias)
+        weights = [
+            layer._parameters["weight"] for layer in self.model.modules() if layer._parameters.get("bias") is parameter
+        ]
+        names = [name for name in grads.reached if len(weights) == 1 and self.model.get_parameter(name) is weights[0]]
+        if not names:
+            raise UnsupportedLayer(
+                f"{bias} is to share the factor of its layer's weight (kfac_bias='shared'), which is frozen, or was not "
+                "reached, or is one of several. Take kfac_bias='exact'."
+            )
+        return names[0]
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:

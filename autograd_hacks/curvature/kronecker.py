@@ -6,6 +6,9 @@ the weight.
 expand   A = Σₙₜ aₙₜ aₙₜᵀ / (N T)        B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N        positions as if they were samples
 reduce   A = Σₙ ān ānᵀ / N, ā = Σₜ aₜ / T    B = Σₖₙ b̂ₖₙ b̂ₖₙᵀ / N, b̂ = Σₜ bₜ    a sample as if it had one position
 
+A bias's own block is exactly the B of reduce.  With ``kfac_bias='shared'`` it has the B of its layer's weight, as in
+curvlinops, which for expand takes positions for samples.
+
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
 Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments.
 """
@@ -19,6 +22,7 @@ from torch import Tensor
 from autograd_hacks.forms import Form
 
 APPROXIMATIONS = ("expand", "reduce")
+BIASES = ("exact", "shared")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, st
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.source import Source
+from autograd_hacks.support.display import Rows
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -23,7 +24,7 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 
 
-class Form(ABC):
+class Form(Rows, ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
     A form sets ``samples``, N, and ``shape``, the parameter's, and defines `dense`, rows by index, and `like`.  All else

@@ -23,6 +23,11 @@ from autograd_hacks.probe.plan import MIXING
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
+_MICRO_BATCHES = (
+    "For micro-batches run all passes within autograd_hacks.accumulate(model), or clip each, with param_grad=False: "
+    "clip_grad1_norm_(model, max_norm, add=True); to read the last alone clear"
+)
+
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises where a parameter that trains belongs to a layer without a hook, or has none itself."""
@@ -80,12 +85,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
         if wrong:
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
-        if recorded.replaces_unread and recorded.adds_to_left:
+        if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
             raise NothingRecorded(
                 "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "
-                "last one came: those of the last are not all of .grad. For micro-batches run all passes within "
-                "autograd_hacks.accumulate(model); to read the last alone clear .grad between them (zero_grad), or the "
-                "record (autograd_hacks.clear_backprops(model))."
+                f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), "
+                "or the record (autograd_hacks.clear_backprops(model))."
             )
         if recorded.ambiguous:
             raise NothingRecorded(
@@ -96,11 +100,30 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     return record.segments
 
 
+def check_sets_all(record: Record, what: str) -> None:
+    """Raises where ``.grad`` is to be set, with ``param_grad=False``, and would be without a pass that nobody has read.
+
+    what: sets it, for people
+    """
+    passes = (recorded for segment in record.segments for recorded in segment.passes)
+    if any(p.replaces_unread and p.adds_to_left and not p.fills_grad for p in passes):
+        raise NothingRecorded(
+            f"an earlier backward pass, which nobody has read, was thrown away when the last one came, and .grad as {what} "
+            f"sets it would be without it. {_MICRO_BATCHES} the record between them: autograd_hacks.clear_backprops(model)."
+        )
+
+
 def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     """Raises where gradient has come to a parameter by no call that the hooks have seen."""
     past = [name for name, p in parameters.items() if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
+    if not record.forwards:
+        raise UnseenGradient(
+            f"gradient has reached {', '.join(past)} through a forward that ran before add_hooks(model), or while hooks "
+            "were off, or under torch.compile: none has run with hooks. Hook the model first, then run the forward and the "
+            "backward pass."
+        )
     for name in past:
         reason = record.plan.refused.get(record.name_of(parameters[name]), "")
         if reason.startswith(MIXING):
@@ -109,9 +132,9 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
     raise UnseenGradient(
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
-        "it: a weight used outside its own layer's forward, a penalty on weights in a loss, torch.compile, scripting, "
-        "functional_call. Let layers be called as modules; run a backward pass of a penalty alone within "
-        "autograd_hacks.pause_hooks(); or freeze the parameter."
+        "it: a forward pass from before add_hooks, a weight used outside its own layer's forward, a penalty on weights in a "
+        "loss, torch.compile, scripting, functional_call. Let layers be called as modules; run a backward pass of a penalty "
+        "alone within autograd_hacks.pause_hooks(); or freeze the parameter."
     )
 
 

@@ -10,14 +10,19 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 """What wrappers put into the names of the parameters inside."""
 
 
-def set_grads(model: nn.Module, sums: Mapping[str, Tensor], reached: Collection[str]) -> None:
+def set_grads(model: nn.Module, sums: Mapping[str, Tensor], reached: Collection[str], add: bool = False) -> None:
     """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.
 
-    sums: {name: shape}    reached: the names of those that it reached
+    sums: {name: shape}, in memory of their own    reached: the names of those that it reached
+    add: whether to add to what is there
     """
     for name, parameter in model.named_parameters():
         if name in sums:
-            parameter.grad = sums[name].detach().to(parameter.dtype) if name in reached else None
+            own, before = sums[name].detach().to(parameter.dtype), parameter.grad if add else None
+            if name in reached:
+                parameter.grad = own if before is None else own.add_(before)
+            elif not add:
+                parameter.grad = None
 
 
 def check_dim(what: str, dim: object) -> None:

@@ -1,11 +1,16 @@
 """Per-sample gradient clipping."""
 
+from math import inf
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.verbs.arguments import set_grads
@@ -28,11 +33,14 @@ def clip_grad1_norm_(
     error_if_nonfinite: bool = False,
     budget: int = BUDGET,
     scaler: torch.amp.GradScaler | None = None,
+    add: bool = False,
+    batch_size: float | None = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean (or sum, as the loss was) of the per-sample gradients, each clipped to a norm.
 
     A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖).  One backward pass is enough, and
-    nothing of size N × P is written.  Whatever was in ``.grad`` is replaced: run the backward pass of a penalty afterwards.
+    nothing of size N × P is written.  Whatever was in ``.grad`` is replaced, unless told to add: run the backward pass of a
+    penalty afterwards.
 
     max_norm: larger than 0    loss_type: as in `compute_grad1`    scale: 1, since ``scaler`` takes its place
     error_if_nonfinite: whether to raise RuntimeError for a norm that is infinite or no number; else such samples spoil the
@@ -40,23 +48,32 @@ def clip_grad1_norm_(
     scaler: what has scaled the loss. Its scale is in ``.grad`` as after any backward pass, so that ``scaler.step`` is right
     after it, and ``scaler.unscale_``, but not before; a norm that is not finite makes all of ``.grad`` NaN, and
     ``scaler.step`` skips the step
+    add: whether to add to ``.grad``, for micro-batches that are clipped one by one, after ``add_hooks(param_grad=False)``
+    batch_size: what the sum of the clipped gradients is divided by, in place of their number for a mean and of 1 for a sum:
+    the number of samples in all micro-batches of a step, or the one expected where samples are drawn at random. A sample
+    more or less then changes ``.grad`` by max_norm / batch_size at most
 
     Returns the norms before clipping, N, without the scale.
 
-    Raises ValueError for max_norm ≤ 0 or another scale, RuntimeError after ``scaler.unscale_``, NotReduced where
-    DistributedDataParallel has reduced ``.grad``, and what `compute_grad1` raises.
+    Raises ValueError for max_norm or batch_size ≤ 0, for another scale, and for ``add`` where ``.grad`` holds the pass's own
+    gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded for a pass that was added already; NotReduced where
+    DistributedDataParallel has reduced ``.grad``; and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
     """
-    if not isinstance(max_norm, int | float) or isinstance(max_norm, bool):
-        raise TypeError(f"clip_grad1_norm_ was given max_norm={max_norm!r}; expected a number")
-    if not max_norm > 0:
-        raise ValueError(f"clip_grad1_norm_ was given max_norm={max_norm}; expected a number larger than 0")
+    for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number")
+        if not number > 0 or (what == "batch_size" and number == inf):
+            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0")
     _check_scale(scale, scaler)
     recorder = recorder_of(model)
     check_ordinary(recorder.record, "gradient to clip")
     recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "clip_grad1_norm_")
+    check_sets_all(recorder.record, "clip_grad1_norm_")
+    if add:
+        _check_adds(recorder)
     grads, written = written_where_it_saves(per_sample_grads(model, loss_type), 3 * budget // 4, recorder.pool)
     norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
@@ -69,14 +86,33 @@ def clip_grad1_norm_(
     weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
     if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
         weights = weights.where(norms.isfinite(), torch.nan)
-    if grads.loss_type == "mean":
+    if batch_size is not None:
+        weights = weights / batch_size
+    elif grads.loss_type == "mean":
         weights = weights / max(1, grads.samples)
-    set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached)
+    set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached, add)
     for segment in recorder.record.segments:
         segment.replaced = True
     for key, rows in written.items():  # for the next step
         recorder.pool.give_back(key, rows)
     return norms
+
+
+def _check_adds(recorder: Recorder) -> None:
+    """Raises where ``.grad`` holds some of what is to be added."""
+    segments = recorder.record.segments
+    if recorder.param_grad.wanted or any(recorded.fills_grad for segment in segments for recorded in segment.passes):
+        raise ValueError(
+            "clip_grad1_norm_ was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
+            "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "
+            "where layers are called by themselves; or run all micro-batches within accumulate(model) and clip once."
+        )
+    if any(segment.replaced for segment in segments):
+        raise NothingRecorded(
+            "clip_grad1_norm_(add=True): the last backward pass was put into .grad already, and would be added "
+            "once more. Run another forward and backward pass before; within accumulate(model), which keeps all passes, "
+            "clip once, at its end."
+        )
 
 
 def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:

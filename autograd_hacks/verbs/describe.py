@@ -56,9 +56,11 @@ class Description:
         return f"<table><tr>{head}</tr>{body}</table><p>{escape(self.note)}</p>"
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module, trained: bool = False) -> Description:
     """A table of the model's parameters: the layer each belongs to, by what rule its per-sample gradients are known, or why
     they are not, and after a backward pass the form they have, the number of samples, and their size written out.
+
+    trained: whether to leave out frozen parameters, most of a LoRA model's
 
     It works for models with and without hooks, and raises nothing that reading would: its note says it.
     """
@@ -71,6 +73,8 @@ def describe(model: nn.Module) -> Description:
             owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
     rows = []
     for name, parameter in model.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         readers = owners[parameter]
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
         form = forms.get(name)

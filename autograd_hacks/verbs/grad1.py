@@ -8,6 +8,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.untouched import without_autocast
@@ -41,6 +42,7 @@ def compute_grad1(
         if set_grad:
             _check_unscaled(scale)
             recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "compute_grad1(set_grad=True)")
+            check_sets_all(recorder.record, "compute_grad1(set_grad=True)")
         forms = read(model, parameters, recorder, loss_type, scale)
         is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
         share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
@@ -55,6 +57,8 @@ def compute_grad1(
         raise
     for name, total in totals.items():
         parameters[name].grad = total
+    for segment in recorder.record.segments if set_grad and not recorder.param_grad.wanted else ():
+        segment.replaced = True
 
 
 def _check_unscaled(scale: float | Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 
 import torch
 import torch.nn as nn
@@ -14,6 +15,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import BUDGET, Form, RandomMap, Zero, group
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
 from autograd_hacks.verbs.arguments import check_dim, check_direction, kind_of, unwrapped
@@ -42,7 +44,7 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), weakref.ref(model), hess_type, batches)
 
 
-class PerSampleGrads(Curvature):
+class PerSampleGrads(Hinting, Curvature):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -76,8 +78,30 @@ class PerSampleGrads(Curvature):
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
 
-    def __getitem__(self, name: str) -> Form:
-        return self._forms[name]
+    def __getitem__(self, name: str | nn.Parameter) -> Form:
+        """A parameter's form.  name: its name, or another one of a shared parameter's, or the parameter itself
+
+        Raises KeyError for what is none of a parameter that trains.
+        """
+        found = self._forms.get(name) if isinstance(name, str) else None
+        return self._forms[self._name_of(name)] if found is None else found
+
+    def _name_of(self, key: object) -> str:
+        model = self._model()
+        named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
+        wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
+        names = [name for name, p in named if p is wanted]
+        if (first := next((name for name in names if name in self._forms), None)) is not None:
+            return first
+        given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
+        if isinstance(key, Tensor) and not names:
+            given = f"{kind_of(key)}, which is none of the model's parameters"
+        elif isinstance(key, int | slice):
+            given += "; samples are taken by select(index)"
+        last = [name for name in self._forms if isinstance(key, str) and f".{name}".endswith(f".{key}")]
+        close = [*last, *get_close_matches(str(key), [name for name in self._forms if name not in last], 3)]
+        listing = ", ".join(map(repr, close[:5] or list(self._forms)[:5])) + ("" if close or len(self) <= 5 else " ...")
+        raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)

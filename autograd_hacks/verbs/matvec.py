@@ -88,14 +88,23 @@ class Curvature(Mapping[str, Form]):
         """In the parameters' dtypes."""
         return {name: value.to(self[name].like.dtype) for name, value in found.items()}
 
-    def natural_gradient(self, v: Mapping[str, Tensor], damping: float, limit: float = LIMIT) -> dict[str, Tensor]:
+    def natural_gradient(
+        self, v: Mapping[str, Tensor], damping: float | None = None, limit: float = LIMIT
+    ) -> dict[str, Tensor]:
         """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
 
         v: {name: shape}, a gradient say    damping: λ > 0; the rounding of v and of JᵀJ is divided by it, so that single
         precision wants it well above 10⁻⁶ of the largest eigenvalue    limit: bytes that J Jᵀ may have, in double precision
-        Raises as ``dot`` does, ValueError for a damping that is not above 0, BlockTooLarge for too many rows.
+        Raises as ``dot`` does, TypeError without a damping, ValueError for one that is not above 0, BlockTooLarge for too
+        many rows.
         Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
         """
+        if damping is None:
+            raise TypeError(
+                f"natural_gradient was given no damping. JᵀJ / N has rank {self.samples} at most, a row for each pass and "
+                "sample, and can't be inverted without. Add λ > 0 to it, natural_gradient(v, damping=1e-2) say, and try "
+                "powers of ten: large makes the step v / λ, small follows the curvature of these samples alone."
+            )
         damping = _number("natural_gradient", damping)
         if not damping > 0:
             raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0")

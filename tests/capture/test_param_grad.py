@@ -1,5 +1,7 @@
 """`add_hooks(param_grad=False)`: autograd computes no ordinary gradients of parameters."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn as nn
@@ -8,9 +10,11 @@ from nets import MODELS
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import check
 from torch import Tensor
+from torch.optim import optimizer
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.errors import ParamGradSkipped
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -153,3 +157,75 @@ def test_a_context_gives_the_contract_back() -> None:
     assert model[0].weight.grad is None
     squares(model(x)).mean().backward()
     assert model[0].weight.grad is not None
+
+
+# Steps without a gradient
+
+
+def small(**options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    autograd_hacks.add_hooks(model, **options)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def test_a_step_that_moves_nothing() -> None:
+    model, optimizer = small(param_grad=False)
+    optimizer.step()  # before any pass, as warm-ups do
+    for read in (lambda: None, lambda: autograd_hacks.per_sample_grads(model).norms()):
+        for _ in range(2):
+            squares(model(torch.randn(3, 4))).mean().backward()
+            read()
+            with pytest.raises(ParamGradSkipped, match=r"Adam\.step\(\) has moved nothing.*0\.weight.*clip_grad1_norm_"):
+                optimizer.step()
+    for put in (
+        lambda: autograd_hacks.clip_grad1_norm_(model, 1.0),
+        lambda: autograd_hacks.compute_grad1(model, set_grad=True),
+        lambda: setattr(model[1].bias, "grad", torch.ones(2)),
+    ):
+        optimizer.zero_grad()
+        autograd_hacks.clear_backprops(model)
+        before = model[1].bias.detach().clone()
+        squares(model(torch.randn(3, 4))).mean().backward()
+        put()
+        optimizer.step()
+        assert bool((model[1].bias != before).any())
+
+
+class FromRows(torch.optim.Optimizer):
+    """Takes no .grad at all."""
+
+    def step(self, closure: object = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data -= p.grad1.mean(0)
+
+
+def test_steps_that_are_no_mistake() -> None:
+    model, _ = small(param_grad=False)
+    other = nn.Linear(2, 4)
+    theirs, own = torch.optim.SGD(other.parameters(), lr=0.1), FromRows(model.parameters(), {})
+    squares(model(other(torch.randn(3, 2)))).mean().backward()
+    theirs.step()  # of a model in front
+    autograd_hacks.compute_grad1(model)
+    own.step()
+    plain, optimizer = small()
+    squares(plain(torch.randn(3, 4))).mean().backward()
+    optimizer.zero_grad()
+    optimizer.step()  # as torch has it
+    squares(model(torch.randn(3, 4))).mean().backward()
+    autograd_hacks.remove_hooks(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_no_optimizer_is_watched_for_a_model_that_is_gone() -> None:
+    hooks = optimizer._global_optimizer_post_hooks
+    gc.collect()
+    before = len(hooks)
+    model, _ = small(param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False)
+    assert len(hooks) == before + 1
+    autograd_hacks.remove_hooks(model)
+    assert len(hooks) == before
+    model, _ = small(param_grad=False)
+    del model, _
+    gc.collect()
+    assert len(hooks) == before

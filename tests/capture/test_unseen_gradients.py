@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Choosy
 from oracle import squares
-from steps import assert_right, batch, raises, step
+from steps import assert_right, batch, mlp, raises, step
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -187,4 +187,21 @@ def test_saliency_under_autocast_is_no_difference() -> None:
             loss = F.cross_entropy(model(x), y)
         torch.autograd.grad(loss, x, create_graph=True)
         loss.backward()
+        autograd_hacks.compute_grad1(model)
+
+
+def test_hooks_that_came_after_the_forward() -> None:
+    model, (x, y) = mlp(), batch()
+    loss = squares(model(x), y).mean()
+    autograd_hacks.add_hooks(model)
+    loss.backward()
+    for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+        with pytest.raises(UnseenGradient, match=r"^gradient has reached .* through a forward that ran before add_hooks"):
+            read(model)
+    model.zero_grad()
+    with autograd_hacks.pause_hooks():
+        late = squares(model(x), y).mean()
+    model(x)  # one with hooks, which has nothing to do with it
+    late.backward()
+    with raises(model, UnseenGradient, "a forward pass from before add_hooks"):
         autograd_hacks.compute_grad1(model)

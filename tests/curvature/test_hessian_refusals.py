@@ -116,6 +116,8 @@ def test_too_many_rows_for_a_natural_gradient() -> None:
     with pytest.raises(BlockTooLarge, match="10 rows"):
         grads.natural_gradient(v, 0.1, limit=100)
     grads.natural_gradient(v, torch.tensor(0.1))
+    with pytest.raises(TypeError, match=r"no damping.*rank 10.*damping=1e-2"):
+        grads.natural_gradient(v)
     for limit in (None, "1GB"):
         with pytest.raises(TypeError, match="number of bytes"):
             autograd_hacks.compute_hess(model, limit=limit)

@@ -191,3 +191,47 @@ def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> No
         weight = next(layer.parameters())
         assert weight.kfac[0].nbytes > 2**16
         assert bool(weight.kfac[0].isfinite().all())
+
+
+# A bias's factor, as curvlinops has it
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_biases_that_share_the_factor_of_their_weight(approximation: str) -> None:
+    """B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N for expand: positions as if they were samples, which the bias's own block doesn't do."""
+    conv, x = nn.Conv2d(2, 3, 3, padding=1), torch.randn(4, 2, 5, 5)
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 6))
+    autograd_hacks.add_hooks(model)
+    gradients = model[2].weight.detach().view(6, 3, 25).mT.expand(4, 6, 25, 3)  # N K T O
+    shared = by_definition(torch.ones(4, 25, 1), gradients, approximation)
+    for chosen in (None, ["0.bias"]):
+        autograd_hacks.backprop_hess(model(x), "LeastSquares")
+        autograd_hacks.compute_hess(model, kind="kfac", kfac_approx=approximation, parameters=chosen, kfac_bias="shared")
+        assert_factors(conv.bias, shared)
+    exact = by_definition(torch.ones(4, 25, 1), gradients, "reduce")
+    loader = [x[:1], x[1:]]
+    options = {"kfac_approx": approximation, "kind": "kfac", "hess_type": "LeastSquares"}
+    autograd_hacks.compute_hess_over(model, loader, **options, kfac_bias="shared")
+    assert_factors(conv.bias, shared)
+    assert_close(conv.bias.kfac[1], conv.weight.kfac[1])
+    autograd_hacks.compute_hess_over(model, loader, **options)
+    assert_factors(conv.bias, exact)
+    assert bool(torch.isclose(exact[1], shared[1]).all()) == (approximation == "reduce")
+
+
+def test_shared_factors_that_are_not_there() -> None:
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    model.weight.requires_grad_(False)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x))
+    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match=r"bias.*frozen.*kfac_bias='exact'"):
+        autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="shared")
+    two = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    two[1].bias = two[0].bias
+    autograd_hacks.add_hooks(two)
+    autograd_hacks.backprop_hess(two(x))
+    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="one of several"):
+        autograd_hacks.compute_hess(two, kind="kfac", kfac_bias="shared")
+    with pytest.raises(ValueError, match=r"kfac_bias='own'.*'shared'"):
+        autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="own")
+    autograd_hacks.compute_hess(model, kind="kfac")

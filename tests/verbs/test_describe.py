@@ -104,3 +104,12 @@ def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch)
     with autograd_hacks.add_hooks(model):
         model(torch.ones(3, 2)).sum().backward()
         assert "returned None" in str(autograd_hacks.describe(model))
+
+
+def test_trained_parameters_alone() -> None:
+    model = Everything()
+    model.embed.requires_grad_(False)
+    rows = autograd_hacks.describe(model).rows
+    trained = autograd_hacks.describe(model, trained=True).rows
+    assert trained == [row for row in rows if not row.how.startswith("frozen")]
+    assert len(trained) == len(rows) - 2

@@ -125,3 +125,61 @@ def test_arguments_that_are_none(read: Callable[..., Any], error: type[Exception
     with pytest.raises(error, match="expected"):
         read(model, grads)
     assert_close(grads.select(slice(None, None, -1)).norms(), grads.norms().flip(0))
+
+
+def test_forms_by_name_and_by_parameter() -> None:
+    model = perceptron()
+    model[2].bias.requires_grad_(False)
+    grads = stepped(model, torch.randn(6, 4))
+    for name, p in model.named_parameters():
+        assert (p in grads) == (name in grads) == p.requires_grad
+        if p.requires_grad:
+            assert grads[p] is grads[name]
+            assert grads.get(p) is grads[name]
+    for given, words in [
+        ("weight", "'weight'.*'0.weight', '2.weight'"),
+        ("0.wieght", "expected the name.*: '0.weight'"),
+        (model[2].bias, "'2.bias', which is frozen"),
+        (nn.Parameter(torch.ones(2)), r"tensor of shape \(2,\), which is none of the model's"),
+        (0, r"select\(index\)"),
+        ("nowhere", "'0.weight', '0.bias', '2.weight'"),
+    ]:
+        with pytest.raises(KeyError, match=words):
+            grads[given]  # type: ignore[index]
+
+
+def test_names_of_a_shared_parameter() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    model["other"].weight = model["one"].weight
+    model.forward = lambda x: model["other"](model["one"](x))  # type: ignore[method-assign]  # the model of this test
+    grads = stepped(model, torch.randn(6, 4))
+    assert grads["other.weight"] is grads["one.weight"] is grads[model["other"].weight]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("norm", "norms"),
+        ("cpu", r"dense\(\)"),
+        ("mean", "weighted_sum"),
+        ("gramm", "gram"),
+        ("nothing_like_it", "$"),
+    ],
+)
+def test_what_tensors_have_and_gradients_do_not(name: str, words: str) -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    for thing in (grads, grads["0.weight"], grads.select(slice(2))["0.bias"]):
+        assert not hasattr(thing, name)
+        with pytest.raises(AttributeError, match=f"{type(thing).__name__}.*'{name}'.*{words}"):
+            getattr(thing, name)
+
+
+def test_forms_say_what_they_are() -> None:
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    weight, bias = grads["0.weight"], grads["0.bias"]
+    assert repr(weight) == f"Scaled of Outer: 6 rows of shape {tuple(weight.shape)}"
+    assert repr(bias[:2]) == f"Scaled of Dense: 2 rows of shape {tuple(bias.shape)}"
+    assert repr(autograd_hacks.forms.Dense(torch.ones(3, 4, 5))) == "Dense: 3 rows of shape (4, 5)"
+    for form in grads.values():
+        for leaf in form.leaves():
+            assert repr(leaf).startswith(f"{type(leaf).__name__}: 6 rows")

@@ -1,0 +1,74 @@
+"""Several backward passes whose rows are appended.  No mathematics."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.records import Record
+
+
+def accumulate(model: nn.Module) -> Accumulation:
+    """A context in which the rows of several forward and backward passes are appended, for micro-batches::
+
+        with autograd_hacks.accumulate(model):
+            for x, y in micro_batches:
+                loss_fn(model(x), y).backward()
+        autograd_hacks.compute_grad1(model)
+
+    With ``loss_type='mean'`` each loss is taken for the mean over its own micro-batch, so that a row is the gradient of
+    its sample's loss however large the micro-batch was.  An exception throws the rows away.
+
+    Where the passes are not in one block, in a trainer's callbacks say, call ``accumulate(model).start()`` before them and
+    ``accumulate(model).stop()`` behind; the rows can be read after that.
+
+    Both raise NothingRecorded where the model has no hooks, and RuntimeError to start while the model accumulates already.
+    """
+    return Accumulation(model)
+
+
+class Accumulation:
+    """What `accumulate` returns: a context, which can also be started and stopped by hand, any number of times."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._record: Record | None = None
+
+    def start(self) -> None:
+        """From here on rows are appended.  What was recorded before is thrown away.
+
+        Raises RuntimeError where the model accumulates already, NothingRecorded where it has no hooks.
+        """
+        record = recorder_of(self._model).record
+        if record.accumulating:
+            raise RuntimeError(
+                "accumulate: this model is accumulating already. Leave that context first, or end it: "
+                "autograd_hacks.accumulate(model).stop()."
+            )
+        record.clear()
+        record.accumulating, self._record = True, record
+
+    def stop(self) -> None:
+        """Ends it, whichever object has started it.  The rows can be read until the next backward pass.
+
+        Raises RuntimeError where it was not started, NothingRecorded where the model has no hooks.
+        """
+        record = recorder_of(self._model).record
+        if not record.accumulating:
+            raise RuntimeError(
+                "accumulate: this model is not accumulating, so there is nothing to stop. Call start() first."
+            )
+        record.accumulating = False
+
+    def __enter__(self) -> Accumulation:
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._record is None:
+            return
+        self._record.accumulating = False
+        if error is not None:
+            self._record.clear(
+                f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again"
+            )

@@ -1,0 +1,291 @@
+"""Clipped steps whose batch comes in parts, or by chance: each equals one clip of the whole batch, done by hand."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import BareMatrix
+from oracle import one_backward_per_sample, squares
+from steps import batch, mlp, step
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+BOUND = 0.5
+Micro = Sequence[tuple[Tensor, Tensor]]
+
+
+def clipped_sum(plain: nn.Module, x: Tensor, y: Tensor, bound: float = BOUND) -> list[Tensor]:
+    """Of the whole batch, from a plain backward pass for each sample."""
+    rows = [rows for rows in one_backward_per_sample(plain, squares, x, y).values() if rows is not None]
+    if not rows:
+        return [torch.zeros_like(p) for p in plain.parameters()]
+    norms = torch.stack([own.flatten(1).norm(dim=1) for own in rows]).norm(dim=0)
+    return [torch.tensordot((bound / norms).clamp(max=1), own, 1) for own in rows]
+
+
+class Trainer:
+    """As trainers are: the loop is theirs, and users' code is called back."""
+
+    def __init__(self, model: nn.Module, divides: bool = False) -> None:
+        self.model, self.divides = model, divides
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(self, micro: Micro) -> None:
+        self.on_step_begin()
+        for x, y in micro:
+            loss = squares(self.model(x), y).mean()
+            (loss / len(micro) if self.divides else loss).backward()
+            self.on_micro_batch_end(micro)
+        self.on_pre_optimizer_step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def on_step_begin(self) -> None: ...
+    def on_micro_batch_end(self, micro: Micro) -> None: ...
+    def on_pre_optimizer_step(self) -> None: ...
+
+
+class Appended(Trainer):
+    def on_step_begin(self) -> None:
+        autograd_hacks.accumulate(self.model).start()
+
+    def on_pre_optimizer_step(self) -> None:
+        autograd_hacks.accumulate(self.model).stop()
+        autograd_hacks.clip_grad1_norm_(self.model, BOUND)
+
+
+class Added(Trainer):
+    def on_micro_batch_end(self, micro: Micro) -> None:
+        autograd_hacks.clip_grad1_norm_(self.model, BOUND, add=True, batch_size=sum(len(x) for x, _ in micro))
+
+
+class DividedAdded(Trainer):
+    def on_micro_batch_end(self, micro: Micro) -> None:
+        autograd_hacks.clip_grad1_norm_(self.model, BOUND / len(micro), add=True)
+
+
+class DividedAppended(Appended):
+    def on_micro_batch_end(self, micro: Micro) -> None:
+        self.parts, self.size = len(micro), len(micro[0][0])
+
+    def on_pre_optimizer_step(self) -> None:
+        autograd_hacks.accumulate(self.model).stop()
+        autograd_hacks.clip_grad1_norm_(self.model, BOUND / self.parts, batch_size=self.size)
+
+
+MODELS = {"layers": mlp, "run again": lambda: nn.Sequential(BareMatrix(3), nn.Linear(3, 2)).double()}
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("kind", "divides", "sizes", "param_grad"),
+    [
+        (Appended, False, (3, 1, 2), True),
+        (Appended, False, (3, 1, 2), False),
+        (Added, False, (3, 1, 2), False),
+        (Added, False, (5,), False),
+        (DividedAdded, True, (2, 2, 2), False),
+        (DividedAppended, True, (2, 2, 2), True),
+    ],
+)
+def test_a_training_loop_of_micro_batches(
+    kind: type[Trainer], divides: bool, sizes: Sequence[int], param_grad: bool, build: Callable[[], nn.Module]
+) -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    trainer, by_hand = kind(model, divides), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for seed in range(4):
+            x, y = batch(sum(sizes), seed)
+            trainer.train_step(list(zip(x.split(sizes), y.split(sizes))))
+            for p, total in zip(plain.parameters(), clipped_sum(plain, x, y)):
+                p.grad = total / len(x)
+            by_hand.step()
+            for own, p in zip(model.parameters(), plain.parameters()):
+                assert_close(own, p)
+
+
+def test_micro_batches_of_a_scaled_loss() -> None:
+    model, (x, y) = mlp(), batch(6)
+    expected = clipped_sum(model, x, y)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for part, target in zip(x.split(4), y.split(4)):
+            scaler.scale(squares(model(part), target).mean()).backward()
+            autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=6, scaler=scaler)
+        scaler.step(optimizer)
+    for p, old, total in zip(model.parameters(), before, expected):
+        assert_close(p, old - total / 6)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_sums_divided_by_a_number_are_added_to_what_is_there(zeros: bool) -> None:
+    model, (x, y) = mlp(), batch(6)
+    expected = clipped_sum(model, x, y)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for p in model.parameters() if zeros else ():
+            p.grad = torch.zeros_like(p)
+        for part, target in zip(x.split(4), y.split(4)):
+            squares(model(part), target).sum().backward()
+            autograd_hacks.clip_grad1_norm_(model, BOUND, "sum", add=True, batch_size=2.5)
+    for p, total in zip(model.parameters(), expected):
+        assert_close(p.grad, total / 2.5)
+
+
+def test_what_the_loss_did_not_reach_keeps_its_gradient() -> None:
+    model = nn.ModuleDict({"used": mlp(), "spare": nn.Linear(2, 2)}).double()
+    model.forward = model["used"].forward  # type: ignore[method-assign]  # the model of this test
+    model["spare"].weight.grad = kept = torch.ones(2, 2).double()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        step(model, *batch())
+        autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
+    assert model["spare"].weight.grad is kept
+    assert model["spare"].bias.grad is None
+
+
+def test_adding_is_refused_where_grad_holds_some_of_it() -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(ValueError, match=r"unclipped.*param_grad=False"):
+        autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
+    autograd_hacks.add_hooks(model, param_grad=False)  # too late for that pass
+    with pytest.raises(ValueError, match="unclipped"):
+        autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_close(p.grad, grad)
+    model.zero_grad()
+    squares(model[2](torch.ones(2, 4).double())).mean().backward()  # a layer by itself, with an ordinary gradient
+    with pytest.raises(ValueError, match="called by themselves"):
+        autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND, add=True, batch_size=5),
+        lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND),
+        lambda m: autograd_hacks.compute_grad1(m, set_grad=True),
+    ],
+)
+def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        step(model, *batch())
+        put(model)
+        grads = [p.grad for p in model.parameters()]
+        with pytest.raises(NothingRecorded, match="already"):
+            autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=5)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        *[(number, ValueError) for number in (0, -1, float("inf"), float("nan"))],
+        *[(thing, TypeError) for thing in (True, "5", torch.tensor(5.0))],
+    ],
+)
+def test_batch_sizes_that_are_none(given: object, error: type[Exception]) -> None:
+    model = mlp()
+    autograd_hacks.add_hooks(model)
+    step(model, *batch())
+    with pytest.raises(error, match=r"batch_size=.*expected a number"):
+        autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=given)  # type: ignore[arg-type]
+
+
+# Passes that nobody has read, where .grad can't tell
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND), lambda m: autograd_hacks.compute_grad1(m, set_grad=True)],
+)
+def test_an_earlier_micro_batch_that_nobody_has_read(read: Callable[[nn.Module], object]) -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for _ in range(2):
+            for seed in range(2):
+                step(model, *batch(3, seed))
+            with pytest.raises(NothingRecorded, match=r"thrown away.*accumulate.*add=True"):
+                read(model)
+            assert all(p.grad is None for p in model.parameters())
+            autograd_hacks.clear_backprops(model)
+        step(model, *batch())
+        read(model)
+
+
+def test_reading_some_steps_alone_is_no_mistake() -> None:
+    model = mlp()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for seed in range(6):
+            step(model, *batch(3, seed))
+            if seed % 3 == 2:
+                assert autograd_hacks.per_sample_grads(model).norms().shape == (3,)
+
+
+def test_a_pass_of_another_loss_before_grad_is_cleared_is_no_mistake() -> None:
+    """A generator's step goes through the discriminator, whose gradients are thrown away."""
+    critic, maker = mlp(), nn.Linear(2, 3).double()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, maker))
+    with autograd_hacks.add_hooks(critic, param_grad=False):
+        for seed in range(3):
+            critic.zero_grad()
+            step(critic, *batch(3, seed))
+            autograd_hacks.clip_grad1_norm_(critic, BOUND)
+            ours.step()
+            maker.zero_grad()
+            critic(maker(torch.randn(4, 2).double())).sum(1).mean().backward()
+            theirs.step()
+
+
+# What a private step's noise has to cover
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+def test_the_sensitivity_of_a_clipped_step(samples: int) -> None:
+    """One sample less changes the sum over a fixed number by max_norm / batch_size at most, and a mean by twice that."""
+    layer, each = nn.Linear(6, 1, bias=False).double(), BOUND / samples
+    autograd_hacks.add_hooks(layer, param_grad=False)
+
+    def grad(x: Tensor, batch_size: int | None) -> Tensor:
+        autograd_hacks.backward(layer(x)[:, 0])
+        autograd_hacks.clip_grad1_norm_(layer, BOUND, batch_size=batch_size)
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    for worst in (False, True):
+        x = 9 * torch.randn(samples, 6).double()
+        if worst:  # the sample that goes is the opposite of all others
+            x = x[:1] * torch.tensor([1.0] + [-1.0] * (samples - 1), dtype=x.dtype)[:, None]
+        less = [torch.cat([x[:n], x[n + 1 :]]) for n in range(samples)]
+        fixed = [float((grad(x, samples) - grad(part, samples)).norm()) for part in less]
+        means = [float((grad(x, None) - grad(part, None)).norm()) for part in less]
+        assert max(fixed) <= each * (1 + 1e-12)
+        assert max(means) <= 2 * each * (1 + 1e-12)
+        assert max(means) > each * (1 + 1e-3)  # so that noise for max_norm / N doesn't cover it
+        if worst:
+            assert max(fixed) == pytest.approx(each)
+            assert max(means) == pytest.approx(2 * each)
+
+
+def test_poisson_samples_a_batch_of_none_among_them() -> None:
+    model, (x, y) = mlp(), batch(6)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        step(model, x, y)  # a signature that the probe has seen
+        for drawn in ([0, 3], [], [5]):
+            with autograd_hacks.pause_hooks():
+                expected = clipped_sum(model, x[drawn], y[drawn])
+            model.zero_grad()
+            autograd_hacks.clear_backprops(model)
+            autograd_hacks.backward(squares(model(x[drawn]), y[drawn]), "sum")
+            autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=1.5)
+            for p, total in zip(model.parameters(), expected):
+                assert_close(p.grad, total.to(p) / 1.5)
