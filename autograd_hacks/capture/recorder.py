@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.forward import Forward
@@ -33,9 +32,7 @@ class Recorder:
         self.backward = Backward(self.record, self.param_grad, self.reduction)
         self.forward = Forward(self.record, self.param_grad, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of those: with a hook where they begin
-        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again
-        self.handles: list[RemovableHandle] = []
+        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
         self._followed: Plan | None = None  # by the last forward
 
     def plan_by(self, planner: Planner) -> None:
@@ -49,8 +46,11 @@ class Recorder:
         self.record.clear()
         self.pool.clear()
         self.param_grad.switch_on()
-        for handle in self.handles:
-            handle.remove()
+
+    def interrupt(self, layer: nn.Module) -> None:
+        """A layer was left by what is no Exception, of which its hooks don't hear."""
+        self.param_grad.end_layer(layer)
+        self.forward.inside.leave(layer)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import FunctionType, NoneType
@@ -170,11 +170,10 @@ class Tracer:
                 tracker.mark(copies)
                 return copies
 
-        with ExitStack() as handles:
-            for module in self.paths:
-                handles.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                handles.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
-            yield
+        for module in self.paths:  # `untouched` takes them off
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(after, with_kwargs=True, prepend=True)
+        yield
 
 
 def _copies(arguments: Arguments) -> Arguments:
@@ -210,13 +209,9 @@ def _takes_hooks(path: str, module: nn.Module) -> bool:
 
 @contextmanager
 def _slow_paths() -> Iterator[None]:
-    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called; and without
-    autocast's memory of weights, by which the forward's gradients would go through the trace's graph."""
-    fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called.
+
+    `untouched` around it switches back.
+    """
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.set_autocast_cache_enabled(cached)
+    yield

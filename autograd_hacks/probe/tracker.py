@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.support.restored import restored
+
 
 class Frame(NamedTuple):
     """A call of a module: its path, and how many calls of it came before in the same forward."""
@@ -144,12 +146,13 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        try:
-            with self:
-                yield
-        finally:
+
+        def undo() -> None:
             for storage, kept in self._overwritten.values():
                 storage.copy_(kept)
+
+        with restored(undo), self:
+            yield
 
     def _protect(self, x: Any) -> None:
         """Copies what is in a parameter's or a kept tensor's memory, before the first operation that writes there."""

@@ -5,17 +5,11 @@ import torch
 import torch.nn as nn
 from nets import Between, SequenceFirst
 from oracle import squares
-from steps import check, check_batches
+from steps import check, check_batches, count_forwards
 from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
-
-
-def count_forwards(model: nn.Module) -> list[int]:
-    calls: list[int] = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    return calls
 
 
 def test_two_traces_for_each_signature_and_none_for_a_length() -> None:
