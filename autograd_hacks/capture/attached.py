@@ -53,9 +53,9 @@ def drop(module: nn.Module, hooks: dict[int, Any], key: int) -> None:
 
 
 class Guard:
-    """Stands around the call of a layer for which something is switched while it runs, and switches it back after an interrupt:
-    torch calls no hook for what is no Exception.
+    """Stands around the call of a layer for which something is switched while it runs, to switch it back after an interrupt.
 
+    torch calls no hook for what is no Exception.
     It is in ``_compiled_call_impl``, which torch's own copies and pickles of a module leave out.
     """
 

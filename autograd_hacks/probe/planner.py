@@ -19,6 +19,9 @@ from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import modules_of
 
+_FEW = 4
+"""So many values of the numbers among the arguments have plans of their own."""
+
 
 def plan_for(
     model: nn.Module,
@@ -120,6 +123,7 @@ class Planner:
         self.batch_dim, self.probes = batch_dim, probes
         self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
+        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
 
     def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, int | None]:
@@ -143,6 +147,7 @@ class Planner:
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self.static, None
         signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        signature = *signature, self._choosing(signature, batch.numbers())
         known = self.plans.get(signature)
         if known is not None and not known.incomplete and (not known.unproven or batch.is_alike(known.axis, known.told_by)):
             return known, batch.samples(known.axis, known.told_by)
@@ -156,6 +161,15 @@ class Planner:
             plan.inherit(known)
         self.plans[signature] = plan
         return plan, batch.samples(plan.axis, plan.told_by)
+
+    def _choosing(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
+        """The numbers as a part of the signature: they may choose what the model does where they are few, and don't where they
+        are many, as steps and temperatures are."""
+        known = self._numbers.setdefault(signature, set()) if numbers else set()
+        if numbers not in known and len(known) == _FEW:
+            return ()
+        known.add(numbers)
+        return numbers
 
 
 def _is_ragged(model: nn.Module, batch: Batch) -> bool:
