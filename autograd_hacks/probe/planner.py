@@ -146,8 +146,8 @@ class Planner:
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self.static, None
-        signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
-        signature = *signature, self._choosing(signature, batch.numbers())
+        kind = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        signature = kind, self._choosing(kind, batch.numbers())
         known = self.plans.get(signature)
         if known is not None and not known.incomplete and (not known.unproven or batch.is_alike(known.axis, known.told_by)):
             return known, batch.samples(known.axis, known.told_by)
@@ -163,8 +163,10 @@ class Planner:
         return plan, batch.samples(plan.axis, plan.told_by)
 
     def _choosing(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
-        """The numbers as a part of the signature: they may choose what the model does where they are few, and don't where they
-        are many, as steps and temperatures are."""
+        """The numbers, as a part of the signature: a few may choose what the model does; many don't, steps say.
+
+        signature: without them
+        """
         known = self._numbers.setdefault(signature, set()) if numbers else set()
         if numbers not in known and len(known) == _FEW:
             return ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from types import FunctionType, NoneType
 from typing import Any
@@ -22,6 +21,7 @@ from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
+from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, tensors_of, version_of
 from autograd_hacks.support.untouched import (
@@ -186,7 +186,7 @@ def _copies(arguments: Arguments) -> Arguments:
         if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
             return leaf
         try:
-            return deepcopy(leaf)
+            return duplicate(leaf)
         except Exception as error:  # whatever the user's own class raises
             raise ProbeFailed(
                 f"the model was given an object of type {type(leaf).__name__}, which the probe, one more forward, can't "

@@ -18,6 +18,8 @@ from autograd_hacks.support.restored import restored
 
 _GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
+_BOXES = (dict, list, set, deque)
+
 _ATOMS = (nn.Module, Tensor, torch.Generator, torch.ScriptObject, ModuleType, BuiltinFunctionType, FunctionType, type)
 """What isn't looked into for attributes."""
 
@@ -42,6 +44,24 @@ def copied(value: Any, shared: dict[int, Any]) -> Any:
         except Exception:  # whatever the user's own class raises
             shared[id(value)] = value
     return shared.get(id(value), value)
+
+
+def duplicate(value: Any) -> Any:
+    """A copy of a user's object, all the way down, outside any graph; raises whatever its class does."""
+    memo: dict[int, Any] = {}
+    seen, waiting = {id(value): value}, [value]
+    while waiting:  # deepcopy takes no tensor of a graph
+        thing = waiting.pop()
+        if isinstance(thing, Tensor) and thing.grad_fn is not None:
+            memo[id(thing)] = thing.detach().clone()
+        inside = list(state.values()) if (state := state_of(thing)) is not None else []
+        inside += (
+            thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple | set | deque) else ()
+        )
+        fresh = {id(x): x for x in inside if id(x) not in seen}
+        seen |= fresh
+        waiting += fresh.values()
+    return copy.deepcopy(value, memo)
 
 
 def state_of(thing: Any) -> dict[str, Any] | None:
@@ -84,10 +104,10 @@ def hooks_kept(module: nn.Module) -> Iterator[None]:
     tables = [table for table in tables if isinstance(table, dict)] + [getattr(torch_module, name) for name in _GLOBAL]
     kept = [(table, dict(table)) for table in tables]
     hooks = [hook for _, table in kept for hook in table.values() if callable(hook)]
-    cells, states, spaces = _stores(hooks)
+    cells, boxes, spaces = _stores(hooks)
     shared: dict[int, Any] = {id(part): part for part in (*module.modules(), *module.parameters())}
     contents = [(cell, cell.cell_contents) for cell in cells]
-    attributes: Slots = [(state, dict(state)) for state in states]
+    filled = [(box, copy.copy(box)) for box in boxes]
     names = [(space, name, space[name]) for space, name in spaces]
 
     def undo() -> None:
@@ -95,24 +115,26 @@ def hooks_kept(module: nn.Module) -> Iterator[None]:
             replace(table, before)
         for cell, content in contents:
             cell.cell_contents = content
-        put_back(attributes)
+        for box, content in filled:
+            _refill(box, content)
         for space, name, value in names:
             space[name] = value
 
     with restored(undo):
         for cell, content in contents:
             cell.cell_contents = copied(content, shared)
-        for state in states:
-            state.update({name: copied(value, shared) for name, value in state.items()})
+        for box, content in filled:
+            _refill(box, copied(content, shared))
         for space, name, value in names:
             space[name] = copied(value, shared)
         yield
 
 
-def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[dict[str, Any]], list[tuple[dict[str, Any], str]]]:
-    """Where hooks may keep something: closures' cells, objects' attributes, and globals that their code mentions."""
+def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:
+    """Where hooks may keep something: closures' cells, containers and objects' attributes, and globals that their code
+    mentions."""
     cells: list[Any] = []
-    states: list[dict[str, Any]] = []
+    boxes: list[Any] = []
     spaces: list[tuple[dict[str, Any], str]] = []
     seen: set[int] = set()
     waiting = list(hooks)
@@ -126,15 +148,27 @@ def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[dict[str, Any]], list
         elif isinstance(thing, partial):
             waiting += [thing.func, *thing.args, *thing.keywords.values()]
         elif isinstance(thing, FunctionType):
+            waiting += [x for x in thing.__defaults__ or () if isinstance(x, _BOXES)]
             full = [cell for cell in thing.__closure__ or () if _is_full(cell)]
             cells += [cell for cell in full if not any(cell is other for other in cells)]
             space, code = thing.__globals__, thing.__code__
             mentioned = [name for name in code.co_names if name in space and not isinstance(space[name], ModuleType | type)]
             spaces += [(space, name) for name in mentioned if not isinstance(space[name], nn.Module)]
-            waiting += [cell.cell_contents for cell in full] + [space[name] for name in mentioned]
+            inside = [cell.cell_contents for cell in full] + [space[name] for name in mentioned]
+            waiting += [x for x in inside if not isinstance(x, _BOXES)]  # those are in a place that is put back
+        elif isinstance(thing, _BOXES):
+            boxes.append(thing)
         elif (state := state_of(thing)) is not None:
-            states.append(state)
-    return cells, states, spaces
+            boxes.append(state)
+    return cells, boxes, spaces
+
+
+def _refill(box: Any, content: Any) -> None:
+    if isinstance(box, dict):
+        replace(box, content)
+    elif list(map(id, box)) != list(map(id, content)):
+        box.clear()
+        (box.update if isinstance(box, set) else box.extend)(content)
 
 
 def _is_full(cell: Any) -> bool:
