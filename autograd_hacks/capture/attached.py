@@ -56,7 +56,7 @@ class Guard:
     """Stands around the call of a layer for which something is switched while it runs, to switch it back after an interrupt.
 
     torch calls no hook for what is no Exception.
-    It is in ``_compiled_call_impl``, which torch's own copies and pickles of a module leave out.
+    It is in ``_compiled_call_impl``, which most copies and pickles of a module leave out.
     """
 
     def __init__(self, layer: nn.Module, recorder: Recorder) -> None:
@@ -71,6 +71,13 @@ class Guard:
         except BaseException:
             self.recorder.interrupt(layer)
             raise
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _none, ()
+
+
+def _none() -> None:
+    """What is left of a guard in a copy of a layer."""
 
 
 def guard(layer: nn.Module, recorder: Recorder) -> None:

@@ -23,6 +23,9 @@ _BOXES = (dict, list, set, deque)
 _ATOMS = (nn.Module, Tensor, torch.Generator, torch.ScriptObject, ModuleType, BuiltinFunctionType, FunctionType, type)
 """What isn't looked into for attributes."""
 
+OF_MODULE = frozenset(vars(nn.Module()))
+"""The attributes of every module."""
+
 Slots = list[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes or globals, and what they hold."""
 
@@ -153,9 +156,11 @@ def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[Any], list[tuple[dict
             cells += [cell for cell in full if not any(cell is other for other in cells)]
             space, code = thing.__globals__, thing.__code__
             mentioned = [name for name in code.co_names if name in space and not isinstance(space[name], ModuleType | type)]
-            spaces += [(space, name) for name in mentioned if not isinstance(space[name], nn.Module)]
+            spaces += [(space, name) for name in mentioned]
             inside = [cell.cell_contents for cell in full] + [space[name] for name in mentioned]
             waiting += [x for x in inside if not isinstance(x, _BOXES)]  # those are in a place that is put back
+        elif isinstance(thing, nn.Module):
+            spaces += [(vars(thing), name) for name in vars(thing) if name not in OF_MODULE]
         elif isinstance(thing, _BOXES):
             boxes.append(thing)
         elif (state := state_of(thing)) is not None:

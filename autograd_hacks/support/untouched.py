@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from autograd_hacks.support.restored import restored, switches_kept
-from autograd_hacks.support.stores import copied, hooks_kept, put_back, replace, state_of, swap
+from autograd_hacks.support.stores import OF_MODULE, copied, hooks_kept, put_back, replace, state_of, swap
 
 RandomState = dict[str, Tensor]
 """The generators' states by device."""
-
-_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 def random_state(devices: Iterable[torch.device]) -> RandomState:
@@ -62,9 +60,10 @@ def _may_autocast(device: str) -> bool:
 def outside_inference() -> Iterator[None]:
     """A context in which gradients can be computed, though not by default, also within ``torch.inference_mode``."""
     if not torch.is_inference_mode_enabled():
-        yield
+        with switches_kept():
+            yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with switches_kept(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -127,7 +126,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
         for part, own, tensors in zip(modules, attributes, buffers):
             part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
-            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
+            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in OF_MODULE})
         swap(things.values(), shared)
         for p, *_ in parameters:
             p.grad = None
