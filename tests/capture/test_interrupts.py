@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from nets import BareVector, Checkpointed, Last
 from oracle import squares
+from steps import alive
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
@@ -20,7 +21,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import autograd_hacks
 from autograd_hacks.support.switch import Switch
 
-LIBRARY = str(Path(autograd_hacks.__file__).parent)
+LIBRARY = (str(Path(autograd_hacks.__file__).parent), str(Path(nn.Linear.forward.__code__.co_filename).parent))
+"""The library's files, and those of torch's layers, but for the registration of hooks."""
+
+AT_MOST = 5
+"""About so many interrupts a case."""
 
 Line = tuple[str, int]
 
@@ -96,7 +101,8 @@ class Interrupt:
         self.at, self.lines = at, list[Line]()
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self.line if frame.f_code.co_filename.startswith(LIBRARY) else None
+        is_ours = frame.f_code.co_filename.startswith(LIBRARY) and not frame.f_code.co_name.startswith("register_")
+        return self.line if is_ours else None
 
     def line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line":
@@ -234,6 +240,60 @@ def interrupt_at(name: str, param_grad: bool, at: int, allowed: list[list[Any]])
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "param_grad"), CASES)
 def test_an_interrupt_at_any_line(name: str, param_grad: bool) -> None:
-    stride, allowed = 61, states_on_the_way(name)
-    for at in moments(name, param_grad)[CASES.index((name, param_grad)) * 7 % stride :: stride]:
+    """A sample of the lines, another in each case; AT_MOST may be raised to look at all of them."""
+    allowed, lines, case = states_on_the_way(name), moments(name, param_grad), CASES.index((name, param_grad))
+    for at in lines[case * 7 % (len(lines) // AT_MOST) :: len(lines) // AT_MOST]:
         interrupt_at(name, param_grad, at, allowed)
+
+
+def test_an_interrupt_inside_a_layer_freezes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda layer, args, out: (out, out, out))
+    model.forward = lambda x: model[2](model[1](*model[0](x))[0])
+    before = everywhere()
+    autograd_hacks.add_hooks(model, param_grad=False)
+    plain_step(model)
+    autograd_hacks.compute_grad1(model)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for layer in (model[2], model[1]):
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        handle.remove()
+        assert everywhere() == before
+        assert all(p.requires_grad for p in model.parameters())
+        assert all(p.requires_grad for p in copy.deepcopy(model[1]).parameters())
+    autograd_hacks.remove_hooks(model)
+    plain_step(model)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_copy_of_an_interrupted_layer_has_no_guard() -> None:
+    model = Last(nn.LSTM(4, 3, batch_first=True))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    twin = copy.deepcopy(model)
+    assert twin.layer._compiled_call_impl is None
+    plain_step(twin)
+    assert all(p.grad is not None for p in twin.parameters())
+    autograd_hacks.remove_hooks(model)
+    assert "_compiled_call_impl" not in vars(model.layer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_interrupts_leave_no_memory_behind() -> None:
+    held, lines = [], moments("watched", True)
+    model = fresh("watched")
+    autograd_hacks.add_hooks(model)
+    expected = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    for at in lines[:: len(lines) // 12]:
+        Interrupt(at).run(lambda: program(model, True))
+        model.stored.clear()
+        model.zero_grad()
+        program(model, True)
+        held.append(alive(Tensor))
+    now = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    assert now <= expected + 2  # and a unit's
+    assert max(held[-4:]) <= max(held[:8])
