@@ -36,7 +36,7 @@ def switches_kept() -> Iterator[None]:
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     fast = torch.backends.mha.get_fastpath_enabled()
-    saved = _saves_by()
+    saved, depth = _saves_by(), _autocasts()
     functions, dispatches = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
 
     def undo() -> None:
@@ -47,6 +47,9 @@ def switches_kept() -> Iterator[None]:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._set_grad_enabled(gradients)
         torch.set_autocast_cache_enabled(cache)
+        while _autocasts() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
         for device, is_on, dtype in autocast:
             torch.set_autocast_enabled(device, is_on)
             torch.set_autocast_dtype(device, dtype)
@@ -60,6 +63,13 @@ def _saves_by() -> object:
     """What packs tensors that autograd saves; None where nothing does."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else found[0]
+
+
+def _autocasts() -> int:
+    """How many autocasts are open: with the last, its memory of weights goes."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
 
 
 def pop_function_modes(count: int) -> None:
