@@ -18,6 +18,7 @@ from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
 
@@ -46,13 +47,10 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left")
-        kept = {name: getattr(self, name) for name in names}
-        self.running, self._left, self.called = None, None, set()
-        try:
+        names = ("running", "answered", "unanswered", "called", "_left", "listener")
+        with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
+            self.running, self._left, self.called = None, None, set()
             yield
-        finally:
-            vars(self).update(kept)
 
     def own_hooks(self) -> set[int]:
         """The numbers that torch knows this one's hooks on parameters by."""

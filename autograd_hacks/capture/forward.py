@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.graph import anchored, attach, edges_of
-from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
+from autograd_hacks.capture.inner_maps import InnerMaps, OpenMaps, has_inner_maps
 from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
 from autograd_hacks.capture.units import OpenUnits
@@ -37,7 +37,7 @@ class Forward:
         self.samples: int | None = None  # N, where the plan knows it
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.units = OpenUnits()
-        self._inside: dict[nn.Module, InnerMaps] = {}  # the attention layers that run
+        self.inside = OpenMaps()
         self._calls: dict[str, int] = {}  # how many there were of each layer, by path
 
     def records(self) -> bool:
@@ -64,8 +64,7 @@ class Forward:
     def restart(self) -> None:
         """Forgets the calls so far, and what a forward that was interrupted has left."""
         self.param_grad.switch_on()
-        while self._inside:
-            self._inside.popitem()[1].__exit__(None, None, None)
+        self.inside.leave_all()
         self.units.open, self._calls = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,16 +94,14 @@ class Forward:
                 return
             off = self.param_grad.off_in(layer)
             note = partial(self._note_map, path, layer, off, layouts)
-            self._inside[layer] = InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note).__enter__()
+            self.inside.enter(layer, InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note))
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
         off = self.param_grad.end_layer(layer)
-        inside = self._inside.pop(layer, None) if self._inside else None
-        if inside is not None:
-            inside.__exit__(None, None, None)
+        inside = self.inside.leave(layer)
         if output is None:
             return None
         if inside is not None and inside.noted:

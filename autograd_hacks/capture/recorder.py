@@ -22,6 +22,7 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import tensors_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
@@ -41,9 +42,7 @@ class Recorder:
         self.backward = Backward(self.record, self.param_grad, self.reduction)
         self.forward = Forward(self.record, self.param_grad, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of those: with a hook where they begin
-        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again
-        self.handles: list[RemovableHandle] = []
+        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
         self._followed: Plan | None = None  # by the last forward
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
         self.prove: Prove | None = None
@@ -59,7 +58,6 @@ class Recorder:
         if self._steps is None:
             self._steps = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, self._steps.remove)
-            self.handles.append(self._steps)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
@@ -86,8 +84,13 @@ class Recorder:
         self.record.clear()
         self.pool.clear()
         self.param_grad.switch_on()
-        for handle in self.handles:
-            handle.remove()
+        if self._steps is not None:
+            self._steps.remove()
+
+    def interrupt(self, layer: nn.Module) -> None:
+        """A layer was left by what is no Exception, of which its hooks don't hear."""
+        self.param_grad.end_layer(layer)
+        self.forward.inside.leave(layer)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""
@@ -133,16 +136,16 @@ class Recorder:
     def proving(self) -> Iterator[None]:
         """A context in which the model runs for a proof; then the forward that has begun goes on from its beginning."""
         record, forward, forwards = self.record, self.forward, self.record.forwards
-        self._proven, arrival, unread = (record.plan, forward.samples), record.on_arrival, record.plan.unread
-        record.on_arrival = None
-        try:
-            with record.set_aside(), self.backward.aside(), self.param_grad.aside():
-                yield
-        finally:
-            (record.plan, forward.samples), record.on_arrival = self._proven, arrival
-            record.plan.unread = unread
+        plan, samples, arrival, unread = record.plan, forward.samples, record.on_arrival, record.plan.unread
+
+        def undo() -> None:
+            record.plan, forward.samples, record.on_arrival, plan.unread = plan, samples, arrival, unread
             self._proven, record.forwards, forward.is_running = None, forwards, True
             forward.restart()
+
+        with restored(undo), record.set_aside(), self.backward.aside(), self.param_grad.aside():
+            self._proven, record.on_arrival = (plan, samples), None
+            yield
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         """The model's forward has ended.  output: None where it has failed"""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from autograd_hacks.probe.layout import Layout, Layouts
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.call import Call
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import RandomState
 
 Versions = list[tuple[Tensor, int]]
@@ -242,11 +244,9 @@ class Record:
         """A context that leaves the record as it is."""
         names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen")
         kept = {name: getattr(self, name) for name in names}
-        self.clear()
-        try:
+        with restored(partial(vars(self).update, kept)):
+            self.clear()
             yield
-        finally:
-            vars(self).update(kept)
 
     def free_what_was_read(self) -> None:
         """Makes room for a forward's activations, so that two steps' records are never alive together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from autograd_hacks.forms import BUDGET, Form, Replay
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Unit
 from autograd_hacks.rules.recompute import is_recomputed
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.stores import hooks_kept
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, map_tensors, parameter_at, tensors_of, version_of
 from autograd_hacks.support.untouched import autocast_to, random_state, untouched, with_random_state
@@ -95,7 +98,8 @@ class Rerun:
         self._check_unchanged()
         if self.grads[0].is_meta:
             self._rows = {name: p.new_empty(count, *p.shape) for name, p in self._parameters().items()}
-        else:
+            return
+        with hooks_kept(self.call.layer):  # also while gradients run back
             rows = self._by_sample(index)
             if rows is None and self.way.is_doubtful and not self._drew:
                 raise SamplesMixed(
@@ -119,9 +123,10 @@ class Rerun:
             return torch.tensordot(w.to(self._rows[name].dtype), self._rows[name], 1)
         if self._sums is None or name not in self._sums[1] or not torch.equal(self._sums[0], w):
             self._check_unchanged()
-            parameters, outputs = self._whole_batch()
-            weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
-            self._sums = w, dict(zip(parameters, _grad(outputs, list(parameters.values()), weighted)))
+            with hooks_kept(self.call.layer):
+                parameters, outputs = self._whole_batch()
+                weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
+                self._sums = w, dict(zip(parameters, _grad(outputs, list(parameters.values()), weighted)))
         return self._sums[1].pop(name)
 
     def _by_sample(self, index: Tensor | None) -> Values | None:
@@ -218,11 +223,13 @@ class Rerun:
         with (
             Switch.paused_here(),
             untouched(module),
-            _modes(module, self.way.modes),
-            _without_hooks(module),
             autocast_to(self.call.precision, self.grads[0].device),
             with_random_state(state),
         ):
+            # `untouched` puts both back.  What is compared is what the module itself returned.
+            module._forward_hooks.clear()
+            for part, mode in zip(module.modules(), self.way.modes):
+                part.training = mode
             if self.way.copies:
                 args, kwargs = (map_tensors(Tensor.clone, tree) for tree in (args, kwargs))
             outputs = tensors_of(functional_call(module, slots, args, dict(kwargs), tie_weights=False))
@@ -272,27 +279,6 @@ def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequen
 def _no_word_of_speed() -> Iterator[None]:
     """A context in which vmap doesn't warn of operations that it runs sample by sample."""
     functorch: Any = torch._C._functorch  # torch has no types for these
-    functorch._set_vmap_fallback_warning_enabled(False)
-    try:
+    with restored(partial(functorch._set_vmap_fallback_warning_enabled, True)):
+        functorch._set_vmap_fallback_warning_enabled(False)
         yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
-
-
-@contextmanager
-def _modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """A context with the training flags as they were; `untouched` sets them back."""
-    for part, mode in zip(module.modules(), modes):
-        part.training = mode
-    yield
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """A context without the module's own forward hooks: what is compared is what the module itself returned."""
-    kept = dict(module._forward_hooks)
-    module._forward_hooks.clear()
-    try:
-        yield
-    finally:
-        module._forward_hooks.update(kept)

@@ -131,8 +131,12 @@ class Batch:
         return self.shared | {n for n, size in sizes.items() if size not in (None, samples)}
 
     def signature(self) -> tuple[object, ...]:
-        """What the arguments are but for their extents and values; an extent of one may be no axis at all."""
+        """What the arguments are but for their extents and numbers; an extent of one may be no axis at all."""
         return self.spec, tuple(map(_kind, self.leaves))
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers among the arguments."""
+        return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
 
 
 FEW = 20
@@ -206,4 +210,4 @@ def _stays(leaf: Any, with_vectors: bool) -> bool:
 def _kind(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(size == 1 for size in leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)

@@ -14,11 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.support.restored import restored
+
 Kept = dict[StorageWeakRef, list[Tensor]]
-"""By memory what `Guard.keep` has returned of it, in any trace, while nothing has written there."""
+"""By memory what `WriteGuard.keep` has returned of it, in any trace, while nothing has written there."""
 
 
-class Guard(TorchDispatchMode):
+class WriteGuard(TorchDispatchMode):
     """Sees each operation, those inside scripted code and C++ included, before it writes.
 
     parameters: whose numbers are to stay, by name    kept: see `Kept`
@@ -50,11 +52,8 @@ class Guard(TorchDispatchMode):
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        try:
-            with self:
-                yield
-        finally:
-            self.restore()
+        with restored(self.restore), self:
+            yield
 
     def restore(self) -> None:
         """Gives the parameters the numbers that they had."""

@@ -20,6 +20,9 @@ from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import modules_of
 
+_FEW = 4
+"""So many values of the numbers among the arguments have plans of their own."""
+
 
 def plan_for(
     model: nn.Module,
@@ -106,6 +109,7 @@ class Planner:
         self.batch_dim, self.probes = batch_dim, probes
         self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
+        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
         self.doubts = False  # whether the next forward is traced anew, whatever is known
         self._seed = 0  # others are replaced each time
@@ -135,7 +139,8 @@ class Planner:
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self._without_probe(), None
-        signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        kind = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        signature = kind, self._choosing(kind, batch.numbers())
         known = self.plans.get(signature)
         if known is not None:
             known.forwards += not again
@@ -164,6 +169,17 @@ class Planner:
         if is_milestone(self.static.forwards):
             self.static.summed.clear()
         return self.static
+
+    def _choosing(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
+        """The numbers, as a part of the signature: a few may choose what the model does; many don't, steps say.
+
+        signature: without them
+        """
+        known = self._numbers.setdefault(signature, set()) if numbers else set()
+        if numbers not in known and len(known) == _FEW:
+            return ()
+        known.add(numbers)
+        return numbers
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, NoneType
 from typing import Any
@@ -17,18 +16,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.guard import Guard, Kept
+from autograd_hacks.probe.guard import Kept, WriteGuard
 from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
     untouched,
-    with_other_generators,
     with_random_state,
 )
 
@@ -146,15 +146,14 @@ class Tracer:
             return for_each_sample(output, samples, expanded[path]) if path in expanded else None
 
         with self._with(noise):
-            guard = Guard({name: p for p, name in self.names.items()}, self._kept)
+            guard = WriteGuard({name: p for p, name in self.names.items()}, self._kept)
             self._run(copies(arguments), guard, lambda stack, module, args, kwargs: tensors_of((args, kwargs)), ended)
 
-    def _run(self, arguments: Arguments, guard: Guard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
+    def _run(self, arguments: Arguments, guard: WriteGuard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
         args, kwargs = arguments
         with (
             Switch.paused_here(),
             untouched(self.model),
-            with_other_generators(),
             with_random_state(self._state),
             _slow_paths(),
             torch.enable_grad(),
@@ -169,13 +168,15 @@ class Tracer:
     def _with(self, noise: Noise | None) -> Iterator[None]:
         """A context in which some parameters have other values."""
         kept = {p: p.data for p, name in self.names.items() if noise and name in noise}
-        try:
+
+        def undo() -> None:
+            for p, data in kept.items():
+                p.data = data
+
+        with restored(undo):
             for p in kept:
                 p.data = (noise or {})[self.names[p]]
             yield
-        finally:
-            for p, data in kept.items():
-                p.data = data
 
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
         (buffers, arguments, plain), outputs = begun, tensors_of(output)
@@ -221,11 +222,10 @@ class Tracer:
             with _disable_current_modes():
                 return ended(stack, begun, module, args, kwargs, output)
 
-        with ExitStack() as handles:
-            for module in self.paths:
-                handles.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                handles.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
-            yield
+        for module in self.paths:  # `untouched` takes them off
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(after, with_kwargs=True, prepend=True)
+        yield
 
 
 def copies(arguments: Arguments) -> Arguments:
@@ -238,7 +238,7 @@ def copies(arguments: Arguments) -> Arguments:
         if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
             return leaf
         try:
-            return deepcopy(leaf)
+            return duplicate(leaf)
         except Exception as error:  # whatever the user's own class raises
             raise ProbeFailed(
                 f"the model was given an object of type {type(leaf).__name__}, which the probe, one more forward, can't "
@@ -267,13 +267,9 @@ def _takes_hooks(path: str, module: nn.Module) -> bool:
 
 @contextmanager
 def _slow_paths() -> Iterator[None]:
-    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called; and without
-    autocast's memory of weights, by which the forward's gradients would go through the trace's graph."""
-    fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called.
+
+    `untouched` around it switches back.
+    """
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.set_autocast_cache_enabled(cached)
+    yield

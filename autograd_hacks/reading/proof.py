@@ -18,18 +18,18 @@ from autograd_hacks.capture.records import RecordedCall, Segment
 from autograd_hacks.capture.ways import ByCopies, ByMap
 from autograd_hacks.errors import PerSampleGradientError, where
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.guard import Guard
+from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.trace import Arguments, copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import Gate
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
     untouched,
-    with_other_generators,
     with_random_state,
 )
 
@@ -80,7 +80,7 @@ class _Proof:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.outputs: list[Tensor] = []
         self.inputs: dict[int, Tensor] = {}  # by the argument's number the leaf that it was made from
-        self.guard = Guard(dict(model.named_parameters()), {})
+        self.guard = WriteGuard(dict(model.named_parameters()), {})
 
     @contextmanager
     def restoring(self, opened: Collection[str]) -> Iterator[None]:
@@ -91,10 +91,8 @@ class _Proof:
         for name in opened:
             p = self.parameters[name]
             p.data = (NOISE * torch.randn(p.shape, generator=self.draws)).to(p)  # which `untouched` takes back
-        try:
+        with restored(self.guard.restore):
             yield
-        finally:
-            self.guard.restore()
 
     def run(self, asks: bool) -> None:
         self._forward(tree_unflatten(self.batch.leaves, self.batch.spec), asks)
@@ -325,14 +323,10 @@ def _aside(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """A context in which the model may run, forwards and backwards, without anything of the user's being touched."""
     with ExitStack() as contexts:
         contexts.enter_context(recorder.proving())
-        contexts.enter_context(with_other_generators())
         contexts.enter_context(with_random_state(random_state(cuda_devices_of(model))))
         contexts.enter_context(untouched(model))
         contexts.enter_context(torch.enable_grad())
         contexts.enter_context(_without_backward_hooks(model, recorder))
-        # Autocast's memory of weights would lead the forward's gradients through the proof's graph.
-        contexts.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # checkpointing around the model counts
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x))
         yield
@@ -345,12 +339,14 @@ def _without_backward_hooks(model: nn.Module, recorder: Recorder) -> Iterator[No
     hooks = [h for module in modules_of(model) for h in (module._backward_hooks, module._backward_pre_hooks)]
     hooks += [p._backward_hooks for p in model.parameters() if p._backward_hooks is not None]
     kept = [(at, dict(at)) for at in hooks]
-    try:
+
+    def undo() -> None:
+        for at, before in kept:
+            at.clear()
+            at.update(before)
+
+    with restored(undo):
         for at in hooks:
             for key in [key for key in at if key not in own]:
                 del at[key]
         yield
-    finally:
-        for at, before in kept:
-            at.clear()
-            at.update(before)

@@ -263,8 +263,7 @@ class PerSampleGrads(Hinting, Curvature):
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
                     "them before that, or give the layer a copy: x.clone()."
                 )
-        with ExitStack() as contexts:
-            contexts.enter_context(outside_inference())
+        with outside_inference(), ExitStack() as contexts:
             for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:

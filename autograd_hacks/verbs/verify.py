@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
@@ -22,6 +22,7 @@ from autograd_hacks.probe.layout import Layouts, differs
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
+from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
@@ -230,9 +231,16 @@ def _precisions(record: Record) -> set[torch.dtype]:
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> Any:
-    args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
+    args, kwargs = (tree_map(_fresh, tree, is_leaf=is_packed) for tree in (args, kwargs))
     with with_random_state(state):
         return model(*args, **kwargs)
+
+
+def _fresh(leaf: Any) -> Any:
+    """A copy of an argument, which the model may change."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf if isinstance(leaf, nn.Module | torch.Generator) else duplicate(leaf)
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
