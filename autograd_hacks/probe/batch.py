@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
-from autograd_hacks.support.trees import is_packed
+from autograd_hacks.probe.layout import samples_of_rows
+from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
 """An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as
@@ -27,7 +28,7 @@ class Batch:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
         """Raises ValueError for a tree of axes that doesn't fit the arguments."""
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_packed)
+        leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
         if batch_dim is None or isinstance(batch_dim, int):
             return Batch(leaves, spec, None)
         axes = _axes_of(batch_dim, args, kwargs)
@@ -47,7 +48,7 @@ class Batch:
         """
         if self.axes is not None:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
-        if axis is None or any(is_packed(leaf) for leaf in self.leaves):
+        if axis is None:
             return None
         if told_by is not None:
             return _size(self.leaves[told_by], axis)
@@ -57,7 +58,9 @@ class Batch:
     def _first(self, axis: int) -> int | None:
         """The first leaf with an axis; before a tensor of one entry, which may be a setting, one of more."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
-        return next((n for n in having if self.leaves[n].numel() > 1), having[0] if having else None)
+        return next(
+            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() > 1), having[0] if having else None
+        )
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
         """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
@@ -93,10 +96,13 @@ class Batch:
             carried = [None if n != first and _stays(self.leaves[n]) else at for n, at in enumerate(carried)]
         for shift in range(1, min(len(kept), 8)):
             leaves = [leaf if at is None else _replace(leaf, at, kept, shift) for leaf, at in zip(self.leaves, carried)]
-            if any(at is not None and not torch.equal(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
+            if any(
+                at is not None and not torch.equal(_dense(new), _dense(old))
+                for new, old, at in zip(leaves, self.leaves, carried)
+            ):
                 for new, old in zip(leaves, self.leaves):
                     if new is not old:
-                        new.requires_grad_(old.requires_grad)
+                        tensors_of(new)[0].requires_grad_(tensors_of(old)[0].requires_grad)
                 args, kwargs = tree_unflatten(leaves, self.spec)
                 return args, kwargs
         return None
@@ -118,30 +124,50 @@ def kept_samples(samples: int, seed: int = 0) -> list[Tensor]:
     two or three samples that takes two traces.
     """
     if samples < 4:
-        one = torch.arange(samples) > 0
-        return [~one, one] if samples > 1 else [torch.ones(samples, dtype=torch.bool)]
+        one = torch.arange(samples, device="cpu") > 0
+        return [~one, one] if samples > 1 else [torch.ones(samples, dtype=torch.bool, device="cpu")]
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(samples, generator=generator)
-        kept = torch.zeros(samples, dtype=torch.bool).index_fill(0, order[: samples - samples // 2], True)
+        order = torch.randperm(samples, generator=generator, device="cpu")
+        kept = torch.zeros(samples, dtype=torch.bool, device="cpu").index_fill(0, order[: samples - samples // 2], True)
         steps = kept[1:].int() - kept[:-1].int()
         if (steps > 0).any() and (steps < 0).any() and (kept != kept.flip(0)).any():
             return [kept]
 
 
-def _replace(leaf: Tensor, axis: int, kept: Tensor, shift: int) -> Tensor:
+def _replace(leaf: Any, axis: int, kept: Tensor, shift: int) -> Any:
+    if is_packed(leaf):
+        data = leaf.data.detach().roll(shift, 0) * (1.5 if leaf.data.is_floating_point() else 1)
+        of_rows = kept.to(data.device)[samples_of_rows(leaf)]
+        return leaf._replace(data=torch.where(of_rows.view(-1, *[1] * (data.ndim - 1)), leaf.data.detach(), data))
+    if leaf.layout != torch.strided:
+        return _laid_out(leaf, _replace(leaf.detach().to_dense(), axis, kept, shift))
     donors = leaf.detach().roll(shift, axis)
     if leaf.is_floating_point():
         donors = donors * 1.5  # beyond the batch's own values, or what takes their largest would stay the same
     by_sample = kept.to(leaf.device).view([-1 if n == axis % leaf.ndim else 1 for n in range(leaf.ndim)])
-    return torch.where(by_sample, leaf.detach(), donors)
+    return like_its_kind(leaf, torch.where(by_sample, leaf.detach(), donors))
+
+
+def _dense(leaf: Any) -> Tensor:
+    leaf = leaf.data if is_packed(leaf) else leaf
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+
+
+def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
+    """A tensor as sparse as another."""
+    if like.layout == torch.sparse_coo:
+        return dense.to_sparse(like.sparse_dim())
+    if like.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return dense.to_sparse(layout=like.layout, blocksize=tuple(like.values().shape[1:3]))
+    return dense.to_sparse(layout=like.layout)
 
 
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
     by_name = {name: batch_dim.get(name) for name in kwargs} if isinstance(batch_dim, dict) else dict.fromkeys(kwargs)
     axes: list[int | None] = []
     for prefix, tree in ((None if isinstance(batch_dim, dict) else tuple(batch_dim), args), (by_name, kwargs)):
-        flat = _broadcast_to_and_flatten(prefix, tree_flatten(tree, is_leaf=is_packed)[1])
+        flat = _broadcast_to_and_flatten(opened(prefix), tree_flatten(opened(tree), is_leaf=is_packed)[1])
         if flat is None:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
@@ -152,6 +178,8 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _size(leaf: Any, axis: int) -> int | None:
+    if is_packed(leaf):
+        return int(leaf.batch_sizes[0])
     return leaf.shape[axis] if isinstance(leaf, Tensor) and -leaf.ndim <= axis < leaf.ndim else None
 
 
@@ -166,7 +194,7 @@ def _counts_up(leaf: Any) -> bool:
 
 def _stays(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
-        return True
+        return not is_packed(leaf)
     if leaf.ndim == 1:
         return not leaf.is_floating_point()
     has_values = leaf.is_floating_point() or leaf.dtype == torch.bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from autograd_hacks.probe.layout import Evidence, Layout, Layouts, layouts_that_fit, likeliest, only_by_sizes
+from autograd_hacks.probe.layout import Evidence, Layout, Layouts, differs, layouts_that_fit, likeliest, only_by_sizes
 from autograd_hacks.probe.trace import Trace, Traced, Tracer
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.table import axes_for, rule_for
@@ -62,6 +62,8 @@ class Comparison:
     def _compare(self, call: Traced) -> Compared:
         frame = call.stack[-1]
         found = [self._place(call, slot, x) for slot, x in enumerate(call.outputs)]
+        if call.rows_of_packed is not None:
+            found[0] = self._place_packed(call, call.rows_of_packed)
         layouts, placed = tuple(layout for layout, _ in found), False
         is_owner = bool(call.outputs) and frame.path not in self.tracer.parts
         owned = self.tracer.owned.get(frame.path, set()) if is_owner else set()
@@ -69,7 +71,7 @@ class Comparison:
         from_batch = other is not None and other.from_batch
         if owned and frame.path in self.expanded:
             layouts, placed = (Layout(),), True
-        elif owned and from_batch and call.is_packed:
+        elif owned and from_batch and call.rows_of_packed is not None:
             layouts, placed = (Layout(axes_for(call.module, call.outputs[0])[0]),), True
         elif owned and from_batch:
             own = self._place_by_rule(call)
@@ -88,6 +90,13 @@ class Comparison:
         is_routed = self._is_routed(call.stack[-1])
         mixes = not fitting and same_shape and not is_routed and real.is_floating_point() and real.ndim > 0
         return self._choose(call, real, fitting, range(real.ndim), nothing_to_know_by=not has_changed), mixes
+
+    def _place_packed(self, call: Traced, rows: Tensor) -> tuple[None, bool]:
+        """Of a packed sequence, which has no layout, whether samples mix in it.  rows: the sample of each row"""
+        evidence = self._evidence(call, lambda traced: traced.outputs[:1])
+        same = [kept[rows.to(kept.device)] for _, kept in evidence]
+        changed = [differs(call.outputs[0], x)[rows] for (x, _), rows in zip(evidence, same) if len(x) == len(rows)]
+        return None, any(bool(change.any()) for change in changed) and not self._is_routed(call.stack[-1])
 
     def _place_by_rule(self, call: Traced) -> Layout | None:
         """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,33 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.fold} on axis {self.axis}" if self.fold else f"axis {self.axis}"
+
+
+class Packed(Layout):
+    """In a packed sequence."""
+
+    def samples_first(self, x: Any, samples: int) -> Any:
+        """A packed sequence for each sample."""
+        return [_sample_of(x, n) for n in range(samples)]
+
+    def batch_of_one(self, sample: Any) -> Any:
+        return sample
+
+
+PACKED = Packed()
+
+
+def samples_of_rows(packed: PackedSequence) -> Tensor:
+    """The sample that each row of the data belongs to."""
+    order = [torch.arange(n, device=packed.data.device) for n in packed.batch_sizes.tolist()]
+    places = torch.cat(order)
+    return places if packed.sorted_indices is None else packed.sorted_indices[places]
+
+
+def _sample_of(packed: PackedSequence, sample: int) -> PackedSequence:
+    data = packed.data[samples_of_rows(packed) == sample]
+    only = None if packed.sorted_indices is None else packed.sorted_indices.new_zeros(1)
+    return PackedSequence(data, packed.batch_sizes.new_ones(len(data)), only, only)
 
 
 Layouts = tuple[Layout | None, ...]

@@ -17,7 +17,7 @@ from autograd_hacks.probe.layout import differs
 from autograd_hacks.probe.plan import UNTRACED, Plan, static_units
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.trees import modules_of
+from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
 
 
 def plan_for(
@@ -110,6 +110,12 @@ def _with_expanded_lookups(
     return (found, lookups) if same else (whole, {})
 
 
+NESTED = (
+    "the model was given a nested tensor, and rules are for tensors of one shape. Give it a padded one, "
+    "x.to_padded_tensor(0.0), and a mask of what is padding."
+)
+
+
 class Planner:
     """The plans of one hooked model, by signature.
 
@@ -124,6 +130,10 @@ class Planner:
 
     def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, int | None]:
         """The plan of a forward that begins, and its number of samples, None where that isn't known."""
+        if any(x.is_nested for x in tensors_of((args, kwargs))):
+            return Plan(
+                units=self.static.units, refused=dict.fromkeys((n for n, _ in model.named_parameters()), NESTED)
+            ), None
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
             return self.static, None  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
@@ -137,8 +147,8 @@ class Planner:
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
                 f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
-                "tensors, in tuples and dictionaries if need be; or say that axis 0 of every layer's input is the batch "
-                "and that samples don't mix: add_hooks(model, probe=False)."
+                "tensors, in tuples, dictionaries or dataclasses if need be; or say that axis 0 of every layer's input is "
+                "the batch and that samples don't mix: add_hooks(model, probe=False)."
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self.static, None
@@ -146,8 +156,8 @@ class Planner:
         known = self.plans.get(signature)
         if known is not None and not known.incomplete and (not known.unproven or batch.is_alike(known.axis, known.told_by)):
             return known, batch.samples(known.axis, known.told_by)
-        if not samples:
-            return self.static, None
+        if not samples or (axis == 0 and self._learnt is None and batch.samples(1) == 0 and _has_time_first(model)):
+            return self.static, 0
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         plan = plan_for(model, args, kwargs, batch, axes)
         if len(axes) > 1 and not plan.refused and not plan.unproven:
@@ -166,5 +176,8 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
 
 def _may_be_time_first(model: nn.Module, batch: Batch) -> bool:
     """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    has_second = (batch.samples(1) or 0) > 1
-    return has_second and any(getattr(module, "batch_first", True) is False for module in model.modules())
+    return not any(map(is_packed, batch.leaves)) and (batch.samples(1) or 0) > 1 and _has_time_first(model)
+
+
+def _has_time_first(model: nn.Module) -> bool:
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())

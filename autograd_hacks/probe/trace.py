@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
+from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one, samples_of_rows
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, tensors_of, version_of
+from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -48,7 +48,7 @@ class Traced:
     module: nn.Module
     outputs: list[Tensor]  # as they were then
     inputs: list[Tensor]  # the first, for a rule that may go by it
-    is_packed: bool  # whether the first output is a packed sequence, whose rows the rule knows
+    rows_of_packed: Tensor | None  # where the first output is a packed sequence, the sample of each row
     from_batch: bool  # whether the outputs follow from the samples
     routed: bool  # whether their rows do
     changes_arguments: bool
@@ -91,8 +91,12 @@ class Tracer:
         on with a copy for each sample
         """
         args, kwargs = _copies(arguments)
-        leaves = tree_leaves((args, kwargs), is_packed)
-        carrying = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
+        leaves = tree_leaves(opened((args, kwargs)), is_packed)
+        carrying = [
+            leaf.data if is_packed(leaf) else leaf
+            for leaf, at in zip(leaves, batch.carried(axis, samples))
+            if at is not None
+        ]
         found = Trace(
             Tracker(
                 {name: p for p, name in self.names.items()},
@@ -120,18 +124,19 @@ class Tracer:
         (buffers, arguments, plain), outputs = begun, tensors_of(output)
         facts = [tracker.facts(x) for x in outputs]
         now, rule = _versions(module), rule_for(module)
+        first = output[0] if type(output) is tuple and output else output
         goes_by_input = rule is not None and (rule.by_input or rule.features is not None)
         return Traced(
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
             inputs=[tracker.keep(arguments[0][0])] if goes_by_input and arguments else [],
-            is_packed=is_packed(output[0] if type(output) is tuple and output else output),
+            rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
             changes_arguments=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
-            has_plain_arguments=plain,
+            has_plain_arguments=plain and all(x.layout == torch.strided for x in outputs),
         )
 
     @contextmanager
@@ -144,7 +149,7 @@ class Tracer:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             path = self.paths[module]
             counts[path] = counts.get(path, -1) + 1
-            plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves((args, kwargs), is_packed))
+            plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
             begun = _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
             frames.append((Frame(path, counts[path]), begun))
             tracker.stack = tuple(frame for frame, _ in frames)
@@ -182,9 +187,13 @@ def _copies(arguments: Arguments) -> Arguments:
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            copied = leaf.detach().clone()
-            return copied.requires_grad_().clone() if leaf.requires_grad else copied  # no leaf, which couldn't be written to
-        if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
+            copied = like_its_kind(leaf, leaf.detach().clone())
+            return (
+                like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
+            )  # no leaf, which couldn't be written to
+        if is_packed(leaf):
+            return leaf._replace(data=copy(leaf.data))
+        if isinstance(leaf, (*_PLAIN, *_SHARED)):
             return leaf
         try:
             return deepcopy(leaf)
@@ -195,7 +204,7 @@ def _copies(arguments: Arguments) -> Arguments:
                 "probe: add_hooks(model, probe=False), which takes axis 0 of every layer's input for the batch."
             ) from error
 
-    copies: Arguments = tree_map(copy, arguments, is_leaf=is_packed)
+    copies: Arguments = tree_map(copy, opened(arguments), is_leaf=is_packed)
     return copies
 
 

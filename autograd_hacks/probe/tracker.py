@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.support.trees import holds_numbers
+
 
 class Frame(NamedTuple):
     """A call of a module: its path, and how many calls of it came before in the same forward."""
@@ -54,6 +56,7 @@ def common(first: Stack, second: Stack) -> Stack:
     return tuple(frame for frame, _ in pairs)
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SCATTERS = ("index_add", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "masked_fill")
 
 
@@ -102,6 +105,10 @@ class Tracker(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        if tensor.is_nested:
+            return torch.zeros((), device=tensor.device)  # of no shape that could be compared
+        if tensor.layout in _SPARSE:
+            return tensor.detach().to_dense()
         key = _key(tensor)
         if key is None or key in self._parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
             return tensor.detach().clone()  # a part of more memory would keep all of it
@@ -208,9 +215,16 @@ class Tracker(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> StorageWeakRef | None:
     """The memory that a tensor is a view of; None where torch doesn't tell it."""
-    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return None
-    return StorageWeakRef(tensor.untyped_storage())
+    if tensor.layout == torch.jagged:
+        tensor = tensor._values  # type: ignore[assignment]  # of Tensor it is a method
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if not holds_numbers(tensor):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+    if tensor.layout in _SPARSE:
+        tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
 
 
 def _permutation(index: Tensor) -> tuple[int, ...] | None:

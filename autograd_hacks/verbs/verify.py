@@ -17,7 +17,7 @@ from autograd_hacks.reading.certificate import is_rounding
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
+from autograd_hacks.support.trees import cloned, detached, held, is_packed, map_tensors, opened, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
@@ -64,7 +64,7 @@ def verify(
         args, kwargs, state = _last_step(recorder.record)
     args, kwargs = args or (), dict(kwargs or {})
     comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples)
-    largest = max((c.value for c in comparisons), default=torch.zeros(()))
+    largest = max((c.value for c in comparisons), default=torch.zeros((), device="cpu"))
     wrong = [c for c in comparisons if not is_rounding(c.difference, c.value, lambda: largest, (c.found.dtype, *c.used))]
     if wrong:
         rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
@@ -115,7 +115,7 @@ def _with_autograd(
     model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState, singles: int
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
-    if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
+    if any(is_packed(leaf) for leaf in tree_leaves(opened((args, kwargs)), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: dict[tuple[str, str], Tensor] = {}
@@ -136,7 +136,7 @@ def _with_autograd(
         used = _precisions(record)
         samples = next((form.samples for form in forms.values() if form is not None), 0)
         weights = {"weighted sum of rows": _random((samples,), draws)}
-        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples)[: min(singles, samples)])}
+        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
         comparisons = []
         for name, form in forms.items():
             if form is not None:
@@ -156,7 +156,7 @@ def _with_autograd(
 
 
 def _random(shape: Sequence[int], draws: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=draws)
+    return torch.randn(*shape, generator=draws, device="cpu")
 
 
 def _precisions(record: Record) -> set[torch.dtype]:
@@ -166,7 +166,7 @@ def _precisions(record: Record) -> set[torch.dtype]:
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> list[Tensor]:
-    args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
+    args, kwargs = (map_tensors(lambda x: cloned(detached(x)), tree) for tree in (args, kwargs))
     with with_random_state(state):
         return tensors_of(model(*args, **kwargs))
 
