@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 
 from autograd_hacks.probe.layout import samples_of_rows
 from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of
@@ -167,14 +168,22 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     by_name = {name: batch_dim.get(name) for name in kwargs} if isinstance(batch_dim, dict) else dict.fromkeys(kwargs)
     axes: list[int | None] = []
     for prefix, tree in ((None if isinstance(batch_dim, dict) else tuple(batch_dim), args), (by_name, kwargs)):
-        flat = _broadcast_to_and_flatten(opened(prefix), tree_flatten(opened(tree), is_leaf=is_packed)[1])
-        if flat is None:
+        flat: list[int | None] = []
+        add = partial(_add_axes, flat)
+        try:
+            tree_map_(add, opened(prefix), opened(tree))
+        except ValueError:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
                 f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary"
-            )
+            ) from None
         axes += flat
     return axes
+
+
+def _add_axes(axes: list[int | None], axis: int | None, part: Any) -> None:
+    leaves = tree_leaves(part, is_packed)
+    axes += [axis if isinstance(leaf, Tensor) or is_packed(leaf) or len(leaves) == 1 else None for leaf in leaves]
 
 
 def _size(leaf: Any, axis: int) -> int | None:

@@ -58,6 +58,14 @@ def plan_for(
             whole = tracer.trace((args, kwargs), batch, axis, samples, {})
         else:
             wholes[carrying] = whole
+        lengths = {len(x) for x in (*args, *kwargs.values()) if isinstance(x, list)}
+        if batch.axes is None and samples == 1 and whole.output_size() in lengths - {1}:
+            raise ProbeFailed(
+                f"the model was given a list of {whole.output_size()} tensors with one entry each on axis {axis}, and "
+                "returns as many entries. If each is a sample, give the model one tensor of all, padded, with a mask "
+                "(torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); if all are of one sample, say so: "
+                "add_hooks(model, batch_dim=(0,))."
+            )
         decisions.append(Decision(_compared(tracer, whole, (args, kwargs), batch, axis, samples), told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
 

@@ -105,6 +105,8 @@ class Tracer:
                 self._kept,
             )
         )
+        if any(map(is_packed, leaves)):  # how many rows each sample has is the batch's own
+            found.tracker.counting.add(Frame("", 0))
         with (
             Switch.paused_here(),
             untouched(self.model),

@@ -61,9 +61,11 @@ def _closed(parts: Iterable[Any], context: tuple[type, tuple[Any, ...], tuple[st
     for key in keys:
         list.append(made, next(left)) if base is list else base.__setitem__(made, key, next(left))
     for name, part in zip(names, left):
-        object.__setattr__(made, name, part)  # frozen ones, too
+        object.__setattr__(made, name, made if part is _ITSELF else part)  # frozen ones, too
     return made
 
+
+_ITSELF = object()
 
 register_pytree_node(Opened, lambda x: (x.parts, x.context), _closed)
 
@@ -74,9 +76,12 @@ def opened(tree: Any, everything: bool = False) -> Any:
     known: dict[int, Any] = {}
 
     def at_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, _CLOSED) or id(leaf) in known:
-            return known.get(id(leaf), leaf)
-        known[id(leaf)] = leaf  # for one that holds itself
+        if isinstance(leaf, _CLOSED):
+            return leaf
+        if id(leaf) in known:
+            if known[id(leaf)] is _ITSELF:  # it is being opened, and holds what holds it
+                known[id(leaf)] = leaf
+            return known[id(leaf)]
         kind, is_record = type(leaf), _is_record(leaf)
         new: Any = kind.__new__
         base = next(base for base in _BASES if isinstance(leaf, base))
@@ -84,7 +89,12 @@ def opened(tree: Any, everything: bool = False) -> Any:
             return leaf
         items = dict(leaf) if isinstance(leaf, dict) else dict(enumerate(leaf)) if isinstance(leaf, list) else {}
         own = _attributes(leaf)
-        parts = [tree_map(at_leaf, part, is_leaf=is_packed) for part in (*items.values(), *own.values())]
+        known[id(leaf)] = _ITSELF
+        held_parts = [_ITSELF if part is leaf else part for part in (*items.values(), *own.values())]
+        parts = [tree_map(at_leaf, part, is_leaf=is_packed) for part in held_parts]
+        is_circle, known[id(leaf)] = known[id(leaf)] is leaf, leaf
+        if is_circle:  # no copy of it could be made part by part
+            return leaf
         if is_record or any(isinstance(x, Tensor | PackedSequence) for x in tree_leaves(parts, is_packed)):
             known[id(leaf)] = Opened(parts, (kind, tuple(items), tuple(own)))
         return known[id(leaf)]
