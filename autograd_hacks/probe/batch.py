@@ -213,4 +213,7 @@ def _stays(leaf: Any) -> bool:
 def _kind(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(size == 1 for size in leaf.shape), leaf.dtype
+    if is_packed(leaf):  # of one length, and in their own order, or not: where rows are depends on it
+        of_one_length, order = bool((leaf.batch_sizes == leaf.batch_sizes[0]).all()), leaf.sorted_indices
+        return of_one_length, order is None or bool((order.diff() == 1).all()), leaf.data.dtype
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
