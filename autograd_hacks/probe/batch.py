@@ -60,7 +60,7 @@ class Batch:
         """The first leaf with an axis; before a tensor of one entry, which may be a setting, one of more."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
         return next(
-            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() > 1), having[0] if having else None
+            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
