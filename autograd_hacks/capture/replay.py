@@ -99,7 +99,7 @@ class Rerun:
             rows = self._by_sample(index)
             if rows is None and count and self.way.is_doubtful and not self._drew:
                 raise SamplesMixed(
-                    f"samples mix in {self._place()}, or seem to: run by themselves they come out different. So "
+                    f"samples mix in {self._place()}, or seem to: run by themselves the samples come out different. So "
                     f"{', '.join(self.call.edges)} have no per-sample gradients that can be known. If it is a sample's "
                     "place in the batch that decides, h[: n // 2] to one head and the rest to another, give both heads "
                     "all samples, and choose from what they return: torch.where(mask, a(h), b(h))."
