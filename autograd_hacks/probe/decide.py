@@ -163,8 +163,8 @@ def _mixing(call: Compared, samples: int) -> str:
         return (
             f"{MIXING}, or may: the output of {place}, of shape {', '.join(map(str, shapes))}, has no axis with a place for "
             f"each of the {samples} samples. It may have been given a part of the batch, h[: n // 2] say, and whose is not "
-            "known: give it all samples, and choose from what it returns, torch.where(mask, a(h), b(h)). If the batch is not "
-            "on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
+            "known: give it all samples, and choose from what it returns, torch.where(mask, a(h), b(h)). If the batch is "
+            "not on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
         )
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "
