@@ -23,7 +23,7 @@ from autograd_hacks.probe.plan import UNKNOWN, Plan
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, parameter_at, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, parameter_at, plain, tensors_of, version_of
 from autograd_hacks.support.untouched import RandomState, autocast_dtype, cuda_devices_of, random_state
 
 
@@ -82,8 +82,8 @@ class Forward:
             own = [(p, self.record.names.get(p)) for p in covered(layer).values() if self.param_grad.may_skip(p)]
             kept = again | self.param_grad.awaited
             self.param_grad.switch_off(layer, [p for p, name in own if name not in kept])
-        if has_inner_maps(layer, args, kwargs):
-            self._locate(layer)
+        if self.samples != 0 and has_inner_maps(layer, args, kwargs):
+            self._locate(path, layer)
             again, named = self.units.names_at(path, self.record.plan), covered(layer).items()
             names = {local: name for local, p in named if (name := self.record.name_of(p, path, local)) not in again}
             # Where the samples are in its output, whose first axes are the query's.
@@ -128,7 +128,7 @@ class Forward:
         drew = self._random_states.pop(layer, None) if len(self._random_states) else None
         if not self._is_on():
             return None
-        self._locate(layer)
+        self._locate(path, layer)
         plan, number, rule = self.record.plan, self._count(path), rule_for(layer)
         # 1. Is there something to note: parameters whose rows no module around gives, and a graph that leads to them?
         owned, again = covered(layer), self.units.names_at(path, self.record.plan)
@@ -156,7 +156,7 @@ class Forward:
             plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
             return None
         # 5. The record, with what its rule will have to read as it was; and hooks in the graph.
-        args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
+        args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
             layer,
@@ -198,9 +198,10 @@ class Forward:
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a module again, where the forward's plan says so."""
-        unit = self.record.plan.units.get(path)
-        if unit is not None and self.records():
-            self.units.begin(path, module, unit, args, kwargs)
+        if self.records():
+            self._locate(path, module)
+            if (unit := self.record.plan.units.get(path)) is not None:
+                self.units.begin(path, module, unit, args, kwargs)
 
     def end_unit(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
@@ -209,7 +210,6 @@ class Forward:
         begun = self.units.end(path) if self.records() else None
         if begun is None:
             return output
-        self._locate(module)
         outer = self.units.names()
         own = {local: parameter_at(module, local) for local, name in begun.unit.parameters.items() if name not in outer}
         there = {local: p for local, p in own.items() if p is not None and p.requires_grad}
@@ -288,14 +288,14 @@ class Forward:
             self._calls[path] = number
         return number
 
-    def _locate(self, layer: nn.Module) -> None:
+    def _locate(self, path: str, layer: nn.Module) -> None:
         """Finds out which forward, or which backward, a layer is called in."""
         task, backward = current_task(), self.backward
         if task != NO_TASK:
             backward.enter(task)
             return
         backward.running = None  # left by a pass that failed
-        if not self.is_running:  # the layer is called by itself, a forward of its own
+        if not (self.is_running or self.units.around(path)):  # it is called by itself, a forward of its own
             self.record.plan, self.samples = self.static, None
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)

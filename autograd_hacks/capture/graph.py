@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
 from autograd_hacks.support.switch import current_task
-from autograd_hacks.support.trees import map_tensors, tensors_of
+from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """What a backward pass does at a parameter's node; torch.autograd.grad takes the gradient in front of it."""
@@ -40,7 +40,8 @@ def _node_of(parameter: Tensor) -> Node:
         function = parameter.view_as(parameter).grad_fn
         if function is not None and function.next_functions[0][0] is not None:
             return function.next_functions[0][0]
-    return get_gradient_edge(parameter).node
+    with torch._C.DisableTorchFunctionSubclass():  # which would put a node for the subclass in between
+        return get_gradient_edge(parameter).node
 
 
 def reach_of(node: Node) -> str:
@@ -67,7 +68,7 @@ def attach(
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
-        output = map_tensors(lambda x: x.clone() if x.grad_fn is not None or parameters else x, output)
+        output = map_tensors(lambda x: cloned(x) if x.grad_fn is not None or parameters else x, output)
         outputs = tensors_of(output)
     if parameters:
         slots = count()

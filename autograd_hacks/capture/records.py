@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, where
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Form, Zero
 from autograd_hacks.probe.layout import Layout, Layouts
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.call import Call
@@ -74,6 +74,9 @@ class RecordedCall(Call):
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the layer: form} for the parameters that a pass has reached, a row for each sample."""
+        if self.samples == 0:  # on whichever axis
+            edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
+            return {local: Zero(0, p.shape, p) for local, p in edges.items()}
         return self.way.forms(self, grads)
 
     @property

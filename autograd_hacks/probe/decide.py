@@ -122,7 +122,7 @@ class Decision:
             if name in self.chosen:
                 continue
             if self.mixed:
-                refused[name] = _mixing(self.mixed[0])
+                refused[name] = _mixing(self.mixed[0], self.comparison.samples)
             else:
                 readers = sorted({stack[-1].path for stack in self.reads.get(name, ()) if stack})
                 refused[name] = (
@@ -148,7 +148,7 @@ class Decision:
         return "read there past a rule" if readers == [path] else f"read past a rule in {', '.join(map(repr, readers))}"
 
 
-def _mixing(call: Compared) -> str:
+def _mixing(call: Compared, samples: int) -> str:
     place, rule = where(call.path, call.traced.module), rule_for(call.traced.module)
     if rule is not None and rule.mixes is not None and (told := rule.mixes(call.traced.module, call.traced.module.training)):
         return f"{MIXING}: {place} {told}"
@@ -156,6 +156,14 @@ def _mixing(call: Compared) -> str:
         return (
             f"{MIXING}, or may: the rows of {place} are chosen by their values, and no module around it returns the samples "
             "in places of their own, so that rows can't be told to be anyone's."
+        )
+    shapes = [tuple(x.shape) for x in call.traced.outputs]
+    if not any(size % samples == 0 for shape in shapes for size in shape):
+        return (
+            f"{MIXING}, or may: the output of {place}, of shape {', '.join(map(str, shapes))}, has no axis with a place for "
+            f"each of the {samples} samples. It may have been given a part of the batch, h[: n // 2] say, and whose is not "
+            "known: give it all samples, and choose from what it returns, torch.where(mask, a(h), b(h)). If the batch is "
+            "not on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
         )
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "

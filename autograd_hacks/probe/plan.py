@@ -78,7 +78,7 @@ class Plan:
 
     def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         """Where the samples are in what a layer with a rule returned."""
-        if samples is None:
+        if not samples:  # without any there are no rows to place
             return ()
         if path in self.expanded_lookups:
             return (Layout(),)
@@ -153,7 +153,9 @@ def static_units(model: nn.Module) -> dict[str, Unit]:
             while place and not _is_called(place, modules):
                 place, _, last = place.rpartition(".")
                 inside = f"{last}.{inside}"
-            unit = units.setdefault(place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}"))
+            unit = units.setdefault(
+                place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}", is_doubtful=True)
+            )
             unit.parameters[inside] = first[parameter]
     return units
 

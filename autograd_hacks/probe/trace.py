@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.guard import Kept, WriteGuard
-from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
+from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one, samples_of_rows
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, tensors_of, version_of
+from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -54,7 +54,7 @@ class Traced:
     module: nn.Module
     outputs: list[Tensor]  # as they were then
     inputs: list[Tensor]  # the first, for a rule that may go by it
-    is_packed: bool  # whether the first output is a packed sequence, whose rows the rule knows
+    rows_of_packed: Tensor | None  # where the first output is a packed sequence, the sample of each row
     from_batch: bool  # whether the outputs follow from the samples
     routed: bool  # whether their rows do
     rounds: bool  # whether something before was routed, so that their rounding may follow from other samples
@@ -104,16 +104,19 @@ class Tracer:
         on with a copy for each sample
         """
         args, kwargs = copies(arguments)
-        leaves = tree_leaves((args, kwargs), is_packed)
-        carrying = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
+        leaves = tree_leaves(opened((args, kwargs)), is_packed)
+        having = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
+        carrying = [leaf.data if is_packed(leaf) else leaf for leaf in having]
         with self._with(noise):
             parameters = {name: p for p, name in self.names.items()}
             tracker = Tracker(parameters, carrying, lambda path, name: name in self.owned.get(path, ()), self._kept)
             found = Trace(tracker)
+            if any(map(is_packed, leaves)):  # how many rows each sample has is the batch's own
+                tracker.counting.add(Frame("", 0))
 
             def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 tracker.stack = stack
-                plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves((args, kwargs), is_packed))
+                plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
                 return _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
 
             def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -181,19 +184,19 @@ class Tracer:
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
         (buffers, arguments, plain), outputs = begun, tensors_of(output)
         facts = [tracker.facts(x) for x in outputs]
-        now = _versions(module)
+        now, first = _versions(module), output[0] if type(output) is tuple and output else output
         return Traced(
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
             inputs=[tracker.keep(arguments[0][0])] if _goes_by_input(module) and arguments else [],
-            is_packed=is_packed(output[0] if type(output) is tuple and output else output),
+            rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
             rounds=any(fact.rounds for fact in facts),
             changes_arguments=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
-            has_plain_arguments=plain,
+            has_plain_arguments=plain and all(x.layout == torch.strided for x in outputs),
         )
 
     @contextmanager
@@ -233,9 +236,13 @@ def copies(arguments: Arguments) -> Arguments:
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            copied = leaf.detach().clone()
-            return copied.requires_grad_().clone() if leaf.requires_grad else copied  # no leaf, which couldn't be written to
-        if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
+            copied = like_its_kind(leaf, leaf.detach().clone())
+            return (
+                like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
+            )  # no leaf, which couldn't be written to
+        if is_packed(leaf):
+            return leaf._replace(data=copy(leaf.data))
+        if isinstance(leaf, (*_PLAIN, *_SHARED)):
             return leaf
         try:
             return duplicate(leaf)
@@ -246,7 +253,7 @@ def copies(arguments: Arguments) -> Arguments:
                 "probe: add_hooks(model, probe=False), which takes axis 0 of every layer's input for the batch."
             ) from error
 
-    copied: Arguments = tree_map(copy, arguments, is_leaf=is_packed)
+    copied: Arguments = tree_map(copy, opened(arguments), is_leaf=is_packed)
     return copied
 
 

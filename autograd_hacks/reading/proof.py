@@ -25,7 +25,7 @@ from autograd_hacks.probe.trace import Arguments, copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -57,10 +57,10 @@ def prove(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: d
     proof = _Proof(model, recorder, plan, samples, batch, 1000 * plan.forwards + samples)
     plan.pending, plan.unsure = False, False
     # An input that asks for gradients may be more than the model can take, and so may noise in the place of zeros.
-    for asks, opened in dict.fromkeys(((True, plan.opened), (False, plan.opened), (False, frozenset()))):
+    for asks, zeros in dict.fromkeys(((True, plan.opened), (False, plan.opened), (False, frozenset()))):
         proof = _Proof(model, recorder, plan, samples, batch, 1000 * plan.forwards + samples)
         try:
-            with _aside(model, recorder), proof.restoring(opened):
+            with _aside(model, recorder), proof.restoring(zeros):
                 proof.run(asks)
             return
         except PerSampleGradientError:
@@ -108,11 +108,13 @@ class _Proof:
     def _forward(self, arguments: Arguments, asks: bool) -> None:
         """Runs the model.  asks: whether its inputs with samples are to ask for gradients"""
         args, kwargs = copies(arguments)
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_packed)
+        leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
         self.inputs = {}
         for number, at in enumerate(self.batch.replaceable(self.plan.axis, self.samples)):
-            if at is not None and asks and leaves[number].is_floating_point():
-                self.inputs[number] = leaves[number].detach().requires_grad_()
+            leaf = leaves[number]
+            is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and leaf.is_floating_point()
+            if at is not None and asks and is_plain:
+                self.inputs[number] = leaf.detach().requires_grad_()
                 leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
         args, kwargs = tree_unflatten(leaves, spec)
         with self.guard:
@@ -315,7 +317,9 @@ def _layout(call: RecordedCall, slot: int, samples: int) -> Layout | None:
     if isinstance(call.way, ByMap | ByCopies):
         at = call.way.at if isinstance(call.way, ByMap) else Layout(1)
         return at if call.way.count == samples else None
-    return call.layouts[slot] if call.samples is not None and slot < len(call.layouts) else None
+    if call.samples is None or slot >= len(call.layouts) or any(is_packed(x) for x in call.args):
+        return None
+    return call.layouts[slot]
 
 
 @contextmanager
