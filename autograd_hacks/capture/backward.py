@@ -75,6 +75,11 @@ class Backward:
             if node is not None:
                 node.register_prehook(partial(self._note_mixed, slot, tuple(outputs[slot].shape)))
 
+    def note_door(self, where: str, grads: tuple[Tensor | None, ...]) -> None:
+        """Hears of gradient that comes by something that the model keeps."""
+        if Switch.on() and self.attached and self.listener is None and any(grad is not None for grad in grads):
+            self.enter(current_task()).side_door = where
+
     def _note_mixed(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and any(grad is not None for grad in grads):
             self.enter(current_task()).mixed_output = slot, shape

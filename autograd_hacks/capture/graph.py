@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -13,6 +14,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
+from autograd_hacks.probe.layout import Layouts
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
@@ -27,6 +30,9 @@ Hear = Callable[[tuple[Tensor | None, ...]], None]
 
 ANNOUNCED: dict[int, Announcement] = {}
 """What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
+
+RETURNED: list[tuple[list[weakref.ref[Tensor]], Layouts, int, Plan]] = []
+"""What models have returned in forwards that were just proven, where its samples are, N, and the plan; the last few."""
 
 
 def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:

@@ -14,7 +14,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.doors import doors_of, watch_doors
 from autograd_hacks.capture.forward import Forward
+from autograd_hacks.capture.graph import RETURNED
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
@@ -45,6 +47,7 @@ class Recorder:
         self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
         self._followed: Plan | None = None  # by the last forward
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
+        self._was_proven = False  # whether it was, before the forward that runs
         self.prove: Prove | None = None
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
@@ -128,9 +131,10 @@ class Recorder:
 
     def prove_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the plan of the forward that begins proven, where that is due."""
-        plan = self.record.plan
+        plan, self._was_proven = self.record.plan, False
         if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
             self.prove(model, self, args, kwargs)
+            self._was_proven = True
 
     @contextmanager
     def proving(self) -> Iterator[None]:
@@ -155,8 +159,17 @@ class Recorder:
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
-        if self.record.plan.mixed_outputs and self.forward.records() and self._proven is None:
+        if self._proven is not None or not self.forward.records():
+            return
+        if self._was_proven and self.forward.samples is not None:
+            RETURNED[:] = [
+                *RETURNED[-3:],
+                ([weakref.ref(x) for x in outputs], layouts, self.forward.samples, self.record.plan),
+            ]
+        if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
+        if self.record.plan.has_doors:
+            watch_doors(doors_of(model, outputs), self.backward.note_door)
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

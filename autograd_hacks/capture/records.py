@@ -137,6 +137,7 @@ class Pass:
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
+    side_door: str = ""  # what the model keeps and has not returned, and the pass's gradient came by
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
     mixed_output: tuple[int, tuple[int, ...]] | None = None
 

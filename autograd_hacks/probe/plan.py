@@ -73,6 +73,7 @@ class Plan:
     opened: frozenset[str] = frozenset()  # parameters that were zero, and that noise stands for when it is proven
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong, as the proof has found
     pending: bool = True  # whether it is to be proven before this forward
+    has_doors: bool = False  # whether the model keeps tensors with a graph beside those that it returns
     scaled: bool = False  # whether a loss made inside the model divides by something of the whole batch
     unsure: bool = False  # whether the last proof has left something open, where a gradient was zero, say
 

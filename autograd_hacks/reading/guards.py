@@ -82,6 +82,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 "input, say where it is: add_hooks(model, batch_dim=...). A loss of samples alone can be made outside the "
                 "model: backward(losses)."
             )
+        if recorded.side_door:
+            raise UnseenGradient(
+                f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
+                "whose samples' it is. Return it from forward, with the rest."
+            )
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
         if wrong:
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")

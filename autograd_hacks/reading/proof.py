@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autograd_hacks.capture.doors import doors_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import RecordedCall, Segment
 from autograd_hacks.capture.ways import ByCopies, ByMap
@@ -119,6 +120,7 @@ class _Proof:
         args, kwargs = tree_unflatten(leaves, spec)
         with self.guard:
             self.outputs = tensors_of(self.model(*args, **kwargs))
+        self.plan.has_doors = bool(doors_of(self.model, self.outputs))
 
     def _prove_places(self, places: Mapping[int, Layout]) -> None:
         at_random = {slot: self._random(self.outputs[slot]) for slot in places}

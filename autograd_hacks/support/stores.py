@@ -106,8 +106,7 @@ def hooks_kept(module: nn.Module) -> Iterator[None]:
     tables = [table for part in everywhere for name, table in vars(part).items() if "_hooks" in name and table is not None]
     tables = [table for table in tables if isinstance(table, dict)] + [getattr(torch_module, name) for name in _GLOBAL]
     kept = [(table, dict(table)) for table in tables]
-    hooks = [hook for _, table in kept for hook in table.values() if callable(hook)]
-    cells, boxes, spaces = _stores(hooks)
+    cells, boxes, spaces = _stores(hook for _, table in kept for hook in table.values() if callable(hook))
     shared: dict[int, Any] = {id(part): part for part in (*module.modules(), *module.parameters())}
     contents = [(cell, cell.cell_contents) for cell in cells]
     filled = [(box, copy.copy(box)) for box in boxes]
@@ -131,6 +130,13 @@ def hooks_kept(module: nn.Module) -> Iterator[None]:
         for space, name, value in names:
             space[name] = copied(value, shared)
         yield
+
+
+def stores_of(module: nn.Module) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:
+    """Where users' hooks on a module and its children keep something: cells, boxes, and globals by name."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tables = [table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks)]
+    return _stores(hook for table in tables for hook in table.values() if callable(hook))
 
 
 def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:
