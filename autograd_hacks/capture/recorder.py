@@ -162,10 +162,8 @@ class Recorder:
         if self._proven is not None or not self.forward.records():
             return
         if self._was_proven and self.forward.samples is not None:
-            RETURNED[:] = [
-                *RETURNED[-3:],
-                ([weakref.ref(x) for x in outputs], layouts, self.forward.samples, self.record.plan),
-            ]
+            references = [weakref.ref(x) for x in outputs]
+            RETURNED[:] = [*RETURNED[-3:], (references, layouts, self.forward.samples, self.record.plan)]
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
         if self.record.plan.has_doors:
