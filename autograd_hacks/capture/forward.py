@@ -45,8 +45,8 @@ class Forward:
 
     def _is_on(self) -> bool:
         # Inside torch.func's transforms tensors are of one transform's making, and end with it.
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state()
-        return Switch.on() and not transformed
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return Switch.on() and not transformed and not torch._C._get_tracing_state()
 
     def begin(self, with_gradients: bool) -> None:
         """Numbers a forward.  with_gradients: whether a backward pass may come to it"""
@@ -78,10 +78,9 @@ class Forward:
         if path in plan.unplaced:
             return
         if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
-            again = self.units.names_at(path, self.record.plan)
-            own = [(p, self.record.names.get(p)) for p in covered(layer).values() if self.param_grad.may_skip(p)]
-            kept = again | self.param_grad.awaited
-            self.param_grad.switch_off(layer, [p for p, name in own if name not in kept])
+            again = self.units.names_at(path, self.record.plan) | self.param_grad.awaited
+            own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
+            self.param_grad.switch_off(layer, [p for p in own if self.param_grad.may_skip(p)])
         if self.samples != 0 and has_inner_maps(layer, args, kwargs):
             self._locate(path, layer)
             again, named = self.units.names_at(path, self.record.plan), covered(layer).items()

@@ -91,7 +91,7 @@ class _Proof:
         """
         for name in opened:
             p = self.parameters[name]
-            p.data = (NOISE * torch.randn(p.shape, generator=self.draws)).to(p)  # which `untouched` takes back
+            p.data = (NOISE * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p)  # which `untouched` takes back
         with restored(self.guard.restore):
             yield
 
@@ -267,12 +267,12 @@ class _Proof:
 
     def _weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Two weights for each sample, powers of two; no two of sixteen samples have the same ratio.  N each"""
-        ratios = torch.randperm(max(16, self.samples), generator=self.draws)[: self.samples] % 16 - 8
+        ratios = torch.randperm(max(16, self.samples), generator=self.draws, device="cpu")[: self.samples] % 16 - 8
         first, second = (ratios + 1).div(2, rounding_mode="floor"), -ratios.div(2, rounding_mode="floor")
         return tuple(torch.pow(2.0, power).to(like.device) for power in (first, second))  # type: ignore[return-value]
 
     def _random(self, x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=self.draws).to(x)
+        return torch.randn(x.shape, generator=self.draws, device="cpu").to(x)
 
     def _pull(self, places: Mapping[int, Layout], at_random: Mapping[int, Tensor], w: Tensor) -> dict[str, Tensor]:
         """One backward pass from w ∘ G: what arrives at parameters, by name, and at inputs, by '#' and number."""

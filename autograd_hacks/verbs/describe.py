@@ -125,9 +125,8 @@ def _how(
     parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
     if rule is not None and (not units or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
-    return " and ".join(parts) + (
-        ", scaled by the batch: a loss made inside divides by something of all of it" * plan.scaled
-    )
+    scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
+    return " and ".join(parts) + scaled
 
 
 def _with_unit(size: int | None) -> str:
