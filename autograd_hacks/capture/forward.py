@@ -78,7 +78,7 @@ class Forward:
         if path in plan.unplaced:
             return
         if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
-            again = self.units.names_at(path, self.record.plan) | self.param_grad.awaited
+            again = self.units.names_at(path, plan) | self.param_grad.awaited
             own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
             self.param_grad.switch_off(layer, [p for p in own if self.param_grad.may_skip(p)])
         if self.samples != 0 and has_inner_maps(layer, args, kwargs):
@@ -108,8 +108,7 @@ class Forward:
             return output
         noted = self._note(path, layer, args, kwargs, output, is_first, off)
         if noted is None and off:  # which would leave its gradients unnoticed
-            names = [self.record.name_of(p, path, "") for p in off]
-            lost = partial(self.backward.note_lost, names)
+            lost = partial(self.backward.note_lost, [self.record.name_of(p, path, "") for p in off])
             return map_tensors(lambda x: anchored(x, lost, off) if x.is_floating_point() else x, output)
         return output if noted is None else noted
 

@@ -41,7 +41,7 @@ def are_apart(
         for g, w in ((x, first), (y, second))
     )
     is_apart = (mine - theirs).norm(dim=1) <= ROUNDING * eps * mine.norm(dim=1) + tiny * mine.shape[1]
-    return bool((is_apart if kept is None else is_apart[kept]).all())
+    return bool((is_apart if kept is None else is_apart[kept.to(is_apart.device)]).all())
 
 
 def check_losses(losses: Tensor) -> None:
