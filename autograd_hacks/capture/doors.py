@@ -25,11 +25,13 @@ def doors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Door]:
 
 def watch_doors(doors: Sequence[Door], hear: Callable[[str, tuple[Tensor | None, ...]], None]) -> None:
     """Has gradients that come by doors heard of.  Copies take the tensors' places, since those are used inside too."""
+    copies: dict[int, Tensor] = {}
     for where, put, x in doors:
-        copy = x.clone()
-        if copy.grad_fn is not None:
+        if id(x) not in copies:
+            copies[id(x)] = copy = x.clone()
+            assert copy.grad_fn is not None  # as x has one
             copy.grad_fn.register_prehook(partial(hear, where))
-            put(copy)
+        put(copies[id(x)])
 
 
 def _held(model: nn.Module) -> Iterator[Door]:
@@ -37,12 +39,14 @@ def _held(model: nn.Module) -> Iterator[Door]:
         if not isinstance(module, torch.jit.ScriptModule):
             state = {name: x for name, x in vars(module).items() if name not in OF_MODULE}
             yield from _in_box(f"{path}.{{}}" if path else "{}", vars(module), state)
-    cells, boxes, _ = stores_of(model)
+    cells, boxes, spaces = stores_of(model)
     for cell in cells:
         if isinstance(cell.cell_contents, Tensor):
             yield from _if_graph("what a hook keeps", partial(setattr, cell, "cell_contents"), cell.cell_contents)
         elif isinstance(cell.cell_contents, dict | list):
             yield from _in_box("what a hook keeps", cell.cell_contents, cell.cell_contents)
+    for space, name in spaces:
+        yield from _in_box("what a hook keeps", space, {name: space[name]})
     for box in boxes:
         if isinstance(box, dict | list):
             yield from _in_box("what a hook keeps", box, box)
