@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
-from autograd_hacks.probe.layout import Layouts
+from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
@@ -31,8 +32,44 @@ Hear = Callable[[tuple[Tensor | None, ...]], None]
 ANNOUNCED: dict[int, Announcement] = {}
 """What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
 
-RETURNED: list[tuple[list[weakref.ref[Tensor]], Layouts, int, Plan]] = []
-"""What models have returned in forwards that were just proven, where its samples are, N, and the plan; the last few."""
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """An output of a model, from a forward that was just proven; held by the node that made it."""
+
+    edge: int  # which of the node's outputs it is
+    layout: Layout  # where its samples are
+    samples: int  # N
+    plan: Plan
+
+
+RETURNED: weakref.WeakSet[Returned] = weakref.WeakSet()
+"""Those whose graphs are there."""
+
+
+def mark_returned(output: Tensor, layout: Layout, samples: int, plan: Plan) -> None:
+    """Has `returned_in` find an output of a model."""
+    if output.grad_fn is not None:
+        mark = Returned(output.output_nr, layout, samples, plan)
+        RETURNED.add(mark)
+        notes: Any = output.grad_fn.metadata  # which torch has as a method in its types
+        notes.setdefault(Returned, {})[mark.edge] = mark
+
+
+def returned_in(losses: Tensor) -> list[tuple[GradientEdge, Returned]]:
+    """The marked outputs that a tensor follows from."""
+    found: list[tuple[GradientEdge, Returned]] = []
+    waiting = [losses.grad_fn] if RETURNED and losses.grad_fn is not None else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        notes: Any = node.metadata
+        marks = notes.get(Returned, {})
+        found += [(GradientEdge(node, edge), mark) for edge, mark in marks.items()]
+        ahead = {other for other, _ in node.next_functions if other is not None} - seen if not marks else set()
+        waiting += ahead
+        seen |= ahead
+    return found
 
 
 def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.doors import doors_of, watch_doors
 from autograd_hacks.capture.forward import Forward
-from autograd_hacks.capture.graph import RETURNED
+from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
@@ -162,8 +162,9 @@ class Recorder:
         if self._proven is not None or not self.forward.records():
             return
         if self._was_proven and self.forward.samples is not None:
-            references = [weakref.ref(x) for x in outputs]
-            RETURNED[:] = [*RETURNED[-3:], (references, layouts, self.forward.samples, self.record.plan)]
+            for x, layout in zip(outputs, layouts):
+                if layout is not None:
+                    mark_returned(x, layout, self.forward.samples, self.record.plan)
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
         if self.record.plan.has_doors:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.graph import RETURNED
+from autograd_hacks.capture.graph import returned_in
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.probe.layout import Layout
 
@@ -49,29 +47,17 @@ def check_losses(losses: Tensor) -> None:
 
     losses: N
     """
-    returned, RETURNED[:] = RETURNED[:], []
-    draws = torch.Generator().manual_seed(len(losses))
-    for references, layouts, samples, plan in returned:
-        asked = [(_asked(reference), at) for reference, at in zip(references, layouts)]
-        alive = [(x, at) for x, at in asked if x is not None and at is not None]
-        if not alive or samples != len(losses) or losses.grad_fn is None:
-            continue
-        weights = two_weights(samples, draws)
-        found = [
-            torch.autograd.grad(losses, [x for x, _ in alive], w.to(losses), retain_graph=True, allow_unused=True)
-            for w in weights
-        ]
-        for (_, at), x, y in zip(alive, *found):
-            if x is not None and y is not None and are_apart(at, x, y, *weights) is False:
-                plan.pending = True  # the next forward's losses are looked at, too
-                raise SamplesMixed(
-                    "samples mix in the losses given to backward: the loss of a sample follows from what the model has "
-                    "returned for others, as in a contrastive loss, or one over statistics of the batch. They have no "
-                    "gradients of their own then."
-                )
-
-
-def _asked(reference: weakref.ref[Tensor]) -> Tensor | None:
-    """The tensor, if it is there, has a graph, and no hooks of the user's that would run."""
-    x = reference()
-    return x if x is not None and x.grad_fn is not None and not x._backward_hooks else None
+    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.samples == len(losses)]
+    if not returned:
+        return
+    weights = two_weights(len(losses), torch.Generator().manual_seed(len(losses)))
+    edges = [edge for edge, _ in returned]
+    found = [torch.autograd.grad(losses, edges, w.to(losses), retain_graph=True, allow_unused=True) for w in weights]
+    for (_, mark), x, y in zip(returned, *found):
+        if x is not None and y is not None and are_apart(mark.layout, x, y, *weights) is False:
+            mark.plan.pending = True  # the next forward's losses are looked at, too
+            raise SamplesMixed(
+                "samples mix in the losses given to backward: the loss of a sample follows from what the model has returned "
+                "for others, as in a contrastive loss, or one over statistics of the batch. They have no gradients of their "
+                "own then."
+            )
