@@ -52,6 +52,7 @@ class Recorder:
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
         self.planner = planner
+        planner.make_room = self.pool.clear
         self.record.plan = self.forward.static = planner.static
 
     def watch_steps(self) -> None:
@@ -127,6 +128,7 @@ class Recorder:
         """Has the plan of the forward that begins proven, where that is due."""
         plan = self.record.plan
         if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
+            self.pool.clear()  # the proof takes as much memory as the step, and not on top of it
             self.prove(model, self, args, kwargs)
 
     @contextmanager

@@ -94,3 +94,18 @@ def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module)
     with torch.inference_mode():
         loss.backward()
     assert_right(model, x, y)
+
+
+@pytest.mark.parametrize("positions", [128, 1024])
+@pytest.mark.parametrize("last", [nn.LayerNorm(16), nn.Conv1d(16, 16, 1)], ids=["norm", "convolution"])
+def test_sums_over_many_equal_positions_are_no_unseen_gradient(last: nn.Module, positions: int) -> None:
+    """torch adds gradients of biases up one after the other, in single precision: what arrives is a little off."""
+    torch.manual_seed(0)
+    is_norm = isinstance(last, nn.LayerNorm)
+    first, size = (nn.Linear(3, 16), (32, positions, 3)) if is_norm else (nn.Conv1d(3, 16, 1), (32, 3, positions))
+    model, x = nn.Sequential(first, last), torch.randn(size)
+    autograd_hacks.add_hooks(model)
+    (model(x).mean(1 if is_norm else 2) @ torch.randn(16)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    for p in model.parameters():
+        assert_close(p.grad1.mean(0), p.grad, rtol=1e-3, atol=1e-3 * float(p.grad.abs().max()))
