@@ -16,8 +16,8 @@ ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
 
 _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers of whose biases torch adds the gradients at K positions one after the other, on a CPU: with equal ones as many digits
-go lost as K has."""
+"""Layers of whose biases torch adds the gradients at K positions one after the other on a CPU, which loses as many digits of
+equal ones as K has."""
 
 
 def comparable(segment: Segment, name: str) -> list[Pass]:
