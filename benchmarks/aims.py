@@ -13,6 +13,12 @@ from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, PLAIN, SKIPPED, STREAMED, WR
 from workloads import MAIN, OTHER, RECURRENT, TINY
 
 Data = dict[str, Any]
+PROOFS = "proofs"
+STEPS = 16
+"""So many of a model's first steps are run, to see what proofs cost."""
+
+LATER = {8: 4, 16: 2}
+"""How many later ones of a thousand steps are taken to cost as much."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ def all_aims(data: Data) -> list[Aim]:
             found += of_time(task, workload, result["kind"], own)
             found += against_peers(task, workload, own)
             found += of_workload(task, workload, result)
-    return [*found, *in_the_mean(data), *of_growth(data)]
+    return [*found, *of_proofs(data), *in_the_mean(data), *of_growth(data)]
 
 
 def of_time(task: str, workload: str, kind: str, own: dict[str, float]) -> Iterator[Aim]:
@@ -101,6 +107,31 @@ def of_workload(task: str, workload: str, result: Data) -> Iterator[Aim]:
     if "first step beyond" in result and DEFAULT in result["seconds"]:
         share = result["first step beyond"] / medians(result)[PLAIN]  # per cent of a hundred steps
         yield Aim(task, workload, DEFAULT, "first step beyond a later one, % of 100 plain", share, 5.0)
+
+
+def proof_costs(found: Data) -> dict[str, float]:
+    """What `proofs.proofs` has measured: in plain steps, and memory in that of a clipped step.
+
+    Proofs come in the steps 1, 2, 16, 128 and 1024, and what they left open is tried in all other powers of two.  So of a
+    thousand steps 128 and 1024 are taken to cost what step 16 does, and 32, 64, 256 and 512 what step 8 does; of all that is
+    taken what an ordinary clipped step costs.
+    """
+    middle = {name: statistics.median(own) for name, own in found["seconds"].items() if own}
+    plain, clipped = middle["plain"], middle["clipped"]
+    proven = {n: max(0.0, middle[str(n)] - clipped) for n in range(1, STEPS + 1) if n & (n - 1) == 0}
+    every = sum(own * (1 + LATER.get(n, 0)) for n, own in proven.items())
+    told = {"plain": 1.0, "clipped": clipped / plain, "first": middle["1"] / plain, "second": middle["2"] / plain}
+    told |= {"every": every / plain} | ({"verify": middle["verify"] / plain} if "verify" in middle else {})
+    memory = found["peak MB"]
+    return told | {"memory": max(memory["first step"], memory["second step"]) / memory["clipped step"]}
+
+
+def of_proofs(data: Data) -> Iterator[Aim]:
+    for workload, found in data.get("proofs", {}).items():
+        costs = proof_costs(found)
+        yield Aim(PROOFS, workload, DEFAULT, "first step / plain", costs["first"], 10.0)
+        yield Aim(PROOFS, workload, DEFAULT, "proofs of 1,000 steps, in plain steps", costs["every"], 40.0)
+        yield Aim(PROOFS, workload, DEFAULT, "peak memory / a clipped step's", costs["memory"], 1.0)
 
 
 def in_the_mean(data: Data) -> Iterator[Aim]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from aims import Aim, all_aims, medians, ratios
+from aims import Aim, all_aims, medians, proof_costs, ratios
 from curved import BACKPACK, CURVLINOPS, DIAGONAL, FACTORS, FUNC, MATVEC
 from peers import EXPANDED, GHOST, OPACUS, VMAP
 from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, SKIPPED, STREAMED, WITH_PASSES, WRITE
@@ -82,11 +82,44 @@ def text(data: Data) -> str:
             for system, why in failures(data, task, workload).items():
                 lines.append(f"    {system:42} fails: {why[:90]}" + (f"  of {old[system]}" if system in old else ""))
         lines.append("")
+    lines += proofs_as_text(data)
     lines += [f"Aims, {sum(aim.met for aim in aims)} of {len(aims)} met:"]
     for aim in sorted(aims, key=lambda aim: (aim.task, aim.what, aim.system)):
         subject = f"{aim.task}, {aim.system}: {aim.what}"
         lines.append(f"{subject:88}{aim.workload:50}{aim.figure:7.2f}  {bound(aim):14} {verdict(aim)}")
     return "\n".join(lines) + "\n"
+
+
+PROOFS = {
+    "clipped": "a clipped step", "first": "first step", "second": "second step", "every": "all proofs of 1,000 steps",
+    "verify": "verify", "memory": "memory, in a clipped step's",
+}  # fmt: skip
+
+
+def proofs_as_text(data: Data) -> list[str]:
+    """Each workload's costs of traces and proofs."""
+    lines = []
+    for workload, found in data.get("proofs", {}).items():
+        own = proof_costs(found)
+        lines += [workload, *[f"    {PROOFS[name]:42}{own[name]:9.2f}" for name in PROOFS if name in own]]
+    return ["Traces and proofs, in plain steps:", *lines, ""] if lines else []
+
+
+def proofs_as_page(data: Data) -> list[str]:
+    rows = [
+        [workload, *[f"{own[name]:.2f}" if name in own else "" for name in PROOFS]]
+        for workload, own in ((workload, proof_costs(found)) for workload, found in data.get("proofs", {}).items())
+    ]
+    if not rows:
+        return []
+    title = "Traces and proofs"
+    said = (
+        "Times in plain steps.  Steps 1 to 16 of new models were run, with clipping, beside plain steps and clipped ones.  "
+        "All proofs are what the steps 1, 2, 4, 8 and 16 take beyond a clipped one; 128 and 1024 are taken to cost what 16 "
+        "does, and 32, 64, 256 and 512, in which what was left open is tried again, what 8 does.  Memory is the most that "
+        "the first two steps held at once, beside the model and the batch."
+    )
+    return [title, "~" * len(title), "", said, "", *list_table(["Workload", *PROOFS.values()], rows)]
 
 
 def in_order(own: dict[str, float]) -> list[tuple[str, float]]:
@@ -115,6 +148,7 @@ def page(data: Data, charts: dict[str, str]) -> str:
             for system, why in failures(data, task, workload).items()
         ]
         lines += ["What fails:", "", *list_table(["Workload", "System", "Error"], said)] if said else []
+    lines += proofs_as_page(data)
     lines += ["Aims", "~~~~", "", f"{sum(aim.met for aim in aims)} of {len(aims)} are met.", ""]
     rows = [
         [

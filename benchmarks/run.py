@@ -42,6 +42,7 @@ from measuring import (
     scaling,
     warm,
 )
+from proofs import MODELS, proofs
 from systems import CLIPPED, GRAD1, LOOP, OURS, PLAIN, REFERENCES, SYSTEMS, WRITE, Found, Maker, Step
 from tqdm import tqdm
 from workloads import CURVED, MAIN, OTHER, RECURRENT, TINY, WORKLOADS, Batch, Workload, transformer
@@ -74,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, workload in tqdm(in_task.items(), desc=task, unit="workload"):
             results[name] = timed(task, name, workload, options, device)
             save(data, old, file)  # so that a run that is broken off has left what it found
+    if not options.system:
+        proven = {name: workload for name, workload in chosen.items() if workload.kind != CURVED}
+        for name, workload in tqdm(proven.items(), desc="proofs", unit="workload"):
+            data.setdefault("proofs", {})[name] = proofs(workload, device, 1 if options.quick else MODELS)
+            save(data, old, file)
     if not (options.quick or options.workload or options.system):
         rounds = min(options.rounds, SCALING_ROUNDS)
         data["scaling"] = {

@@ -9,7 +9,7 @@ import pytest
 import report
 import run
 import torch
-from aims import all_aims, ratios
+from aims import all_aims, proof_costs, ratios
 from systems import CLIPPED, DEFAULT, GRAD1, LOOP, PLAIN, SKIPPED, SYSTEMS
 from workloads import MAIN, Workload, classification, multilayer, of_shape
 
@@ -73,6 +73,8 @@ def test_from_figures_to_table_page_and_chart(tmp_path):
     for words in (report.text(data), report.page(data, {GRAD1: "a.png", CLIPPED: "b.png"})):
         assert all(part in words for part in (SKIPPED, DEFAULT, WORKLOAD, "NotImplementedError: not for this"))
         assert "at least 1.00 " in words or "at least 1.00\n" in words
+        assert "Traces and proofs" in words
+        assert "all proofs of 1,000 steps" in words
 
 
 @pytest.mark.usefixtures("_one_workload")
@@ -101,6 +103,19 @@ def test_aims():
     assert found[DEFAULT, floor].met
     assert found[SKIPPED, faster].met
     assert not found[DEFAULT, faster].met
+
+
+def test_costs_of_proofs():
+    steps = {str(n): [2.0] for n in range(1, 17)} | {"1": [9.0], "2": [8.0], "8": [3.0], "16": [7.0]}
+    seconds = steps | {"plain": [1.0], "clipped": [2.0], "verify": [5.0]}
+    memory = {"clipped step": 10.0, "first step": 5.0, "second step": 8.0}
+    found = {"proofs": {WORKLOAD: {"seconds": seconds, "peak MB": memory}}, "results": {}}
+    costs = proof_costs(found["proofs"][WORKLOAD])
+    assert costs["every"] == 7 + 6 + 5 * 1 + 3 * 5  # of the steps 1, 2, 8 and 16, and of six later ones
+    assert (costs["first"], costs["verify"], costs["memory"]) == (9, 5, 0.8)
+    assert all(aim.met for aim in all_aims(found))
+    seconds["1"] = [10.5]
+    assert [aim.what for aim in all_aims(found) if not aim.met] == ["first step / plain"]
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])

@@ -54,6 +54,7 @@ class Recorder:
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
         self.planner = planner
+        planner.make_room = self.pool.clear
         self.record.plan = self.forward.static = planner.static
 
     def watch_steps(self) -> None:
@@ -133,6 +134,7 @@ class Recorder:
         """Has the plan of the forward that begins proven, where that is due."""
         plan, self._was_proven = self.record.plan, False
         if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
+            self.pool.clear()  # the proof takes as much memory as the step, and not on top of it
             self.prove(model, self, args, kwargs)
             self._was_proven = True
 
@@ -163,7 +165,7 @@ class Recorder:
             return
         if self._was_proven and self.forward.samples is not None:
             for x, layout in zip(outputs, layouts):
-                if layout is not None:
+                if layout is not None and layout.fits(x, self.forward.samples):
                     mark_returned(x, layout, self.forward.samples, self.record.plan)
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)

@@ -42,7 +42,7 @@ class Comparison:
         self.tracer, self.whole, self.samples, self.axis, self.expanded = tracer, whole, samples, axis, expanded
         self.traces = 0  # with samples replaced
         self.noisy: set[Frame] = set()  # calls that come out different when nothing has changed
-        self.kept: Tensor | None = None  # N, the samples that the running trace keeps
+        self.kept: tuple[Tensor, Tensor] | None = None  # which samples that the running trace keeps, and which not
         self._outputs = {
             frame: [Fits(x, samples, None if slot else call.rows_of_packed) for slot, x in enumerate(call.outputs)]
             for frame, call in whole.calls.items()
@@ -64,7 +64,7 @@ class Comparison:
         assert self.kept is not None
         if len(outputs) == len(self._outputs.get(frame, ())):
             for fits, x in (*zip(self._outputs[frame], outputs), *zip(self._inputs[frame], inputs)):
-                fits.see(comparable(x), self.kept)
+                fits.see(comparable(x), *self.kept)
 
     def see_again(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes a call of another trace of the batch itself."""

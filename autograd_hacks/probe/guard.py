@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import holds_numbers
 
-Kept = dict[StorageWeakRef, list[Tensor]]
-"""By memory what `WriteGuard.keep` has returned of it, in any trace, while nothing has written there."""
+Kept = dict[StorageWeakRef, list[weakref.ref[Tensor]]]
+"""By memory what `WriteGuard.keep` has returned of it, in any trace, while nothing has written there and it is held."""
 
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -34,10 +36,25 @@ class WriteGuard(TorchDispatchMode):
         super().__init__()
         self.parameters: dict[StorageWeakRef, list[str]] = {}
         self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept = kept
+        self._kept, self._eagerly = kept, ExitStack()
         for name, parameter in parameters.items():
             if (key := memory_of(parameter)) is not None:
                 self.parameters.setdefault(key, []).append(name)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, which takes more than a second, and ask it at each operation.
+        return False
+
+    def __enter__(self) -> WriteGuard:
+        if "torch._dynamo" in sys.modules:  # or what the user has compiled would compile this mode too
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._eagerly.close()
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
@@ -47,7 +64,7 @@ class WriteGuard(TorchDispatchMode):
         if key is None or key in self.parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
             return tensor.detach().clone()  # a part of more memory would keep all of it
         kept = tensor.detach()
-        self._kept.setdefault(key, []).append(kept)
+        self._kept.setdefault(key, []).append(weakref.ref(kept))
         return kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -77,8 +94,9 @@ class WriteGuard(TorchDispatchMode):
         written = tree_leaves([args[n] for n in places if n < len(args)] + [kwargs.get(name) for name in names])
         for x in written:
             key = memory_of(x) if isinstance(x, Tensor) else None
-            for kept in self._kept.pop(key, ()) if key is not None else ():
-                kept.data = kept.clone()
+            for held in self._kept.pop(key, ()) if key is not None else ():
+                if (kept := held()) is not None:
+                    kept.data = kept.clone()
             if key in self.parameters and key not in self._overwritten:
                 storage = x.untyped_storage()
                 self._overwritten[key] = storage, storage.clone()

@@ -94,13 +94,14 @@ class Fits:
     """
 
     def __init__(self, real: Tensor, samples: int, rows: Tensor | None = None) -> None:
-        self.real, self.rows, self.seen, self.same_shape = real, rows, 0, True
+        self.real, self.samples, self.rows, self.seen, self.same_shape = real, samples, rows, 0, True
         self.mixes_by_rows = False  # whether in a packed sequence a kept sample's row has changed
         self._fitting = dict.fromkeys((True, False), _candidates(real.shape, samples, range(real.ndim)))
         self._changed = {True: False, False: False}
+        self._slack: Tensor | None = None  # how far rounding may lead, while that is needed
 
-    def see(self, other: Tensor, kept: Tensor) -> None:
-        """other: the tensor in a trace with samples replaced    kept: N, those that were not"""
+    def see(self, other: Tensor, kept: Tensor, replaced: Tensor) -> None:
+        """other: the tensor in a trace with samples replaced    kept, replaced: the samples' numbers"""
         self.seen += 1
         if other.shape != self.real.shape:
             self.same_shape, self._fitting = False, {True: [], False: []}
@@ -108,18 +109,41 @@ class Fits:
             return
         if torch.equal(other, self.real):
             return
-        kept = kept.to(self.real.device)
+        kept, replaced = kept.to(other.device), replaced.to(other.device)
         if self.rows is not None:
-            self.mixes_by_rows |= bool(differs(self.real, other)[kept[self.rows.to(kept.device)]].any())
-        for exactly in (True, False):
-            change = (differs if exactly is False else _differs_at_all)(self.real, other)
-            along = {layout.axis: _along(change, layout.axis) for layout in self._fitting[exactly]}
-            self._changed[exactly] |= bool(change.any())
-            self._fitting[exactly] = [
-                layout
-                for layout in self._fitting[exactly]
-                if not layout.samples_first(along[layout.axis], len(kept))[kept].any()
-            ]
+            of_kept = torch.isin(self.rows.to(kept.device), kept)
+            self.mixes_by_rows |= bool(differs(self.real, other, self._tolerance())[of_kept].any())
+        fitting = {layout: self._agrees(layout, other, kept) for layout in self._first_fitting(other, kept)}
+        if not all(self._changed.values()) and any(
+            self._agrees(at, other, replaced[:1]) is False for at in self._fitting[False]
+        ):
+            self._changed = {True: True, False: True}
+        for exactly in [exactly for exactly, is_changed in self._changed.items() if not is_changed]:
+            change = _differs_at_all(self.real, other) if exactly else differs(self.real, other, self._tolerance())
+            self._changed[exactly] = bool(change.any())
+        self._fitting[True] = [at for at in self._fitting[True] if fitting.get(at) is True]
+        self._fitting[False] = [at for at, how in fitting.items() if how is not False]
+
+    def _first_fitting(self, other: Tensor, kept: Tensor) -> list[Layout]:
+        """The layouts that one kept sample alone doesn't rule out, which takes less time than all."""
+        left = self._fitting[False]
+        return left if len(left) < 2 else [at for at in left if self._agrees(at, other, kept[:1]) is not False]
+
+    def _agrees(self, layout: Layout, other: Tensor, some: Tensor) -> bool | None:
+        """Whether the tensors are the same for some samples; None for but for rounding."""
+        x, y = (layout.samples_first(own, self.samples).index_select(0, some) for own in (self.real, other))
+        if torch.equal(x, y):
+            return True
+        slack = self._tolerance()
+        if slack is not None:
+            slack = layout.samples_first(slack.expand_as(self.real), self.samples).index_select(0, some)
+        if differs(x, y, slack).any():
+            return False
+        return None if _differs_at_all(x, y).any() else True
+
+    def _tolerance(self) -> Tensor | None:
+        self._slack = rounding_of(self.real) if self._slack is None else self._slack
+        return self._slack
 
     @property
     def depends_on_rounding(self) -> bool:
@@ -151,12 +175,6 @@ def _candidates(shape: Sequence[int], samples: int, axes: Iterable[int]) -> list
     return plain + [Layout(axis, fold) for axis in folded for fold in (("N·T",) if samples == 1 else ("N·T", "T·N"))]
 
 
-def _along(changed: Tensor, axis: int) -> Tensor:
-    """Whether anything has changed, along one axis; the others have size 1."""
-    others = [n for n in range(changed.ndim) if n != axis]
-    return changed.any(others, keepdim=True) if others else changed
-
-
 def has_axis_of_one(index: Tensor) -> bool:
     """Whether a lookup's index has an axis for the batch, of one entry.  By its rank: one of a single position has none."""
     return index.ndim > 1 and index.shape[0] == 1
@@ -168,16 +186,25 @@ def for_each_sample(x: Tensor, samples: int, has_axis: bool) -> Tensor:
     return x.expand(samples, *(x.shape[1:] if has_axis else x.shape))
 
 
-def differs(x: Tensor, y: Tensor) -> Tensor:
-    """Where tensors of one shape differ by more than rounding, elementwise."""
+def rounding_of(x: Tensor) -> Tensor | None:
+    """How far a tensor of sums may be from one that was added in another order, to be broadcast; None where that is nothing.
+
+    By column, since a large one would hide what changes in the others.
+    """
+    if not x.numel() or not (x.is_floating_point() or x.is_complex()):
+        return None
+    rows = tuple(range(max(1, x.ndim - 1))) if x.ndim else ()
+    return x.abs().nan_to_num_(posinf=0).amax(rows, keepdim=True).mul_(min(100 * torch.finfo(x.dtype).eps, 1e-2))
+
+
+def differs(x: Tensor, y: Tensor, slack: Tensor | None) -> Tensor:
+    """Where tensors of one shape differ by more than rounding, elementwise.  slack: `rounding_of` one of them
+
+    Rows that no change touched come out of the same kernels with the same bits, but for operations that add in an order of
+    their own.
+    """
     different = _differs_at_all(x, y)
-    if x.numel() and (x.is_floating_point() or x.is_complex()):
-        # Rows that no change touched come out of the same kernels with the same bits, but for operations that add in an
-        # order of their own.  By column, since a large one would hide what changes in the others.
-        rows = tuple(range(max(1, x.ndim - 1))) if x.ndim else ()
-        largest, eps = x.abs().nan_to_num(posinf=0).amax(rows, keepdim=True), torch.finfo(x.dtype).eps
-        different &= ~((x - y).abs() <= min(100 * eps, 1e-2) * largest)
-    return different
+    return different if slack is None else different & ~((x - y).abs() <= slack)
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -186,4 +213,6 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 
 def _differs_at_all(x: Tensor, y: Tensor) -> Tensor:
-    return (x != y) & ~((x != x) & (y != y))
+    if not (x.is_floating_point() or x.is_complex()):
+        return x != y
+    return (x != y) & ((x == x) | (y == y))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.decide import Decision
-from autograd_hacks.probe.layout import differs
+from autograd_hacks.probe.layout import differs, rounding_of
 from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_power_of_two, static_units
 from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
@@ -64,7 +64,7 @@ def plan_for(
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
             whole = tracer.trace((args, kwargs), batch, axis, samples, {})
-        else:
+        elif len(axes) > 1:
             wholes[carrying] = whole
         lengths = {len(x) for x in (*args, *kwargs.values()) if isinstance(x, list)}
         if batch.axes is None and samples == 1 and whole.output_size() in lengths - {1}:
@@ -87,6 +87,7 @@ def _with_expanded_lookups(
     """The trace with a copy for each sample of what is looked up without a batch, learnt positions say, and which lookups
     those are; the trace as it was where some other call then returns something else."""
     lookups = {path: has_axis for path, has_axis in whole.lookups.items() if has_axis is not None}
+    lookups = {path: has_axis for path, has_axis in lookups.items() if path not in whole.copied} or lookups
     if not lookups:
         return whole, {}
     try:
@@ -103,7 +104,7 @@ def _with_expanded_lookups(
         if frame.path not in lookups
         for x, y in zip(call.outputs, found.calls[frame].outputs)
     ]
-    same = all(x.shape == y.shape and not differs(x, y).any() for x, y in pairs)
+    same = all(x.shape == y.shape and not differs(x, y, rounding_of(x)).any() for x, y in pairs)
     return (found, lookups) if same else (whole, {})
 
 
@@ -127,6 +128,7 @@ class Planner:
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
         self.doubts = False  # whether the next forward is traced anew, whatever is known
         self._seed = 0  # others are replaced each time
+        self.make_room: Callable[[], None] = lambda: None  # before traces, which need memory
 
     def plan(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False
@@ -170,6 +172,7 @@ class Planner:
             return self.static, 0
         batch = batch if known is None else replace(batch, shared=known.shared)
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
+        self.make_room()
         zeros, self._seed = _zeros(model), self._seed + 1
         plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros)
         plan.opened = zeros

@@ -82,7 +82,7 @@ class Proposal:
         for kept, turn in [(self.halves[n], n) for n in order]:
             other = self.batch.replaced(self.axis, kept, turn // (len(self.halves) // 2 or 1), self.stays)
             if other is not None:
-                comparison.kept = kept
+                comparison.kept = kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]
                 self.tracer.show(other, self.samples, self.expanded, comparison.see, noise)
                 comparison.traces += 1
 

@@ -71,6 +71,7 @@ class Trace:
     calls: dict[Frame, Traced] = field(default_factory=dict)  # in the order in which they ended
     # By path whether the index has an axis of one for the batch; None where some call is not the same for all samples.
     lookups: dict[str, bool | None] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)  # those of as many rows as there are samples, as an expanded index has
 
     def output_size(self) -> int:
         """How many entries axis 0 of the model's output has."""
@@ -88,6 +89,7 @@ class Tracer:
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
         self._kept: Kept = {}
+        self._differentiates: bool | None = None  # whether the forward runs backward passes; None until one was traced
 
     def trace(
         self,
@@ -126,7 +128,10 @@ class Tracer:
                 rule = rule_for(module)
                 if rule is None or rule.formula is not embedding:
                     return None
-                has_axis = has_axis_of_one(tensors_of((args, kwargs))[0])
+                index = tensors_of((args, kwargs))[0]
+                has_axis = has_axis_of_one(index)
+                if index.ndim > 1 and index.shape[0] == samples > 1:
+                    found.copied.add(path)
                 is_alike = not call.from_batch and found.lookups.get(path, has_axis) is has_axis
                 found.lookups[path] = has_axis if is_alike else None
                 if path not in expanded:
@@ -136,6 +141,7 @@ class Tracer:
                 return copies
 
             self._run((args, kwargs), tracker, begins, ended)
+        self._differentiates = bool(self._differentiates)
         return found
 
     def show(
@@ -143,14 +149,17 @@ class Tracer:
     ) -> None:
         """Runs the model on copies of arguments, and shows each call to a callable; faster than `trace`."""
 
+        def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+            return tensors_of((args, kwargs)) if _goes_by_input(module) else []
+
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            see(stack[-1], begun if _goes_by_input(module) else [], tensors_of(output))
+            see(stack[-1], begun, tensors_of(output))
             path = stack[-1].path
             return for_each_sample(output, samples, expanded[path]) if path in expanded else None
 
         with self._with(noise):
             guard = WriteGuard({name: p for p, name in self.names.items()}, self._kept)
-            self._run(copies(arguments), guard, lambda stack, module, args, kwargs: tensors_of((args, kwargs)), ended)
+            self._run(copies(arguments), guard, begins, ended)
 
     def _run(self, arguments: Arguments, guard: WriteGuard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
         args, kwargs = arguments
@@ -161,11 +170,21 @@ class Tracer:
             _slow_paths(),
             torch.enable_grad(),
             # Checkpointing around the model counts what is saved; a tensor itself would keep the node alive that made it.
-            torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
+            torch.autograd.graph.saved_tensors_hooks(self._save, self._saved),
             self._walking(begins, ended),
             guard.protecting(),
         ):
             self.model(*args, **kwargs)
+
+    def _save(self, x: Tensor) -> Tensor | None:
+        """What a trace keeps of a tensor for a backward pass: nothing, unless the model runs one inside its forward."""
+        return x.detach() if self._differentiates is not False else None
+
+    def _saved(self, x: Tensor | None) -> Tensor:
+        self._differentiates = True
+        if x is None:
+            raise RuntimeError("the model differentiates in its forward, and did not when all samples were its own")
+        return x
 
     @contextmanager
     def _with(self, noise: Noise | None) -> Iterator[None]:
@@ -213,8 +232,7 @@ class Tracer:
             path = self.paths[module]
             counts[path] = counts.get(path, -1) + 1
             stack = (*(frame for frame, _ in frames), Frame(path, counts[path]))
-            with _disable_current_modes():
-                frames.append((stack[-1], begins(stack, module, args, kwargs)))
+            frames.append((stack[-1], begins(stack, module, args, kwargs)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             path = self.paths[module]

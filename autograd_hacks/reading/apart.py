@@ -12,6 +12,9 @@ from autograd_hacks.probe.layout import Layout
 ROUNDING = 32
 """By how many units of the least digit a sample's gradient may differ, of its own length."""
 
+CHUNK = 2**16
+"""How many numbers are compared at once: a cache holds them, and they take no memory."""
+
 
 def two_weights(samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two weights for each sample, N each.
@@ -31,6 +34,8 @@ def are_apart(
 
     x, y: under the first and second weights, N each    kept: N booleans, the samples to look at; all unless told
     """
+    if kept is None and _is_multiple(layout, x, y, second / first):
+        return True
     if not x.isfinite().all() or not y.isfinite().all():
         return None
     eps, tiny, samples = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny, len(first)
@@ -42,12 +47,21 @@ def are_apart(
     return bool((is_apart if kept is None else is_apart[kept.to(is_apart.device)]).all())
 
 
+def _is_multiple(layout: Layout, x: Tensor, y: Tensor, ratio: Tensor) -> bool:
+    """Whether y is x, each sample's times its power of two, to the last digit, as it nearly always is."""
+    mine, theirs = (layout.samples_first(g, len(ratio)) for g in (x, y))
+    some = max(1, CHUNK * len(ratio) // max(1, x.numel()))
+    factors = ratio.to(x).view(-1, *[1] * (mine.ndim - 1)).split(some)
+    pairs = zip(mine.split(some), theirs.split(some), factors)
+    return all(torch.equal(part * factor, other) for part, other, factor in pairs) and bool(y.sum().isfinite())
+
+
 def check_losses(losses: Tensor) -> None:
     """Raises SamplesMixed where losses of samples follow from model outputs for others, of forwards that were just proven.
 
     losses: N
     """
-    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.samples == len(losses)]
+    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.samples == len(losses) > 0]
     if not returned:
         return
     weights = two_weights(len(losses), torch.Generator().manual_seed(len(losses)))

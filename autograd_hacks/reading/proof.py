@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import RecordedCall, Segment
+from autograd_hacks.capture.records import Pass, RecordedCall, Segment
 from autograd_hacks.errors import PerSampleGradientError, where
+from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
-from autograd_hacks.reading.certificate import agree
+from autograd_hacks.reading.certificate import agree, received_by
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.trial import Grads, Key, Trial, layout_in
 
@@ -68,20 +69,25 @@ class _Proof:
         places = {s: at for s in trained if (at := layouts[s]) is not None and at.fits(trial.outputs[s], self.samples)}
         scalars = [s for s in trained if s not in places and self.samples > 1 and trial.outputs[s].numel() == 1]
         if places:
-            self._prove_places(places)
+            self._prove_places(places, free=not scalars)
         for slot in scalars:
             self._prove_scalar(slot)
 
-    def _prove_places(self, places: Mapping[int, Layout]) -> None:
-        """Proves that gradients stay apart, from outputs in which samples have places; then the rows."""
+    def _prove_places(self, places: Mapping[int, Layout], free: bool) -> None:
+        """Proves that gradients stay apart, from outputs in which samples have places; then the rows.
+
+        free: whether nothing else needs the graph
+        """
         trial, given = self.trial, self.trial.at_random(places)
         first, second = two_weights(self.samples, trial.draws)
         arrived = trial.pull(places, given, first)
         known = trial.recorded()
         if not known:
             return
-        again, is_apart = self._compared(places, given, known, arrived, first, second, None)
+        again, is_apart = self._compared(places, given, known, arrived, first, second, None, free)
         if not is_apart:
+            if free:
+                trial.run()
             mixed = [slot for slot, at in places.items() if self._mixes(slot, at, given[slot])]
             self.plan.mixed_outputs = [*self.plan.mixed_outputs, *mixed]
             if mixed:
@@ -98,10 +104,11 @@ class _Proof:
         first: Tensor,
         second: Tensor,
         kept: Tensor | None,
+        free: bool = False,
     ) -> tuple[Arrived, bool]:
         """One more backward pass, from second ∘ G, and whether samples stay apart in it; see `are_apart`.
 
-        known, arrived: what the one from first ∘ G has brought
+        known, arrived: what the one from first ∘ G has brought    free: whether it is the last through this graph
         """
         verdicts: list[bool | None] = []
 
@@ -110,7 +117,7 @@ class _Proof:
                 verdicts.append(are_apart(layout, known[key][1], grad, first, second, kept))
 
         with self.trial.listening(compare):
-            again = self.trial.pull(places, given, second)
+            again = self.trial.pull(places, given, second, free)
         for name, layout in self.trial.input_layouts().items():
             if name in arrived and name in again:
                 verdicts.append(are_apart(layout, arrived[name], again[name], first, second, kept))
@@ -145,9 +152,8 @@ class _Proof:
                 continue
             calls = recorded.calls_of[known]
             used, ratio = [call.precision for call in calls], (second / first).to(form.like.device, form.sum_dtype)
-            length = sum(recorded.received[call].length for call in calls)
             is_right = all(
-                agree(form, w, total, used, partial(float.__mul__, length, float(w.abs().max())))
+                agree(form, w, total, used, partial(_received, recorded, form, calls, float(w.max())))
                 for w, totals in ((torch.ones_like(ratio), arrived), (ratio, again))
                 if (total := totals.get(name)) is not None
             )
@@ -187,3 +193,7 @@ class _Proof:
                     self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
                     return
             self.plan.scaled |= abs(factor - 1) > 1e-3
+
+
+def _received(recorded: Pass, form: Form, calls: Sequence[RecordedCall], scale: float) -> float:
+    return received_by(form, [(call, recorded.received[call], scale) for call in calls])

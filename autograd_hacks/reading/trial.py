@@ -110,13 +110,18 @@ class Trial:
         draw = {slot: torch.randn(x.shape, generator=self.draws, device="cpu") for slot, x in outputs.items()}
         return {slot: g.to(outputs[slot]) for slot, g in draw.items()}
 
-    def pull(self, places: Mapping[int, Layout], given: Mapping[int, Tensor], w: Tensor) -> dict[str, Tensor]:
-        """One backward pass from w ∘ G: what arrives at parameters, by name, and at inputs, by '#' and number."""
+    def pull(
+        self, places: Mapping[int, Layout], given: Mapping[int, Tensor], w: Tensor, free: bool = False
+    ) -> dict[str, Tensor]:
+        """One backward pass from w ∘ G: what arrives at parameters, by name, and at inputs, by '#' and number.
+
+        free: whether it is the last through this graph
+        """
         names = [*self.parameters, *(f"#{number}" for number in self.inputs)]
         ends = [*self.parameters.values(), *self.inputs.values()]
         grads = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
         roots = [self.outputs[slot] for slot in places]
-        found = torch.autograd.grad(roots, ends, grads, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
         return {name: grad.detach().to_dense() for name, grad in zip(names, found) if grad is not None}
 
     def gradients_of(self, slot: int) -> Grads:

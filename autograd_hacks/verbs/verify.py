@@ -18,7 +18,7 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
-from autograd_hacks.probe.layout import Layouts, differs
+from autograd_hacks.probe.layout import Layouts, differs, rounding_of
 from autograd_hacks.probe.trace import copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
@@ -205,7 +205,7 @@ def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, sa
         for kept in kept_samples(samples, draws):
             others = [x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here]
             again = loss(map_tensors(partial(_take, iter(others)), output))
-            if differs(losses, again)[kept.to(losses.device)].any():
+            if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
                 raise SamplesMixed(
                     "samples mix in the loss given to verify: when the model's outputs for some samples were replaced by "
                     "those for others, the losses of the rest changed. They have no gradients of their own then."

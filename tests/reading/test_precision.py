@@ -1,5 +1,7 @@
 """Precisions, autocast, scalers, inference mode, and devices without memory."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -94,3 +96,21 @@ def test_inference_mode_around_reading_and_around_the_backward(model: nn.Module)
     with torch.inference_mode():
         loss.backward()
     assert_right(model, x, y)
+
+
+@pytest.mark.parametrize("positions", [128, 1024])
+@pytest.mark.parametrize("last", [nn.LayerNorm(16), nn.Conv1d(16, 16, 1)], ids=["norm", "convolution"])
+def test_sums_over_many_equal_positions_are_no_unseen_gradient(last: nn.Module, positions: int) -> None:
+    """torch adds gradients of biases up one after the other, in single precision: what arrives is a little off."""
+    torch.manual_seed(0)
+    is_norm = isinstance(last, nn.LayerNorm)
+    first, size = (nn.Linear(3, 16), (32, positions, 3)) if is_norm else (nn.Conv1d(3, 16, 1), (32, 3, positions))
+    model, x = nn.Sequential(first, last), torch.randn(size)
+    weights, axis = torch.randn(16), 1 if is_norm else 2
+    exact = copy.deepcopy(model).double()
+    (exact(x.double()).mean(axis) @ weights.double()).mean().backward()
+    autograd_hacks.add_hooks(model)
+    (model(x).mean(axis) @ weights).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    for p, right in zip(model.parameters(), exact.parameters()):
+        assert_close(p.grad1.mean(0).double(), right.grad, rtol=1e-4, atol=1e-4 * float(right.grad.abs().max()) + 1e-6)

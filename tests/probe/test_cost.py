@@ -1,0 +1,105 @@
+"""What a trace does not do: import the compiler, be compiled, or keep what no backward pass asks for."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_backward_per_sample, squares
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autograd_hacks
+
+FIRST_STEP = """
+import sys, torch, autograd_hacks
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+autograd_hacks.add_hooks(model)
+model(torch.randn(4, 3)).square().mean().backward()
+autograd_hacks.compute_grad1(model)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_first_step_imports_no_compiler() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_STEP], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
+def test_a_compiled_part_is_compiled_for_the_forward_alone() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(torch.sin, backend=backend)
+
+    class Part(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(super().forward(x))
+
+    model, x = Part(nn.Linear(3, 2)), torch.randn(4, 3)
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+    assert len(graphs) == 1
+
+
+class Force(nn.Module):
+    """Differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(leaf.pow(3).sum(), leaf)
+        return self.layer(slope)
+
+
+def test_a_model_that_differentiates_in_its_forward_is_traced() -> None:
+    model, x = Force().double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_backward_per_sample(model, squares, x))
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.most = max(self.most, out.numel())
+        return out
+
+
+class Types(nn.Module):
+    """As BERT: types of words, the same for all samples, whose index has a row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.types, self.positions = nn.Embedding(9, 3), nn.Embedding(2, 3), nn.Embedding(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape
+        types = torch.zeros(1, t, dtype=torch.long).expand(n, t)
+        return self.words(x) + self.types(types) + self.positions(torch.arange(t)[None])
+
+
+def test_a_lookup_with_a_row_for_each_sample_is_not_copied_for_each() -> None:
+    model, x = Types().double(), torch.randint(9, (6, 7))
+    with autograd_hacks.add_hooks(model), Largest() as largest:
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_rows(model, one_backward_per_sample(model, squares, x))
+    assert largest.most == 6 * 9 * 3  # the rows of `words`
