@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +20,7 @@ from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCa
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import tensors_of, version_of
+from autograd_hacks.support.trees import outputs_of, version_of, with_alias
 
 NO_GRAD = 0, 0
 
@@ -69,17 +70,19 @@ class Backward:
                 parameter.register_post_accumulate_grad_hook(partial(_accumulated, self.param_grad, self.reduction)),
             )
 
-    def watch_outputs(self, output: Any) -> None:
-        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
-        outputs = tensors_of(output)
-        for slot in self.record.plan.mixed_outputs:
-            node = outputs[slot].grad_fn if slot < len(outputs) else None
-            if node is not None:
-                node.register_prehook(partial(self._note_mixed, slot, tuple(outputs[slot].shape)))
+    def watch_outputs(self, model: nn.Module, output: Any) -> None:
+        """Asks the graph for word of gradient that comes by an output of the model in which samples mix, or by a tensor
+        that a module keeps."""
+        outputs, plan = outputs_of(output), self.record.plan
+        mixed = {f"output number {n} of the model": outputs[n] for n in plan.mixed_outputs if n < len(outputs)}
+        kept = {f"{key[1]!r}, which {key[0] or 'the model'} keeps": with_alias(model, key) for key in plan.mixed_kept}
+        for what, x in (*mixed.items(), *kept.items()):
+            if x is not None and x.grad_fn is not None:
+                x.grad_fn.register_prehook(partial(self._note_mixed, f"{what}, of shape {tuple(x.shape)},"))
 
-    def _note_mixed(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
+    def _note_mixed(self, what: str, grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and any(grad is not None for grad in grads):
-            self.enter(current_task()).mixed_output = slot, shape
+            self.enter(current_task()).mixed_output = what
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""

@@ -23,7 +23,7 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of, weakly
+from autograd_hacks.support.trees import outputs_of, tensors_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
@@ -149,11 +149,12 @@ class Recorder:
         if not Switch.on():
             return
         self.forward.is_running = False
-        outputs = [x for x in tensors_of(output) if not x.is_nested]
+        outputs = [x for x in outputs_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
-        if self.record.plan.mixed_outputs and self.forward.records() and self._proven is None:
-            self.backward.watch_outputs(output)
+        plan = self.record.plan
+        if (plan.mixed_outputs or plan.mixed_kept) and self.forward.records() and self._proven is None:
+            self.backward.watch_outputs(model, output)
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

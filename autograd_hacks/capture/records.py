@@ -133,7 +133,7 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
-    mixed_output: tuple[int, tuple[int, ...]] | None = None
+    mixed_output: str | None = None
 
     @property
     def is_hess(self) -> bool:

@@ -8,6 +8,7 @@ from autograd_hacks.errors import where
 from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
+from autograd_hacks.probe.trace import KEPT
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 
@@ -44,6 +45,7 @@ class Decision:
 
     def plan(self) -> Plan:
         comparison, whole = self.comparison, self.calls[""][-1]
+        kept = [x for call in self.calls.get(KEPT.path, ()) for x in zip(comparison.whole.kept, call.layouts, call.mixing)]
         plan = Plan(
             axis=comparison.axis,
             told_by=self.told_by,
@@ -51,6 +53,8 @@ class Decision:
             expanded_lookups=dict(comparison.expanded),
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
+            kept={key: layout for key, layout, _ in kept},
+            mixed_kept={key for key, _, mixes in kept if mixes},
             unproven=comparison.is_unproven,
             unplaced={call.path for call in self.compared if call.owned and not call.placed},
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.probe.layout import Layout, Layouts, only_by_sizes
 from autograd_hacks.rules.table import axes_for, covered, rule_for
+from autograd_hacks.support.trees import Key
 
 MIXING = "samples mix"
 """How the reason begins, where a parameter is refused for that."""
@@ -62,6 +63,8 @@ class Plan:
     expanded_lookups: dict[str, bool] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
+    kept: dict[Key, Layout | None] = field(default_factory=dict)  # where they are in what modules keep in attributes
+    mixed_kept: set[Key] = field(default_factory=set)  # in which of these they mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know
     unproven: bool = False  # whether the samples were all alike, so that their axis is the likeliest alone
     unread: bool = False  # whether a backward pass has gone by that nobody read

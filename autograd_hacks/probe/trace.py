@@ -23,7 +23,7 @@ from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, tensors_of, version_of
+from autograd_hacks.support.trees import Key, is_packed, kept_by, outputs_of, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -60,7 +60,11 @@ class Traced:
     rounds: bool  # whether something before was routed, so that their rounding may follow from other samples
     changes_arguments: bool
     buffers: list[str]  # those that the call changed, by name
-    has_plain_arguments: bool  # so that it can be run again
+    has_plain_arguments: bool  # and plain outputs, so that it can be run again
+
+
+KEPT = Frame("<kept>", 0)
+"""In the place of a call: what modules keep in attributes, with a graph, for a loss to read later."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Trace:
     """What one forward has shown."""
 
     tracker: Tracker
+    kept: list[Key] = field(default_factory=list)  # what the outputs of `KEPT` are
     calls: dict[Frame, Traced] = field(default_factory=dict)  # in the order in which they ended
     # By path whether the index has an axis of one for the batch; None where some call is not the same for all samples.
     lookups: dict[str, bool | None] = field(default_factory=dict)
@@ -88,6 +93,7 @@ class Tracer:
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
         self._kept: Kept = {}
+        self.keys: list[Key] = []  # what modules keep
 
     def trace(
         self,
@@ -120,6 +126,10 @@ class Tracer:
                 tracker.stack = stack[:-1]
                 path = stack[-1].path
                 call = found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker)
+                kept = kept_by(module) if len(stack) == 1 else {}
+                if kept := {key: x for key, x in kept.items() if tracker.facts(x).from_batch}:
+                    found.kept[:] = self.keys = list(kept)
+                    found.calls[KEPT] = self._note((KEPT,), begun, module, tuple(kept.values()), tracker)
                 rule = rule_for(module)
                 if rule is None or rule.formula is not embedding:
                     return None
@@ -141,7 +151,10 @@ class Tracer:
         """Runs the model on copies of arguments, and shows each call to a callable; faster than `trace`."""
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            see(stack[-1], begun if _goes_by_input(module) else [], tensors_of(output))
+            see(stack[-1], begun if _goes_by_input(module) else [], outputs_of(output))
+            if len(stack) == 1 and self.keys:
+                kept = kept_by(module)
+                see(KEPT, [], [kept[key] for key in self.keys if key in kept])
             path = stack[-1].path
             return for_each_sample(output, samples, expanded[path]) if path in expanded else None
 
@@ -178,7 +191,7 @@ class Tracer:
                 p.data = data
 
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
-        (buffers, arguments, plain), outputs = begun, tensors_of(output)
+        (buffers, arguments, plain), outputs = begun, outputs_of(output)
         facts = [tracker.facts(x) for x in outputs]
         now = _versions(module)
         return Traced(
@@ -192,7 +205,7 @@ class Tracer:
             rounds=any(fact.rounds for fact in facts),
             changes_arguments=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
-            has_plain_arguments=plain,
+            has_plain_arguments=plain and len(outputs) == len(tensors_of(output)),
         )
 
     @contextmanager

@@ -24,7 +24,7 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.trace import Arguments, copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+from autograd_hacks.support.trees import Key, is_packed, kept_by, modules_of, outputs_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -78,7 +78,9 @@ class _Proof:
         self.model, self.recorder, self.plan, self.samples, self.batch = model, recorder, plan, samples, batch
         self.draws = torch.Generator().manual_seed(seed)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []  # and what modules keep, for a loss to read later
+        self.layouts: list[Layout | None] = []  # of these
+        self.kept: dict[int, Key] = {}  # which of them are kept
         self.inputs: dict[int, Tensor] = {}  # by the argument's number the leaf that it was made from
         self.guard = Guard(dict(model.named_parameters()), {})
 
@@ -98,9 +100,9 @@ class _Proof:
 
     def run(self, asks: bool) -> None:
         self._forward(tree_unflatten(self.batch.leaves, self.batch.spec), asks)
-        layouts = self.plan.layouts_of_model(self.model, self.outputs)
-        trained = [slot for slot, x in enumerate(self.outputs) if x.requires_grad and slot not in self.plan.mixed_outputs]
-        places = {s: at for s in trained if (at := layouts[s]) is not None and at.fits(self.outputs[s], self.samples)}
+        marked = {*self.plan.mixed_outputs, *(slot for slot, key in self.kept.items() if key in self.plan.mixed_kept)}
+        trained = [slot for slot, x in enumerate(self.outputs) if x.requires_grad and slot not in marked]
+        places = {s: at for s in trained if (at := self.layouts[s]) is not None and at.fits(self.outputs[s], self.samples)}
         if places:
             self._prove_places(places)
         for slot in trained:
@@ -118,7 +120,19 @@ class _Proof:
                 leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
         args, kwargs = tree_unflatten(leaves, spec)
         with self.guard:
-            self.outputs = tensors_of(self.model(*args, **kwargs))
+            output = self.model(*args, **kwargs)
+        self.outputs = outputs_of(output)
+        kept = kept_by(self.model) if self.plan.kept else {}
+        self.kept = {len(self.outputs) + n: key for n, key in enumerate(key for key in kept if key in self.plan.kept)}
+        self.layouts = [*self.plan.layouts_of_model(self.model, self.outputs), *map(self.plan.kept.get, self.kept.values())]
+        self.outputs += [kept[key] for key in self.kept.values()]
+
+    def _mark(self, slot: int) -> None:
+        """Notes that samples mix in an output, or in what a module keeps."""
+        if slot in self.kept:
+            self.plan.mixed_kept.add(self.kept[slot])
+        else:
+            self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
 
     def _prove_places(self, places: Mapping[int, Layout]) -> None:
         at_random = {slot: self._random(self.outputs[slot]) for slot in places}
@@ -145,7 +159,8 @@ class _Proof:
                 suspicious |= self._differs(Layout(axis % pair[0].ndim), pair[0], pair[1], first, second)
         if suspicious:
             mixed = [slot for slot in places if self._mixes(slot, places[slot], at_random[slot])]
-            self.plan.mixed_outputs = [*self.plan.mixed_outputs, *mixed]
+            for slot in mixed:
+                self._mark(slot)
             if mixed:
                 return
             again = {}  # where a hook inside the model changes gradients, clamps them say, weights mean nothing
@@ -184,9 +199,8 @@ class _Proof:
     def _prove_scalar(self, slot: int, asks: bool) -> None:
         """A loss that the model has made itself.  When samples are replaced, the gradients of those that are kept may change
         by one factor, a denominator's."""
-        halves = kept_samples(self.samples, self.draws)[:2]
         known = self._gradients_of(slot)
-        for kept in halves:
+        for kept in kept_samples(self.samples, self.draws)[:6]:
             other = self.batch.replaced(self.plan.axis, kept, 0)
             if other is None:
                 continue
@@ -204,7 +218,7 @@ class _Proof:
             for mine, theirs, eps in pairs:
                 rest = (theirs - factor * mine).norm(dim=1)
                 if (rest > min(1e4 * eps, 0.1) * factor * mine.norm(dim=1) + 1e-30).any():
-                    self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
+                    self._mark(slot)
                     return
             self.plan.scaled |= abs(factor - 1) > 1e-3
 

@@ -1,7 +1,9 @@
 """Tensors in nested arguments: tuples, dicts and packed sequences; their versions; and modules in a model."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any
 
 import torch.nn as nn
@@ -18,6 +20,69 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return list(tree)
     leaves = (leaf.data if is_packed(leaf) else leaf for leaf in tree_leaves(tree, is_packed))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def outputs_of(tree: Any) -> list[Tensor]:
+    """`tensors_of`, and those in dataclasses and other objects too, a distribution's say."""
+    if isinstance(tree, Tensor) or _is_flat(tree):
+        return tensors_of(tree)
+    return list(_looked_into(tree, {}))
+
+
+def _looked_into(tree: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree, is_packed):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_packed(leaf):
+            yield leaf.data
+        elif id(leaf) not in seen and not isinstance(leaf, _CLOSED):
+            seen[id(leaf)] = leaf
+            if is_dataclass(leaf):  # which may have slots
+                yield from _looked_into([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
+            elif hasattr(leaf, "__dict__"):
+                yield from _looked_into(vars(leaf), seen)
+
+
+_CLOSED = (nn.Module, FunctionType, type, str, int, float, complex, bytes, type(None))
+
+Key = tuple[str, str, int]
+"""A tensor that a module keeps: the module's path, the attribute's name, and which of its tensors, counted from the last."""
+
+
+def kept_by(model: nn.Module) -> dict[Key, Tensor]:
+    """The tensors with a graph that a model's modules keep in attributes, or in lists and dictionaries there."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in OF_MODULE and isinstance(value, Tensor | dict | list | tuple):
+                tensors = tensors_of(value)
+                found |= {(path, name, n - len(tensors)): x for n, x in enumerate(tensors) if x.grad_fn is not None}
+    return found
+
+
+def with_alias(model: nn.Module, key: Key) -> Tensor | None:
+    """What a module keeps there; replaced by an alias where that can be, so that its graph's node is of later uses alone."""
+    path, name, index = key
+    try:
+        owner = vars(model.get_submodule(path))
+        x = tensors_of(owner.get(name))[index]
+    except (AttributeError, IndexError):
+        return None
+    if x.grad_fn is None:
+        return None
+    holder, alias = owner[name], x.view_as(x)
+    if holder is x:
+        owner[name] = alias
+        return alias
+    for at, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if value is x and not isinstance(holder, tuple):
+            holder[at] = alias
+            return alias
+    return x
+
+
+OF_MODULE = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -13,10 +13,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.support.trees import OF_MODULE
+
 RandomState = dict[str, Tensor]
 """The generators' states by device."""
-
-_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 def random_state(devices: Iterable[torch.device]) -> RandomState:
@@ -95,7 +95,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     try:
         for part, own, tensors in zip(modules, attributes, buffers):
             part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
-            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in _OF_MODULE})
+            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in OF_MODULE})
         for p, _, _ in parameters:
             p.grad = None
         yield

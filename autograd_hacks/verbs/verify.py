@@ -23,7 +23,7 @@ from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of
+from autograd_hacks.support.trees import held, is_packed, map_tensors, outputs_of, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
@@ -151,7 +151,7 @@ def _with_autograd(
     recorder.planner.doubts = True
     with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
         output = _run(model, args, kwargs, state)
-        outputs = tensors_of(output)
+        outputs = outputs_of(output)
         layouts = record.plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
         if not places:
@@ -173,7 +173,7 @@ def _with_autograd(
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
         expected = {"sum of rows": sums}
         with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
-            outputs = tensors_of(_run(model, args, kwargs, state))
+            outputs = outputs_of(_run(model, args, kwargs, state))
             for what, w in list(weights.items())[1:]:
                 weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
                 expected[what] = _pull(outputs, weighted, parameters)
