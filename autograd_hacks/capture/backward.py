@@ -20,7 +20,7 @@ from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCa
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import outputs_of, version_of, with_alias
+from autograd_hacks.support.trees import hidden_in, outputs_of, tensors_of, version_of, with_alias
 
 NO_GRAD = 0, 0
 
@@ -73,8 +73,12 @@ class Backward:
     def watch_outputs(self, model: nn.Module, output: Any) -> None:
         """Asks the graph for word of gradient that comes by an output of the model in which samples mix, or by a tensor
         that a module keeps."""
-        outputs, plan = outputs_of(output), self.record.plan
+        outputs, plan, plain = outputs_of(output), self.record.plan, len(tensors_of(output))
         mixed = {f"output number {n} of the model": outputs[n] for n in plan.mixed_outputs if n < len(outputs)}
+        for n, (put, x) in enumerate(hidden_in(output) if max(plan.mixed_outputs, default=-1) >= plain else (), plain):
+            if put is not None and n in plan.mixed_outputs:
+                mixed[f"output number {n} of the model"] = alias = x.view_as(x)  # of later uses alone
+                put(alias)
         kept = {f"{key[1]!r}, which {key[0] or 'the model'} keeps": with_alias(model, key) for key in plan.mixed_kept}
         for what, x in (*mixed.items(), *kept.items()):
             if x is not None and x.grad_fn is not None:

@@ -116,7 +116,8 @@ class Decision:
         if not call.traced.has_plain_arguments or not self._named(call.path, {name}):
             return False
         follows = not call.missing and call.traced.from_batch
-        told = [layout is not None for layout in call.layouts] if follows else [False]
+        plain = call.layouts[: call.traced.plain_outputs]
+        told = [layout is not None for layout in plain] if follows else [False]
         # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.
         return any(told) if len(call.traced.stack) == 1 else all(told)
 
@@ -140,7 +141,7 @@ class Decision:
         return Unit(
             parameters={},
             why=why,
-            calls=[call.layouts for call in calls],
+            calls=[call.layouts[: call.traced.plain_outputs] for call in calls],
             copies=any(call.traced.changes_arguments for call in calls),
             buffers=sorted({name for call in calls for name in call.traced.buffers}),
         )

@@ -60,7 +60,8 @@ class Traced:
     rounds: bool  # whether something before was routed, so that their rounding may follow from other samples
     changes_arguments: bool
     buffers: list[str]  # those that the call changed, by name
-    has_plain_arguments: bool  # and plain outputs, so that it can be run again
+    has_plain_arguments: bool  # so that it can be run again
+    plain_outputs: int  # how many of them are in no object
 
 
 KEPT = Frame("<kept>", 0)
@@ -151,7 +152,7 @@ class Tracer:
         """Runs the model on copies of arguments, and shows each call to a callable; faster than `trace`."""
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            see(stack[-1], begun if _goes_by_input(module) else [], outputs_of(output))
+            see(stack[-1], begun if _goes_by_input(module) else [], _outputs(stack, output))
             if len(stack) == 1 and self.keys:
                 kept = kept_by(module)
                 see(KEPT, [], [kept[key] for key in self.keys if key in kept])
@@ -191,7 +192,7 @@ class Tracer:
                 p.data = data
 
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
-        (buffers, arguments, plain), outputs = begun, outputs_of(output)
+        (buffers, arguments, plain), outputs = begun, _outputs(stack, output)
         facts = [tracker.facts(x) for x in outputs]
         now = _versions(module)
         return Traced(
@@ -205,7 +206,8 @@ class Tracer:
             rounds=any(fact.rounds for fact in facts),
             changes_arguments=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
-            has_plain_arguments=plain and len(outputs) == len(tensors_of(output)),
+            has_plain_arguments=plain,
+            plain_outputs=len(tensors_of(output)),
         )
 
     @contextmanager
@@ -239,6 +241,10 @@ class Tracer:
                 handles.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
                 handles.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
             yield
+
+
+def _outputs(stack: Stack, output: Any) -> list[Tensor]:
+    return outputs_of(output) if len(stack) == 1 else tensors_of(output)
 
 
 def copies(arguments: Arguments) -> Arguments:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import RecordedCall, Segment
+from autograd_hacks.capture.records import Pass, RecordedCall, Segment
 from autograd_hacks.capture.ways import ByCopies, ByMap
 from autograd_hacks.errors import PerSampleGradientError, where
 from autograd_hacks.probe.batch import Batch, kept_samples
@@ -24,7 +24,7 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.trace import Arguments, copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.support.trees import Key, is_packed, kept_by, modules_of, outputs_of
+from autograd_hacks.support.trees import Key, is_packed, kept_by, modules_of, outputs_of, tensors_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
@@ -79,6 +79,7 @@ class _Proof:
         self.draws = torch.Generator().manual_seed(seed)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.outputs: list[Tensor] = []  # and what modules keep, for a loss to read later
+        self.plain = 0  # how many of them are in no object
         self.layouts: list[Layout | None] = []  # of these
         self.kept: dict[int, Key] = {}  # which of them are kept
         self.inputs: dict[int, Tensor] = {}  # by the argument's number the leaf that it was made from
@@ -103,8 +104,13 @@ class _Proof:
         marked = {*self.plan.mixed_outputs, *(slot for slot, key in self.kept.items() if key in self.plan.mixed_kept)}
         trained = [slot for slot, x in enumerate(self.outputs) if x.requires_grad and slot not in marked]
         places = {s: at for s in trained if (at := self.layouts[s]) is not None and at.fits(self.outputs[s], self.samples)}
-        if places:
-            self._prove_places(places)
+        plain = {slot: at for slot, at in places.items() if slot < self.plain}
+        self.plan.disproven |= self._prove_places(plain)
+        # A loss may come by what objects and modules hold, past the outputs of a module around that is run again.
+        hidden = {slot: at for slot, at in places.items() if slot >= self.plain and slot not in self.kept}
+        for group in (hidden, *({slot: places[slot]} for slot in self.kept if slot in places)):
+            for slot in group if self._prove_places(group) else ():
+                self._mark(slot)
         for slot in trained:
             if slot not in places and self.samples > 1 and self.outputs[slot].numel() == 1:
                 self._prove_scalar(slot, asks)
@@ -121,7 +127,7 @@ class _Proof:
         args, kwargs = tree_unflatten(leaves, spec)
         with self.guard:
             output = self.model(*args, **kwargs)
-        self.outputs = outputs_of(output)
+        self.outputs, self.plain = outputs_of(output), len(tensors_of(output))
         kept = kept_by(self.model) if self.plan.kept else {}
         self.kept = {len(self.outputs) + n: key for n, key in enumerate(key for key in kept if key in self.plan.kept)}
         self.layouts = [*self.plan.layouts_of_model(self.model, self.outputs), *map(self.plan.kept.get, self.kept.values())]
@@ -134,14 +140,18 @@ class _Proof:
         else:
             self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
 
-    def _prove_places(self, places: Mapping[int, Layout]) -> None:
+    def _prove_places(self, places: Mapping[int, Layout]) -> dict[str, str]:
+        """Marks which of some outputs mix samples.  Returns why rows are wrong, by parameter."""
+        if not places:
+            return {}
+        before = len(self._recorded())
         at_random = {slot: self._random(self.outputs[slot]) for slot in places}
         first, second = self._weights(self.outputs[next(iter(places))])
         carried = self.batch.replaceable(self.plan.axis, self.samples)
         arrived = self._pull(places, at_random, first)
-        recorded = [p for segment in self.recorder.record.segments for p in segment.passes]
+        recorded = self._recorded()[before:]
         if not recorded:
-            return
+            return {}
         known = _numbered((call, grads.at) for call, grads in recorded[0].received.items())
         suspicious = False
 
@@ -162,15 +172,23 @@ class _Proof:
             for slot in mixed:
                 self._mark(slot)
             if mixed:
-                return
+                return {}
             again = {}  # where a hook inside the model changes gradients, clamps them say, weights mean nothing
-        self._prove_rows(Segment([recorded[0]]), first, second, arrived, again)
+        wrong = self._wrong_rows(Segment([recorded[0]]), first, second, arrived, again)
+        if min(places) >= self.plain:  # past what is run again, whose rows are without it then
+            found = {name: self.recorder.record.name_of(p) for name, p in self.parameters.items() if name in arrived}
+            lost = [n for n, known in found.items() if known not in recorded[0].calls_of and bool(arrived[n].any())]
+            wrong |= dict.fromkeys(lost, "no call that is recorded leads there")
+        return wrong
 
-    def _prove_rows(
+    def _recorded(self) -> list[Pass]:
+        return [p for segment in self.recorder.record.segments for p in segment.passes]
+
+    def _wrong_rows(
         self, segment: Segment, first: Tensor, second: Tensor, arrived: Mapping[str, Tensor], again: Mapping[str, Tensor]
-    ) -> None:
-        """Compares sums of rows with what has arrived: of all, and weighted."""
-        gate, record = Gate(segment, "sum"), self.recorder.record
+    ) -> dict[str, str]:
+        """Compares sums of rows with what has arrived: of all, and weighted.  Returns where they differ."""
+        gate, record, wrong = Gate(segment, "sum"), self.recorder.record, {}
         gate.read_all()
         open_ends = self.samples < 3
         for name, p in self.parameters.items():
@@ -189,12 +207,13 @@ class _Proof:
             )
             if not is_right:
                 layers = ", ".join(dict.fromkeys(where(call.path, call.layer) for call in calls))
-                self.plan.disproven[known] = (
+                wrong[known] = (
                     f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule is "
                     f"wrong ({layers}), or a way that the hooks don't see leads there"
                 )
             open_ends |= not bool(arrived[name].any()) or not bool(arrived[name].isfinite().all())
         self.plan.unsure |= open_ends
+        return wrong
 
     def _prove_scalar(self, slot: int, asks: bool) -> None:
         """A loss that the model has made itself.  When samples are replaced, the gradients of those that are kept may change

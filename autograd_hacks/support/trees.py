@@ -3,13 +3,16 @@
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from types import FunctionType
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
+
+Put = Callable[[Tensor], None]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -23,27 +26,44 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def outputs_of(tree: Any) -> list[Tensor]:
-    """`tensors_of`, and those in dataclasses and other objects too, a distribution's say."""
+    """`tensors_of`, and then those in dataclasses and other objects, a distribution say, and in functions made inside."""
     if isinstance(tree, Tensor) or _is_flat(tree):
         return tensors_of(tree)
-    return list(_looked_into(tree, {}))
+    return [*tensors_of(tree), *(x for _, x in hidden_in(tree))]
 
 
-def _looked_into(tree: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    for leaf in tree_leaves(tree, is_packed):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_packed(leaf):
-            yield leaf.data
-        elif id(leaf) not in seen and not isinstance(leaf, _CLOSED):
-            seen[id(leaf)] = leaf
-            if is_dataclass(leaf):  # which may have slots
-                yield from _looked_into([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
-            elif hasattr(leaf, "__dict__"):
-                yield from _looked_into(vars(leaf), seen)
+def hidden_in(tree: Any) -> list[tuple[Put | None, Tensor]]:
+    """The tensors that `outputs_of` finds in objects, each with what puts another one in its place where that can be."""
+    seen: dict[int, Any] = {}
+    leaves = [leaf for leaf in tree_leaves(tree, is_packed) if not isinstance(leaf, _CLOSED)]
+    return [found for leaf in leaves for found in _walk(leaf, None, seen)]
 
 
-_CLOSED = (nn.Module, FunctionType, type, str, int, float, complex, bytes, type(None))
+def _walk(value: Any, put: Put | None, seen: dict[int, Any]) -> Iterator[tuple[Put | None, Tensor]]:
+    if isinstance(value, Tensor):
+        yield put, value
+    if isinstance(value, _CLOSED) or id(value) in seen:
+        return
+    seen[id(value)] = value
+    parts: Any = getattr(value, "__dict__", None)
+    if isinstance(value, list | dict):
+        parts = value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _walk(part, None, seen)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            if cell != CellType():  # an empty one
+                yield from _walk(cell.cell_contents, partial(setattr, cell, "cell_contents"), seen)
+    elif is_dataclass(value) and parts is None:  # with slots
+        for field in fields(value):
+            yield from _walk(getattr(value, field.name, None), partial(setattr, value, field.name), seen)
+    if parts is not None:
+        for at, part in list(enumerate(parts) if isinstance(parts, list) else parts.items()):
+            yield from _walk(part, partial(parts.__setitem__, at), seen)
+
+
+_CLOSED = (Tensor, nn.Module, PackedSequence, type, str, int, float, complex, bytes, type(None))
 
 Key = tuple[str, str, int]
 """A tensor that a module keeps: the module's path, the attribute's name, and which of its tensors, counted from the last."""
@@ -51,7 +71,7 @@ Key = tuple[str, str, int]
 
 def kept_by(model: nn.Module) -> dict[Key, Tensor]:
     """The tensors with a graph that a model's modules keep in attributes, or in lists and dictionaries there."""
-    found = {}
+    found: dict[Key, Tensor] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_MODULE and isinstance(value, Tensor | dict | list | tuple):

@@ -154,6 +154,7 @@ def _with_autograd(
         outputs = outputs_of(output)
         layouts = record.plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
+        places = {slot: at for slot, at in places.items() if slot not in record.plan.mixed_outputs} or places
         if not places:
             raise SamplesMixed(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
