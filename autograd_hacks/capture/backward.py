@@ -80,9 +80,9 @@ class Backward:
                 mixed[f"output number {n} of the model"] = alias = x.view_as(x)  # of later uses alone
                 put(alias)
         kept = {f"{key[1]!r}, which {key[0] or 'the model'} keeps": with_alias(model, key) for key in plan.mixed_kept}
-        for what, x in (*mixed.items(), *kept.items()):
-            if x is not None and x.grad_fn is not None:
-                x.grad_fn.register_prehook(partial(self._note_mixed, f"{what}, of shape {tuple(x.shape)},"))
+        for what, mixing in (*mixed.items(), *kept.items()):
+            if mixing is not None and mixing.grad_fn is not None:
+                mixing.grad_fn.register_prehook(partial(self._note_mixed, f"{what}, of shape {tuple(mixing.shape)},"))
 
     def _note_mixed(self, what: str, grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and any(grad is not None for grad in grads):

@@ -1,4 +1,4 @@
-"""Rows add up to the gradients that arrive, relative to their terms: at first, again while training goes on, and streamed."""
+"""Rows add up to the gradients that arrive, relative to their terms: at first, again later, and streamed."""
 
 import dataclasses
 from collections.abc import Callable
