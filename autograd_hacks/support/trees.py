@@ -57,7 +57,7 @@ def _walk(value: Any, put: Put | None, seen: dict[int, Any]) -> Iterator[tuple[P
                 yield from _walk(cell.cell_contents, partial(setattr, cell, "cell_contents"), seen)
     elif is_dataclass(value) and parts is None:  # with slots
         for field in fields(value):
-            yield from _walk(getattr(value, field.name, None), partial(setattr, value, field.name), seen)
+            yield from _walk(getattr(value, field.name, None), partial(object.__setattr__, value, field.name), seen)
     if parts is not None:
         for at, part in list(enumerate(parts) if isinstance(parts, list) else parts.items()):
             yield from _walk(part, partial(parts.__setitem__, at), seen)

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
+from autograd_hacks.support.trees import outputs_of
 
 SIZES = (3, 4, 8, 17, 32)
 How = Callable[..., Tensor]
@@ -262,14 +265,35 @@ class Held:
         self.x = x
 
 
-def test_an_output_in_an_object_is_looked_into() -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "an object": Held,
+    "a dataclass": Frozen,
+    "objects in objects": lambda x: Held([{"y": Frozen(x)}]),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0),
+    "a dictionary of one's own": lambda x: UserDict(y=x),
+    "a function": lambda x: lambda: x,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_output_in_an_object_is_looked_into(holder: str) -> None:
     class InObject(Between):
-        def forward(self, x: Tensor) -> Held:
-            return Held(self.how(self.last(self.first(x).tanh())))
+        def forward(self, x: Tensor) -> Any:
+            self.out = [self.how(self.last(self.first(x).tanh()))]
+            return HOLDERS[holder](self.out.pop())
+
+    def losses(out: Any) -> Tensor:
+        return squares(outputs_of(out)[0])
 
     for samples in SIZES:
         for how in (pairs, MIXING["detached"], lambda h: h - h.mean(0)):
-            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out.x))
+            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=losses)
+        check_right(InObject(torch.sin).double(), *[(data(samples),)] * 2, losses=losses)
 
 
 class Aux(Between):
