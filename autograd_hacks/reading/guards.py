@@ -77,7 +77,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise SamplesMixed(
                 f"samples mix: when some samples of the batch were replaced by others, {recorded.mixed_output} "
                 "changed for the rest too, or the gradients that it sends to them did, whichever of its "
-                "axes was taken for the batch, and the loss came that way; or that way leads into a module that is run again "
+                "axes was taken for the batch, and the loss came that way; or that leads into a module that is run again "
                 "for its rows, past what that returns. If the batch is not on axis 0 of the model's "
                 "input, say where it is: add_hooks(model, batch_dim=...). A loss of samples alone can be made outside the "
                 "model: backward(losses)."
