@@ -64,6 +64,31 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
                 autograd_hacks.verify(model, samples=verify)
 
 
+class Count:
+    """How many there were.  In slots, which the library doesn't put back as it does lists and attributes."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __len__(self) -> int:
+        return self.number
+
+    def clear(self) -> None:
+        self.number = 0
+
+    def add(self, *_: object) -> None:
+        self.number += 1
+
+
+def count_forwards(model: nn.Module) -> Count:
+    """Counts the forwards of a model from now on, traces included."""
+    calls = Count()
+    model.register_forward_hook(calls.add)
+    return calls
+
+
 # A small model
 
 

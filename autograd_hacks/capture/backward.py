@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -19,8 +18,9 @@ from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import hidden_in, outputs_of, tensors_of, version_of, with_alias
+from autograd_hacks.support.trees import tensors_of, version_of
 
 NO_GRAD = 0, 0
 
@@ -47,13 +47,10 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left")
-        kept = {name: getattr(self, name) for name in names}
-        self.running, self._left, self.called = None, None, set()
-        try:
+        names = ("running", "answered", "unanswered", "called", "_left", "listener")
+        with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
+            self.running, self._left, self.called = None, None, set()
             yield
-        finally:
-            vars(self).update(kept)
 
     def own_hooks(self) -> set[int]:
         """The numbers that torch knows this one's hooks on parameters by."""
@@ -70,23 +67,22 @@ class Backward:
                 parameter.register_post_accumulate_grad_hook(partial(_accumulated, self.param_grad, self.reduction)),
             )
 
-    def watch_outputs(self, model: nn.Module, output: Any) -> None:
-        """Asks the graph for word of gradient that comes by an output of the model in which samples mix, or by a tensor
-        that a module keeps."""
-        outputs, plan, plain = outputs_of(output), self.record.plan, len(tensors_of(output))
-        mixed = {f"output number {n} of the model": outputs[n] for n in plan.mixed_outputs if n < len(outputs)}
-        for n, (put, x) in enumerate(hidden_in(output) if max(plan.mixed_outputs, default=-1) >= plain else (), plain):
-            if put is not None and n in plan.mixed_outputs:
-                mixed[f"output number {n} of the model"] = alias = x.view_as(x)  # of later uses alone
-                put(alias)
-        kept = {f"{key[1]!r}, which {key[0] or 'the model'} keeps": with_alias(model, key) for key in plan.mixed_kept}
-        for what, mixing in (*mixed.items(), *kept.items()):
-            if mixing is not None and mixing.grad_fn is not None:
-                mixing.grad_fn.register_prehook(partial(self._note_mixed, f"{what}, of shape {tuple(mixing.shape)},"))
+    def watch_outputs(self, output: Any) -> None:
+        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
+        outputs = tensors_of(output)
+        for slot in self.record.plan.mixed_outputs:
+            node = outputs[slot].grad_fn if slot < len(outputs) else None
+            if node is not None:
+                node.register_prehook(partial(self._note_mixed, slot, tuple(outputs[slot].shape)))
 
-    def _note_mixed(self, what: str, grads: tuple[Tensor | None, ...]) -> None:
+    def note_door(self, where: str, grads: tuple[Tensor | None, ...]) -> None:
+        """Hears of gradient that comes by something that the model keeps."""
+        if Switch.on() and self.attached and self.listener is None and any(grad is not None for grad in grads):
+            self.enter(current_task()).side_door = where
+
+    def _note_mixed(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and any(grad is not None for grad in grads):
-            self.enter(current_task()).mixed_output = what
+            self.enter(current_task()).mixed_output = slot, shape
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""

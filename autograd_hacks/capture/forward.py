@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.graph import anchored, attach, edges_of
-from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
+from autograd_hacks.capture.inner_maps import InnerMaps, OpenMaps, has_inner_maps
 from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
 from autograd_hacks.capture.units import OpenUnits
@@ -23,7 +23,7 @@ from autograd_hacks.probe.plan import UNKNOWN, Plan
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, parameter_at, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, parameter_at, plain, tensors_of, version_of
 from autograd_hacks.support.untouched import RandomState, autocast_dtype, cuda_devices_of, random_state
 
 
@@ -37,7 +37,7 @@ class Forward:
         self.samples: int | None = None  # N, where the plan knows it
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.units = OpenUnits()
-        self._inside: dict[nn.Module, InnerMaps] = {}  # the attention layers that run
+        self.inside = OpenMaps()
         self._calls: dict[str, int] = {}  # how many there were of each layer, by path
 
     def records(self) -> bool:
@@ -45,8 +45,8 @@ class Forward:
 
     def _is_on(self) -> bool:
         # Inside torch.func's transforms tensors are of one transform's making, and end with it.
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state()
-        return Switch.on() and not transformed
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return Switch.on() and not transformed and not torch._C._get_tracing_state()
 
     def begin(self, with_gradients: bool) -> None:
         """Numbers a forward.  with_gradients: whether a backward pass may come to it"""
@@ -64,8 +64,7 @@ class Forward:
     def restart(self) -> None:
         """Forgets the calls so far, and what a forward that was interrupted has left."""
         self.param_grad.switch_on()
-        while self._inside:
-            self._inside.popitem()[1].__exit__(None, None, None)
+        self.inside.leave_all()
         self.units.open, self._calls = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,12 +78,11 @@ class Forward:
         if path in plan.unplaced:
             return
         if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
-            again = self.units.names_at(path, self.record.plan)
-            own = [(p, self.record.names.get(p)) for p in covered(layer).values() if self.param_grad.may_skip(p)]
-            kept = again | self.param_grad.awaited
-            self.param_grad.switch_off(layer, [p for p, name in own if name not in kept])
-        if has_inner_maps(layer, args, kwargs):
-            self._locate(layer)
+            again = self.units.names_at(path, plan) | self.param_grad.awaited
+            own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
+            self.param_grad.switch_off(layer, [p for p in own if self.param_grad.may_skip(p)])
+        if self.samples != 0 and has_inner_maps(layer, args, kwargs):
+            self._locate(path, layer)
             again, named = self.units.names_at(path, self.record.plan), covered(layer).items()
             names = {local: name for local, p in named if (name := self.record.name_of(p, path, local)) not in again}
             # Where the samples are in its output, whose first axes are the query's.
@@ -95,16 +93,14 @@ class Forward:
                 return
             off = self.param_grad.off_in(layer)
             note = partial(self._note_map, path, layer, off, layouts)
-            self._inside[layer] = InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note).__enter__()
+            self.inside.enter(layer, InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note))
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
         off = self.param_grad.end_layer(layer)
-        inside = self._inside.pop(layer, None) if self._inside else None
-        if inside is not None:
-            inside.__exit__(None, None, None)
+        inside = self.inside.leave(layer)
         if output is None:
             return None
         if inside is not None and inside.noted:
@@ -112,8 +108,7 @@ class Forward:
             return output
         noted = self._note(path, layer, args, kwargs, output, is_first, off)
         if noted is None and off:  # which would leave its gradients unnoticed
-            names = [self.record.name_of(p, path, "") for p in off]
-            lost = partial(self.backward.note_lost, names)
+            lost = partial(self.backward.note_lost, [self.record.name_of(p, path, "") for p in off])
             return map_tensors(lambda x: anchored(x, lost, off) if x.is_floating_point() else x, output)
         return output if noted is None else noted
 
@@ -131,7 +126,7 @@ class Forward:
         drew = self._random_states.pop(layer, None) if len(self._random_states) else None
         if not self._is_on():
             return None
-        self._locate(layer)
+        self._locate(path, layer)
         plan, number, rule = self.record.plan, self._count(path), rule_for(layer)
         # 1. Is there something to note: parameters whose rows no module around gives, and a graph that leads to them?
         owned, again = covered(layer), self.units.names_at(path, self.record.plan)
@@ -159,7 +154,7 @@ class Forward:
             plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
             return None
         # 5. The record, with what its rule will have to read as it was; and hooks in the graph.
-        args, kwargs = map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs) if kwargs else {}
+        args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
             layer,
@@ -201,9 +196,10 @@ class Forward:
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a module again, where the forward's plan says so."""
-        unit = self.record.plan.units.get(path)
-        if unit is not None and self.records():
-            self.units.begin(path, module, unit, args, kwargs)
+        if self.records():
+            self._locate(path, module)
+            if (unit := self.record.plan.units.get(path)) is not None:
+                self.units.begin(path, module, unit, args, kwargs)
 
     def end_unit(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
@@ -212,7 +208,6 @@ class Forward:
         begun = self.units.end(path) if self.records() else None
         if begun is None:
             return output
-        self._locate(module)
         outer = self.units.names()
         own = {local: parameter_at(module, local) for local, name in begun.unit.parameters.items() if name not in outer}
         there = {local: p for local, p in own.items() if p is not None and p.requires_grad}
@@ -291,14 +286,14 @@ class Forward:
             self._calls[path] = number
         return number
 
-    def _locate(self, layer: nn.Module) -> None:
+    def _locate(self, path: str, layer: nn.Module) -> None:
         """Finds out which forward, or which backward, a layer is called in."""
         task, backward = current_task(), self.backward
         if task != NO_TASK:
             backward.enter(task)
             return
         backward.running = None  # left by a pass that failed
-        if not self.is_running:  # the layer is called by itself, a forward of its own
+        if not (self.is_running or self.units.around(path)):  # it is called by itself, a forward of its own
             self.record.plan, self.samples = self.static, None
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)

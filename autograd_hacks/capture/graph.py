@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task
-from autograd_hacks.support.trees import map_tensors, tensors_of
+from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """What a backward pass does at a parameter's node; torch.autograd.grad takes the gradient in front of it."""
@@ -29,6 +33,45 @@ ANNOUNCED: dict[int, Announcement] = {}
 """What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """An output of a model, from a forward that was just proven; held by the node that made it."""
+
+    edge: int  # which of the node's outputs it is
+    layout: Layout  # where its samples are
+    samples: int  # N
+    plan: Plan
+
+
+RETURNED: weakref.WeakSet[Returned] = weakref.WeakSet()
+"""Those whose graphs are there."""
+
+
+def mark_returned(output: Tensor, layout: Layout, samples: int, plan: Plan) -> None:
+    """Has `returned_in` find an output of a model."""
+    if output.grad_fn is not None:
+        mark = Returned(output.output_nr, layout, samples, plan)
+        RETURNED.add(mark)
+        notes: Any = output.grad_fn.metadata  # which torch has as a method in its types
+        notes.setdefault(Returned, {})[mark.edge] = mark
+
+
+def returned_in(losses: Tensor) -> list[tuple[GradientEdge, Returned]]:
+    """The marked outputs that a tensor follows from."""
+    found: list[tuple[GradientEdge, Returned]] = []
+    waiting = [losses.grad_fn] if RETURNED and losses.grad_fn is not None else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        notes: Any = node.metadata
+        marks = notes.get(Returned, {})
+        found += [(GradientEdge(node, edge), mark) for edge, mark in marks.items()]
+        ahead = {other for other, _ in node.next_functions if other is not None} - seen if not marks else set()
+        waiting += ahead
+        seen |= ahead
+    return found
+
+
 def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:
     """Where parameters end the graph.  parameters: (name in the model, parameter) by name in the layer"""
     return {local: Edge(name, p, _node_of(p)) for local, (name, p) in parameters.items()}
@@ -40,7 +83,8 @@ def _node_of(parameter: Tensor) -> Node:
         function = parameter.view_as(parameter).grad_fn
         if function is not None and function.next_functions[0][0] is not None:
             return function.next_functions[0][0]
-    return get_gradient_edge(parameter).node
+    with torch._C.DisableTorchFunctionSubclass():  # which would put a node for the subclass in between
+        return get_gradient_edge(parameter).node
 
 
 def reach_of(node: Node) -> str:
@@ -67,7 +111,7 @@ def attach(
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
-        output = map_tensors(lambda x: x.clone() if x.grad_fn is not None or parameters else x, output)
+        output = map_tensors(lambda x: cloned(x) if x.grad_fn is not None or parameters else x, output)
         outputs = tensors_of(output)
     if parameters:
         slots = count()

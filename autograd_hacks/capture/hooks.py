@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from autograd_hacks.capture.attached import Guard, Hook, drop, guard, own_hooks
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
@@ -18,6 +19,7 @@ from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.rules.table import parts_of_composites, rule_for
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 
 
@@ -61,41 +63,47 @@ def add_hooks(
         check_one_process(model)
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
-    if known is None:
-        first, last = _Hook(recorder, partial(_begin, recorder)), _Hook(recorder, recorder.end)
-        recorder.handles.append(model.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
-        recorder.handles.append(model.register_forward_hook(last, with_kwargs=True, always_call=True))
     before = recorder.param_grad.wanted
-    recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
-    if not param_grad:
-        recorder.watch_steps()
+    try:
+        recorder.plan_by(Planner(model, batch_dim, probe))
+        recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
+        if not param_grad:
+            recorder.watch_steps()
+        _hook_all(recorder, model, param_grad)
+    except BaseException:
+        if known is None:
+            _take_off(recorder, model)
+        raise
+    return Hooked(model, known is None, before)
+
+
+def _hook_all(recorder: Recorder, model: nn.Module, param_grad: bool) -> None:
+    """Puts hooks on a model and its layers, but for those that are there."""
+    if _recorder_of(model) is None:
+        first, last = Hook(recorder, partial(_begin, recorder)), Hook(recorder, recorder.end)
+        model.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+        model.register_forward_hook(last, with_kwargs=True, always_call=True)
     parts, forward = parts_of_composites(model), recorder.forward
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             continue
-        for own in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
-            if isinstance(own, _Hook) and own.recorder is recorder:
-                own.path = path  # which may be another than it was
-        by_rule = layer not in parts and rule_for(layer)
+        there = [own for _, _, own in own_hooks(recorder, layer)]
+        for own in there:
+            own.path = path  # which may be another than it was
+        by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
         has_dropout = isinstance(getattr(layer, "dropout", None), int | float)
-        if by_rule and layer not in recorder.begun and (not param_grad or has_dropout):
-            recorder.begun.add(layer)
-            hook = _Hook(recorder, forward.begin_layer, path)
-            recorder.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        if layer in recorder.layers:
-            continue
-        recorder.layers.add(layer)
-        if by_rule:
+        if by_rule and (not param_grad or has_dropout) and forward.begin_layer not in does:
+            guard(layer, recorder)
+            layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
+        if by_rule and forward.end_layer not in does:
             # First in line: the rules need what the layer itself returned, before other hooks change it.
-            hook = _Hook(recorder, forward.end_layer, path)
-            handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
-            recorder.handles.append(handle)
-    recorder.plan_by(Planner(model, batch_dim, probe))
+            hook = Hook(recorder, forward.end_layer, path)
+            layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+        recorder.layers.add(layer)
     for name, parameter in model.named_parameters():
         recorder.record.names[parameter] = name
         recorder.backward.watch(parameter)
     _hook_units(recorder, model, recorder.planner.static)
-    return Hooked(model, known is None, before)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -107,7 +115,18 @@ def remove_hooks(model: nn.Module) -> None:
     if recorder is None:
         warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
         return
+    with restored(partial(_take_off, recorder, model)):  # wholly, even if an interrupt comes
+        pass
+
+
+def _take_off(recorder: Recorder, model: nn.Module) -> None:
     recorder.detach()
+    for module in {*recorder.layers, *model.modules()}:
+        for hooks, key, _ in own_hooks(recorder, module):
+            drop(module, hooks, key)
+        around = vars(module).get("_compiled_call_impl")
+        if isinstance(around, Guard) and around.recorder is recorder:
+            del module._compiled_call_impl
     for parameter in model.parameters():
         for attribute in ("grad1", "hess", "hess_diag", "kfac"):
             vars(parameter).pop(attribute, None)
@@ -126,11 +145,8 @@ def disable_hooks() -> None:
 @contextmanager
 def pause_hooks() -> Iterator[None]:
     """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
-    Switch.pauses += 1
-    try:
+    with Switch.paused():
         yield
-    finally:
-        Switch.pauses -= 1
 
 
 def clear_backprops(model: nn.Module) -> None:
@@ -180,31 +196,6 @@ class Hooked:
             recorder.param_grad.wanted = self._param_grad
 
 
-class _Hook:
-    """A hook: calls a method of the recorder's with a module's path and what torch gives hooks.
-
-    Behind a forward it also says whether it stands first.  A copy of its module, by deepcopy or pickle, gets a hook that
-    only removes itself.
-    """
-
-    def __init__(self, recorder: Recorder, then: Callable[..., Any], path: str = "") -> None:
-        self.recorder, self.then, self.path = recorder, then, path
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
-            return None
-        if not output:
-            return self.then(self.path, module, args, kwargs)
-        # Whether no hook came before but the library's own, which hand on what the module returned.
-        for hook in module._forward_hooks.values():
-            if hook is self or not isinstance(hook, _Hook):
-                break
-        return self.then(self.path, module, args, kwargs, *output, hook is self)
-
-    def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
-        return _Unhooked, ()
-
-
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     plan = recorder.begin(model, args, kwargs)
     if plan is not None:
@@ -216,28 +207,18 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
 def _hook_units(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
     """Has the calls of modules kept that a plan runs again."""
     for path in plan.units:
-        module = model.get_submodule(path)
-        if module not in recorder.units:
-            recorder.units.add(module)
-            begins, ended = (_Hook(recorder, f, path) for f in (recorder.forward.begin_unit, recorder.forward.end_unit))
-            if path:  # for the model itself `_begin` does it, when the plan is known
-                handle = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-                recorder.handles.append(handle)
-            recorder.handles.append(module.register_forward_hook(ended, prepend=True, with_kwargs=True))
+        module, forward = model.get_submodule(path), recorder.forward
+        if module in recorder.units:
+            continue
+        does = [own.then for _, _, own in own_hooks(recorder, module)]
+        if path and forward.begin_unit not in does:  # for the model itself `_begin` does it, when the plan is known
+            hook = Hook(recorder, forward.begin_unit, path)
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        if forward.end_unit not in does:
+            module.register_forward_hook(Hook(recorder, forward.end_unit, path), prepend=True, with_kwargs=True)
+        recorder.units.add(module)
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:
-    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Hook))
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Hook))
     return next((hook.recorder for hook in hooks if isinstance(hook.then, partial) and hook.then.func is _begin), None)
-
-
-class _Unhooked:
-    """What is left of a hook in a copy of a hooked model, until the copy first runs."""
-
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
-                module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -20,6 +20,7 @@ from autograd_hacks.capture.ways import ByCopies, ByMap
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.support.restored import leave
 
 Note = Callable[[Way, tuple[Tensor, ...], Tensor, Mapping[str, Tensor]], Tensor | None]
 """``note(way, inputs, output, parameters)`` returns the output that is to be used, or None where it needn't be noted."""
@@ -84,6 +85,29 @@ class InnerMaps(TorchFunctionMode):
         noted = self.note(way, inputs, out, parameters) if parameters else None
         self.noted |= noted is not None
         return out if noted is None else noted
+
+
+class OpenMaps:
+    """The attention layers that run, each with its maps."""
+
+    def __init__(self) -> None:
+        self._open: dict[nn.Module, InnerMaps] = {}
+
+    def enter(self, layer: nn.Module, maps: InnerMaps) -> None:
+        self._open[layer] = maps  # first, for what an interrupt may leave
+        maps.__enter__()
+
+    def leave(self, layer: nn.Module) -> InnerMaps | None:
+        """Ends a layer's maps, if it has some, and returns them."""
+        maps = self._open.get(layer) if self._open else None
+        if maps is not None:
+            leave(maps)
+            del self._open[layer]
+        return maps
+
+    def leave_all(self) -> None:
+        for layer in list(self._open):
+            self.leave(layer)
 
 
 class _Torch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.restored import restored
 
 
 class ParamGrad:
@@ -30,12 +32,9 @@ class ParamGrad:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which ordinary gradients are computed."""
-        kept = self.wanted, self.skips
-        self.wanted, self.skips = True, False
-        try:
+        with restored(partial(vars(self).update, wanted=self.wanted, skips=self.skips)):
+            self.wanted, self.skips = True, False
             yield
-        finally:
-            self.wanted, self.skips = kept
 
     def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Has parameters not ask for gradients while their layer runs, so that autograd keeps nothing for them.
@@ -43,7 +42,7 @@ class ParamGrad:
         parameters: those that `may_skip`
         """
         off = [p for p in parameters if p.requires_grad]
-        self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))
+        self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))  # first, for what an interrupt may leave
         if isinstance(layer, nn.MultiheadAttention):  # it would take a fused way that has no gradients
             torch.backends.mha.set_fastpath_enabled(False)
         for parameter in off:
@@ -68,11 +67,12 @@ class ParamGrad:
             self._undo()
 
     def _undo(self) -> tuple[nn.Module, list[Tensor]]:
-        layer, parameters, fast = self._off.pop()
+        layer, parameters, fast = self._off[-1]
         for parameter in parameters:
             parameter.requires_grad_(True)
         if isinstance(layer, nn.MultiheadAttention):
             torch.backends.mha.set_fastpath_enabled(fast)
+        self._off.pop()  # last: an interrupt before it has all this done once more
         return layer, parameters
 
     def keep(self, parameter: Tensor, name: str) -> None:

@@ -14,7 +14,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.doors import doors_of, watch_doors
 from autograd_hacks.capture.forward import Forward
+from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
@@ -22,8 +24,9 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import outputs_of, tensors_of, weakly
+from autograd_hacks.support.trees import tensors_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
@@ -41,11 +44,10 @@ class Recorder:
         self.backward = Backward(self.record, self.param_grad, self.reduction)
         self.forward = Forward(self.record, self.param_grad, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of those: with a hook where they begin
-        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again
-        self.handles: list[RemovableHandle] = []
+        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
         self._followed: Plan | None = None  # by the last forward
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
+        self._was_proven = False  # whether it was, before the forward that runs
         self.prove: Prove | None = None
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
@@ -59,7 +61,6 @@ class Recorder:
         if self._steps is None:
             self._steps = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, self._steps.remove)
-            self.handles.append(self._steps)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
@@ -86,8 +87,13 @@ class Recorder:
         self.record.clear()
         self.pool.clear()
         self.param_grad.switch_on()
-        for handle in self.handles:
-            handle.remove()
+        if self._steps is not None:
+            self._steps.remove()
+
+    def interrupt(self, layer: nn.Module) -> None:
+        """A layer was left by what is no Exception, of which its hooks don't hear."""
+        self.param_grad.end_layer(layer)
+        self.forward.inside.leave(layer)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""
@@ -125,36 +131,44 @@ class Recorder:
 
     def prove_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the plan of the forward that begins proven, where that is due."""
-        plan = self.record.plan
+        plan, self._was_proven = self.record.plan, False
         if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
             self.prove(model, self, args, kwargs)
+            self._was_proven = True
 
     @contextmanager
     def proving(self) -> Iterator[None]:
         """A context in which the model runs for a proof; then the forward that has begun goes on from its beginning."""
         record, forward, forwards = self.record, self.forward, self.record.forwards
-        self._proven, arrival, unread = (record.plan, forward.samples), record.on_arrival, record.plan.unread
-        record.on_arrival = None
-        try:
-            with record.set_aside(), self.backward.aside(), self.param_grad.aside():
-                yield
-        finally:
-            (record.plan, forward.samples), record.on_arrival = self._proven, arrival
-            record.plan.unread = unread
+        plan, samples, arrival, unread = record.plan, forward.samples, record.on_arrival, record.plan.unread
+
+        def undo() -> None:
+            record.plan, forward.samples, record.on_arrival, plan.unread = plan, samples, arrival, unread
             self._proven, record.forwards, forward.is_running = None, forwards, True
             forward.restart()
+
+        with restored(undo), record.set_aside(), self.backward.aside(), self.param_grad.aside():
+            self._proven, record.on_arrival = (plan, samples), None
+            yield
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         """The model's forward has ended.  output: None where it has failed"""
         if not Switch.on():
             return
         self.forward.is_running = False
-        outputs = [x for x in outputs_of(output) if not x.is_nested]
+        outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
-        plan = self.record.plan
-        if (plan.mixed_outputs or plan.mixed_kept) and self.forward.records() and self._proven is None:
-            self.backward.watch_outputs(model, output)
+        if self._proven is not None or not self.forward.records():
+            return
+        if self._was_proven and self.forward.samples is not None:
+            for x, layout in zip(outputs, layouts):
+                if layout is not None:
+                    mark_returned(x, layout, self.forward.samples, self.record.plan)
+        if self.record.plan.mixed_outputs:
+            self.backward.watch_outputs(output)
+        if self.record.plan.has_doors:
+            watch_doors(doors_of(model, outputs), self.backward.note_door)
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

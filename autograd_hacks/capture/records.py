@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, where
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Form, Zero
 from autograd_hacks.probe.layout import Layout, Layouts
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.call import Call
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import RandomState
 
 Versions = list[tuple[Tensor, int]]
@@ -72,6 +74,9 @@ class RecordedCall(Call):
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the layer: form} for the parameters that a pass has reached, a row for each sample."""
+        if self.samples == 0:  # on whichever axis
+            edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
+            return {local: Zero(0, p.shape, p) for local, p in edges.items()}
         return self.way.forms(self, grads)
 
     @property
@@ -132,8 +137,9 @@ class Pass:
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
+    side_door: str = ""  # what the model keeps and has not returned, and the pass's gradient came by
     # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
-    mixed_output: str | None = None
+    mixed_output: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def is_hess(self) -> bool:
@@ -242,11 +248,9 @@ class Record:
         """A context that leaves the record as it is."""
         names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen")
         kept = {name: getattr(self, name) for name in names}
-        self.clear()
-        try:
+        with restored(partial(vars(self).update, kept)):
+            self.clear()
             yield
-        finally:
-            vars(self).update(kept)
 
     def free_what_was_read(self) -> None:
         """Makes room for a forward's activations, so that two steps' records are never alive together."""

@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autograd_hacks.capture.cut import Cut, no_word_of_speed
 from autograd_hacks.capture.records import OutputGrads, RecordedCall
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.forms import BUDGET, Form, Replay
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Unit
 from autograd_hacks.rules.recompute import is_recomputed
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.stores import hooks_kept
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, map_tensors, parameter_at, tensors_of, version_of
+from autograd_hacks.support.trees import cloned, map_tensors, parameter_at, tensors_of, version_of
 from autograd_hacks.support.untouched import autocast_to, random_state, untouched, with_random_state
 
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError)
 """What torch and modules raise for arguments that they can't take."""
 
 Values = dict[str, Tensor]
@@ -95,13 +98,15 @@ class Rerun:
         self._check_unchanged()
         if self.grads[0].is_meta:
             self._rows = {name: p.new_empty(count, *p.shape) for name, p in self._parameters().items()}
-        else:
+            return
+        with hooks_kept(self.call.layer):  # also while gradients run back
             rows = self._by_sample(index)
-            if rows is None and self.way.is_doubtful and not self._drew:
+            if rows is None and count and self.way.is_doubtful and not self._drew:
                 raise SamplesMixed(
-                    f"samples mix in {self._place()}, or seem to: a layer inside showed it, and run by themselves the "
-                    f"samples come out different. So {', '.join(self.call.edges)} have no per-sample gradients that "
-                    "can be known."
+                    f"samples mix in {self._place()}, or seem to: run by themselves the samples come out different. So "
+                    f"{', '.join(self.call.edges)} have no per-sample gradients that can be known. If it is a sample's "
+                    "place in the batch that decides, h[: n // 2] to one head and the rest to another, give both heads "
+                    "all samples, and choose from what they return: torch.where(mask, a(h), b(h))."
                 )
             self._rows = rows or self._by_masks(index)
 
@@ -119,44 +124,57 @@ class Rerun:
             return torch.tensordot(w.to(self._rows[name].dtype), self._rows[name], 1)
         if self._sums is None or name not in self._sums[1] or not torch.equal(self._sums[0], w):
             self._check_unchanged()
-            parameters, outputs = self._whole_batch()
-            weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
-            self._sums = w, dict(zip(parameters, _grad(outputs, list(parameters.values()), weighted)))
+            with hooks_kept(self.call.layer):
+                parameters, outputs = self._whole_batch()
+                weighted = [g * layout.over(g, w.to(g.dtype)) for g, layout in zip(self.grads, self.layouts)]
+                self._sums = w, dict(zip(parameters, _grad(outputs, list(parameters.values()), weighted)))
         return self._sums[1].pop(name)
 
     def _by_sample(self, index: Tensor | None) -> Values | None:
         """Rows of some samples by themselves, or None where that isn't what has happened in the batch."""
-        leaves, spec = tree_flatten(map_tensors(Tensor.detach, (self.call.args, self.call.kwargs)), is_leaf=is_packed)
         count = self.samples if index is None else len(index)
-        if any(is_packed(leaf) for leaf in leaves) or not count:
+        if not count:
             return None
-        layouts = [self._layout_of(leaf) for leaf in leaves]
-        cut = [leaf if at is None else at.samples_first(leaf, self.samples) for leaf, at in zip(leaves, layouts)]
+        cut, drew = Cut(self.call, self.layouts[0], self.samples), list[bool]()
         grads = [_of(at.samples_first(g, self.samples), index) for g, at in zip(self.grads, self.layouts)]
-        drew: list[bool] = []
 
         def one(parameters: Values, sample: list[Any], grads: list[Tensor]) -> tuple[list[Tensor], Values]:
-            parts = iter(sample)
-            whole = [leaf if at is None else at.batch_of_one(next(parts)) for leaf, at in zip(cut, layouts)]
-            args, kwargs = tree_unflatten(whole, spec)
+            args, kwargs = cut.batch_of_one(sample)
             outputs, pull = vjp(lambda own: self._run(own, args, kwargs, drew), parameters)  # type: ignore[misc]  # no aux
             (rows,) = pull([at.batch_of_one(g) for g, at in zip(grads, self.layouts)])
             return outputs, rows
 
-        parameters = {name: p.detach() for name, p in self._parameters().items()}
-        samples = [_of(part, index) for part, at in zip(cut, layouts) if at is not None]
+        def alone(n: int) -> tuple[list[Tensor], list[Tensor]]:
+            """The same, without torch.func, which can't run some operations on packed sequences."""
+            args, kwargs = cut.batch_of_one([s[n] for s in samples])
+            own = {name: p.requires_grad_() for name, p in detached_parameters().items()}
+            with torch.enable_grad():
+                outputs = self._run(own, args, kwargs, drew)
+            if not any(x.requires_grad for x in outputs):  # the sample has gone another way
+                return outputs, [torch.zeros_like(p) for p in own.values()]
+            found = _grad(outputs, list(own.values()), [at.batch_of_one(g[n]) for g, at in zip(grads, self.layouts)])
+            return [x.detach() for x in outputs], found
+
+        def detached_parameters() -> Values:
+            return {name: p.detach() for name, p in self._parameters().items()}
+
+        samples = [_of(part, index) for part in cut.parts]
         try:
-            with _no_word_of_speed():
-                outputs, rows = vmap(one, in_dims=(None, 0, 0), chunk_size=self._chunk())(parameters, samples, grads)
+            if cut.is_packed:
+                raise TypeError("vmap takes no packed sequences")
+            with no_word_of_speed():
+                outputs, rows = vmap(one, in_dims=(None, 0, 0), chunk_size=self._chunk())(
+                    detached_parameters(), samples, grads
+                )
         except _REFUSALS:
             # What vmap can't run, by torch's own page on its limits: control flow on values, sizes that depend on values,
             # in-place changes of unbatched tensors, operations without a batching rule.  A loop can.
             try:
-                each = [one(parameters, [s[n] for s in samples], [g[n] for g in grads]) for n in range(count)]
+                each = [alone(n) for n in range(count)]
+                outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
             except _REFUSALS:
                 return None  # the arguments were cut where a module can't take that, a mask over the batch say
-            outputs = [torch.stack(parts) for parts in zip(*(outputs for outputs, _ in each))]
-            rows = {name: torch.stack([own[name] for _, own in each]) for name in parameters}
+            rows = {name: torch.stack(own) for name, own in zip(self._parameters(), zip(*(own for _, own in each)))}
         self._drew = any(drew)
         if self._drew:
             return None
@@ -218,24 +236,19 @@ class Rerun:
         with (
             Switch.paused_here(),
             untouched(module),
-            _modes(module, self.way.modes),
-            _without_hooks(module),
             autocast_to(self.call.precision, self.grads[0].device),
             with_random_state(state),
         ):
+            # `untouched` puts both back.  What is compared is what the module itself returned.
+            module._forward_hooks.clear()
+            for part, mode in zip(module.modules(), self.way.modes):
+                part.training = mode
             if self.way.copies:
-                args, kwargs = (map_tensors(Tensor.clone, tree) for tree in (args, kwargs))
+                args, kwargs = (map_tensors(cloned, tree) for tree in (args, kwargs))
             outputs = tensors_of(functional_call(module, slots, args, dict(kwargs), tie_weights=False))
             now = random_state([torch.device(name) for name in state])
             drew.append(any(not torch.equal(now[name], state[name]) for name in now))
         return [outputs[slot] for slot in self.reached]
-
-    def _layout_of(self, leaf: Any) -> Layout | None:
-        """Where an argument has its samples, by its sizes: as the output has them, or on axis 0.  The comparison of the
-        outputs tells whether that was right."""
-        if not isinstance(leaf, Tensor) or self.samples < 1:
-            return None
-        return next((at for at in (self.layouts[0], Layout()) if at.fits(leaf, self.samples)), None)
 
     def _check_unchanged(self) -> None:
         now = dict((*self.call.layer.named_parameters(), *self.call.layer.named_buffers()))
@@ -254,8 +267,10 @@ class Rerun:
         return where(self.call.path, self.call.layer)
 
 
-def _of(tensor: Tensor, index: Tensor | None) -> Tensor:
+def _of(tensor: Any, index: Tensor | None) -> Any:
     """Some entries of axis 0."""
+    if isinstance(tensor, list):
+        return tensor if index is None else [tensor[n] for n in index.tolist()]
     return tensor if index is None else tensor[index]
 
 
@@ -272,27 +287,6 @@ def _grad(outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequen
 def _no_word_of_speed() -> Iterator[None]:
     """A context in which vmap doesn't warn of operations that it runs sample by sample."""
     functorch: Any = torch._C._functorch  # torch has no types for these
-    functorch._set_vmap_fallback_warning_enabled(False)
-    try:
+    with restored(partial(functorch._set_vmap_fallback_warning_enabled, True)):
+        functorch._set_vmap_fallback_warning_enabled(False)
         yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
-
-
-@contextmanager
-def _modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """A context with the training flags as they were; `untouched` sets them back."""
-    for part, mode in zip(module.modules(), modes):
-        part.training = mode
-    yield
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """A context without the module's own forward hooks: what is compared is what the module itself returned."""
-    kept = dict(module._forward_hooks)
-    module._forward_hooks.clear()
-    try:
-        yield
-    finally:
-        module._forward_hooks.update(kept)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.replay import ByRunningAgain
 from autograd_hacks.probe.plan import Plan, Unit
-from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.support.trees import like_its_kind, map_tensors
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state
 
 
@@ -36,7 +36,7 @@ class OpenUnits:
         """Keeps what it takes to run a call again."""
 
         def keep(x: Tensor) -> Tensor:  # outside the graph, and a module may ask for gradients of its input as before
-            return (x.detach().clone() if unit.copies else x.detach()).requires_grad_(x.requires_grad)
+            return like_its_kind(x, x.detach().clone() if unit.copies else x.detach()).requires_grad_(x.requires_grad)
 
         args, kwargs, state = map_tensors(keep, args), map_tensors(keep, kwargs), random_state(cuda_devices_of(module))
         self.open.append(OpenUnit(path, unit, args, kwargs, state, ByRunningAgain.of(module, unit)))
@@ -44,6 +44,10 @@ class OpenUnits:
     def end(self, path: str) -> OpenUnit | None:
         """The innermost call, if it is of the module at a path: it has ended."""
         return self.open.pop() if self.open and self.open[-1].path == path else None
+
+    def around(self, path: str) -> bool:
+        """Whether a module at a path is called inside an open call, and that is not what a call has left that failed."""
+        return any(path.startswith(f"{begun.path}.") for begun in self.open)
 
     def names(self) -> set[str]:
         """The parameters whose rows an open call gives."""

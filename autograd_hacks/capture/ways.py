@@ -98,6 +98,7 @@ def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, sample
     dtype = next(edge.parameter.dtype for edge in call.edges.values())
 
     def ready(tensor: Tensor) -> Tensor:
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
         if layout is not None and layout.fits(tensor, samples):
             tensor = layout.samples_first(tensor, samples)
         if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):

@@ -41,7 +41,7 @@ class RandomMap:
             key = repr((self.seed, self.name, tuple(self.shape), self.dim, number)).encode()
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
             count, (fan_out, fan_in) = columns.stop - columns.start, self.fans
-            signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8)
+            signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8, device="cpu")
             left, right = signs.to(like).mul_(2).sub_(1).split([fan_out, fan_in], dim=1)
             yield columns, left / self.dim**0.5, right
 

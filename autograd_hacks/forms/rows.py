@@ -114,7 +114,7 @@ class Concatenation(Composite):
 
     def __getitem__(self, index: Index) -> Form:
         places = [(p, n) for p, part in enumerate(self.parts) for n in range(part.samples)]
-        wanted = torch.arange(self.samples)[index.cpu() if isinstance(index, Tensor) else index].tolist()
+        wanted = torch.arange(self.samples, device="cpu")[index.cpu() if isinstance(index, Tensor) else index].tolist()
         runs = [(p, [n for _, n in run]) for p, run in groupby([places[n] for n in wanted], key=lambda place: place[0])]
         pieces = [self.parts[p][torch.tensor(run, device=self.like.device)] for p, run in runs]
         return Concatenation(pieces) if pieces else self.parts[0][:0]

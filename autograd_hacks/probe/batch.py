@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import comb
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 
-from autograd_hacks.probe.layout import same
-from autograd_hacks.support.trees import is_packed
+from autograd_hacks.probe.layout import same, samples_of_rows
+from autograd_hacks.support.trees import is_packed, like_its_kind, opened
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
 """An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as
@@ -31,7 +32,7 @@ class Batch:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
         """Raises ValueError for a tree of axes that doesn't fit the arguments."""
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_packed)
+        leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
         if batch_dim is None or isinstance(batch_dim, int):
             return Batch(leaves, spec, None)
         axes = _axes_of(batch_dim, args, kwargs)
@@ -51,7 +52,7 @@ class Batch:
         """
         if self.axes is not None:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
-        if axis is None or any(is_packed(leaf) for leaf in self.leaves):
+        if axis is None:
             return None
         if told_by is not None:
             return _size(self.leaves[told_by], axis)
@@ -61,7 +62,9 @@ class Batch:
     def _first(self, axis: int) -> int | None:
         """The first leaf with an axis; before a tensor of one entry, which may be a setting, one of more."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
-        return next((n for n in having if self.leaves[n].numel() > 1), having[0] if having else None)
+        return next(
+            (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
+        )
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
         """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
@@ -107,7 +110,7 @@ class Batch:
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + turn) % len(choices)])
         leaves = [leaf if at is None else _taken(leaf, at, donors) for leaf, at in zip(self.leaves, carried)]
-        if not any(at is not None and not same(new, old) for new, old, at in zip(leaves, self.leaves, carried)):
+        if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
@@ -121,7 +124,8 @@ class Batch:
         """Whether its samples are all the same, so that nothing can be replaced.  See `samples` for the arguments"""
         samples = self.samples(axis, told_by) or 0
         carried = zip(self.leaves, self.carried(axis, samples))
-        return all(at is None or samples < 2 or same(leaf, leaf.roll(1, at)) for leaf, at in carried)
+        pairs = [(_dense(leaf), 0 if is_packed(leaf) else at) for leaf, at in carried if at is not None]
+        return samples < 2 or all(same(x, x.roll(1, at)) for x, at in pairs)
 
     def without_samples(self, axis: int | None, samples: int) -> frozenset[int]:
         """The leaves that have an axis there, of another size."""
@@ -131,8 +135,12 @@ class Batch:
         return self.shared | {n for n, size in sizes.items() if size not in (None, samples)}
 
     def signature(self) -> tuple[object, ...]:
-        """What the arguments are but for their extents and values; an extent of one may be no axis at all."""
+        """What the arguments are but for their extents and numbers; an extent of one may be no axis at all."""
         return self.spec, tuple(map(_kind, self.leaves))
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers among the arguments."""
+        return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
 
 
 FEW = 20
@@ -159,28 +167,59 @@ def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
     return halves * 2 if 2 < samples < 7 else halves
 
 
-def _taken(leaf: Tensor, axis: int, donors: Tensor) -> Tensor:
+def _taken(leaf: Any, axis: int, donors: Tensor) -> Any:
     """A leaf with other samples.  donors: N, whose values each gets"""
+    if is_packed(leaf):  # whose samples differ in length: their rows get others
+        rows = (donors != torch.arange(len(donors), device="cpu")).to(leaf.data.device)[samples_of_rows(leaf)]
+        others = leaf.data.detach().roll(1, 0).where(rows.view(-1, *[1] * (leaf.data.ndim - 1)), leaf.data.detach())
+        return leaf._replace(data=others.requires_grad_(leaf.data.requires_grad))
+    if leaf.layout != torch.strided:
+        return _laid_out(leaf, _taken(leaf.detach().to_dense(), axis, donors)).requires_grad_(leaf.requires_grad)
     # In the same order in memory, or the same numbers would come out of other kernels with other digits.
-    taken = torch.empty_like(leaf).copy_(leaf.detach().index_select(axis, donors.to(leaf.device)))
-    return taken.requires_grad_(leaf.requires_grad)
+    plain = leaf.detach().as_subclass(Tensor)
+    taken = torch.empty_like(plain).copy_(plain.index_select(axis, donors.to(leaf.device)))
+    return like_its_kind(leaf, taken).requires_grad_(leaf.requires_grad)
+
+
+def _dense(leaf: Any) -> Tensor:
+    leaf = leaf.data if is_packed(leaf) else leaf
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+
+
+def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
+    """A tensor as sparse as another."""
+    if like.layout == torch.sparse_coo:
+        return dense.to_sparse(like.sparse_dim())
+    if like.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return dense.to_sparse(layout=like.layout, blocksize=tuple(like.values().shape[1:3]))
+    return dense.to_sparse(layout=like.layout)
 
 
 def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
     by_name = {name: batch_dim.get(name) for name in kwargs} if isinstance(batch_dim, dict) else dict.fromkeys(kwargs)
     axes: list[int | None] = []
     for prefix, tree in ((None if isinstance(batch_dim, dict) else tuple(batch_dim), args), (by_name, kwargs)):
-        flat = _broadcast_to_and_flatten(prefix, tree_flatten(tree, is_leaf=is_packed)[1])
-        if flat is None:
+        flat: list[int | None] = []
+        add = partial(_add_axes, flat)
+        try:
+            tree_map_(add, opened(prefix), opened(tree))
+        except ValueError:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
                 f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary"
-            )
+            ) from None
         axes += flat
     return axes
 
 
+def _add_axes(axes: list[int | None], axis: int | None, part: Any) -> None:
+    leaves = tree_leaves(part, is_packed)
+    axes += [axis if isinstance(leaf, Tensor) or is_packed(leaf) or len(leaves) == 1 else None for leaf in leaves]
+
+
 def _size(leaf: Any, axis: int) -> int | None:
+    if is_packed(leaf):
+        return int(leaf.batch_sizes[0])
     return leaf.shape[axis] if isinstance(leaf, Tensor) and -leaf.ndim <= axis < leaf.ndim else None
 
 
@@ -195,7 +234,7 @@ def _counts_up(leaf: Any) -> bool:
 
 def _stays(leaf: Any, with_vectors: bool) -> bool:
     if not isinstance(leaf, Tensor):
-        return True
+        return not is_packed(leaf)
     if leaf.ndim == 1:
         return with_vectors and not leaf.is_floating_point()
     if leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
@@ -206,4 +245,7 @@ def _stays(leaf: Any, with_vectors: bool) -> bool:
 def _kind(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(size == 1 for size in leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+    if is_packed(leaf):  # of one length, and in their own order, or not: where rows are depends on it
+        of_one_length, order = bool((leaf.batch_sizes == leaf.batch_sizes[0]).all()), leaf.sorted_indices
+        return of_one_length, order is None or bool((order.diff() == 1).all()), leaf.data.dtype
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits, Layout, Layouts, likeliest, only_by_sizes, same
 from autograd_hacks.probe.trace import Trace, Traced, Tracer
 from autograd_hacks.probe.tracker import Frame
@@ -42,7 +43,10 @@ class Comparison:
         self.traces = 0  # with samples replaced
         self.noisy: set[Frame] = set()  # calls that come out different when nothing has changed
         self.kept: Tensor | None = None  # N, the samples that the running trace keeps
-        self._outputs = {frame: [Fits(x, samples) for x in call.outputs] for frame, call in whole.calls.items()}
+        self._outputs = {
+            frame: [Fits(x, samples, None if slot else call.rows_of_packed) for slot, x in enumerate(call.outputs)]
+            for frame, call in whole.calls.items()
+        }
         self._inputs = {frame: [Fits(x, samples) for x in call.inputs] for frame, call in whole.calls.items()}
 
     @property
@@ -60,11 +64,11 @@ class Comparison:
         assert self.kept is not None
         if len(outputs) == len(self._outputs.get(frame, ())):
             for fits, x in (*zip(self._outputs[frame], outputs), *zip(self._inputs[frame], inputs)):
-                fits.see(x.detach(), self.kept)
+                fits.see(comparable(x), self.kept)
 
     def see_again(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes a call of another trace of the batch itself."""
-        if any(not same(fits.real, x) for fits, x in zip(self._outputs.get(frame, ()), outputs)):
+        if any(not same(fits.real, comparable(x)) for fits, x in zip(self._outputs.get(frame, ()), outputs)):
             self.noisy.add(frame)
 
     @property
@@ -94,13 +98,15 @@ class Comparison:
     def _compare(self, call: Traced, all_of: Sequence[Comparison]) -> Compared:
         frame = call.stack[-1]
         found = [self._place(call, slot, x, all_of) for slot, x in enumerate(call.outputs)]
+        if call.rows_of_packed is not None and found:
+            found[0] = None, self._mixes_in_packed(call)
         layouts, placed = tuple(layout for layout, _ in found), False
         is_owner = bool(call.outputs) and frame.path not in self.tracer.parts
         owned = self.tracer.owned.get(frame.path, set()) if is_owner else set()
         missing = any(fits.seen < self.traces for fits in self._outputs[frame])
         if owned and frame.path in self.expanded:
             layouts, placed = (Layout(),), True
-        elif owned and not missing and call.from_batch and call.is_packed:
+        elif owned and not missing and call.from_batch and call.rows_of_packed is not None:
             layouts, placed = (Layout(axes_for(call.module, call.outputs[0])[0]),), True
         elif owned and not missing and call.from_batch:
             own = self._place_by_rule(call, all_of)
@@ -122,6 +128,10 @@ class Comparison:
         if is_root and call.routed and len(fitting) == 1:
             return fitting[0], mixes  # to be proven
         return self._choose(call, real, fitting, range(real.ndim), nothing_to_know_by=not has_changed), mixes
+
+    def _mixes_in_packed(self, call: Traced) -> bool:
+        """Whether samples mix in a packed sequence, which has no layout."""
+        return self._outputs[call.stack[-1]][0].mixes_by_rows and not self._is_routed(call)
 
     def _place_by_rule(self, call: Traced, all_of: Sequence[Comparison]) -> Layout | None:
         """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""

@@ -8,7 +8,6 @@ from autograd_hacks.errors import where
 from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
-from autograd_hacks.probe.trace import KEPT
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 
@@ -45,7 +44,6 @@ class Decision:
 
     def plan(self) -> Plan:
         comparison, whole = self.comparison, self.calls[""][-1]
-        kept = [x for call in self.calls.get(KEPT.path, ()) for x in zip(comparison.whole.kept, call.layouts, call.mixing)]
         plan = Plan(
             axis=comparison.axis,
             told_by=self.told_by,
@@ -53,8 +51,6 @@ class Decision:
             expanded_lookups=dict(comparison.expanded),
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
-            kept={key: layout for key, layout, _ in kept},
-            mixed_kept={key for key, _, mixes in kept if mixes},
             unproven=comparison.is_unproven,
             unplaced={call.path for call in self.compared if call.owned and not call.placed},
         )
@@ -116,8 +112,7 @@ class Decision:
         if not call.traced.has_plain_arguments or not self._named(call.path, {name}):
             return False
         follows = not call.missing and call.traced.from_batch
-        plain = call.layouts[: call.traced.plain_outputs]
-        told = [layout is not None for layout in plain] if follows else [False]
+        told = [layout is not None for layout in call.layouts] if follows else [False]
         # What else the model returns may be without samples, as long as no loss comes that way; that is seen later.
         return any(told) if len(call.traced.stack) == 1 else all(told)
 
@@ -127,7 +122,7 @@ class Decision:
             if name in self.chosen:
                 continue
             if self.mixed:
-                refused[name] = _mixing(self.mixed[0])
+                refused[name] = _mixing(self.mixed[0], self.comparison.samples)
             else:
                 readers = sorted({stack[-1].path for stack in self.reads.get(name, ()) if stack})
                 refused[name] = (
@@ -141,7 +136,7 @@ class Decision:
         return Unit(
             parameters={},
             why=why,
-            calls=[call.layouts[: call.traced.plain_outputs] for call in calls],
+            calls=[call.layouts for call in calls],
             copies=any(call.traced.changes_arguments for call in calls),
             buffers=sorted({name for call in calls for name in call.traced.buffers}),
         )
@@ -153,7 +148,7 @@ class Decision:
         return "read there past a rule" if readers == [path] else f"read past a rule in {', '.join(map(repr, readers))}"
 
 
-def _mixing(call: Compared) -> str:
+def _mixing(call: Compared, samples: int) -> str:
     place, rule = where(call.path, call.traced.module), rule_for(call.traced.module)
     if rule is not None and rule.mixes is not None and (told := rule.mixes(call.traced.module, call.traced.module.training)):
         return f"{MIXING}: {place} {told}"
@@ -161,6 +156,14 @@ def _mixing(call: Compared) -> str:
         return (
             f"{MIXING}, or may: the rows of {place} are chosen by their values, and no module around it returns the samples "
             "in places of their own, so that rows can't be told to be anyone's."
+        )
+    shapes = [tuple(x.shape) for x in call.traced.outputs]
+    if not any(size % samples == 0 for shape in shapes for size in shape):
+        return (
+            f"{MIXING}, or may: the output of {place}, of shape {', '.join(map(str, shapes))}, has no axis with a place for "
+            f"each of the {samples} samples. It may have been given a part of the batch, h[: n // 2] say, and whose is not "
+            "known: give it all samples, and choose from what it returns, torch.where(mask, a(h), b(h)). If the batch is "
+            "not on axis 0 of the model's input, say where it is: add_hooks(model, batch_dim=...)."
         )
     return (
         f"{MIXING}: when some samples of the batch were replaced by others, the output of {place} changed for the rest too, "

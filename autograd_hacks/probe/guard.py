@@ -14,11 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import holds_numbers
+
 Kept = dict[StorageWeakRef, list[Tensor]]
-"""By memory what `Guard.keep` has returned of it, in any trace, while nothing has written there."""
+"""By memory what `WriteGuard.keep` has returned of it, in any trace, while nothing has written there."""
 
 
-class Guard(TorchDispatchMode):
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+class WriteGuard(TorchDispatchMode):
     """Sees each operation, those inside scripted code and C++ included, before it writes.
 
     parameters: whose numbers are to stay, by name    kept: see `Kept`
@@ -35,6 +41,8 @@ class Guard(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        if tensor.is_nested or tensor.layout in _SPARSE:
+            return comparable(tensor)
         key = memory_of(tensor)
         if key is None or key in self.parameters or tensor.nbytes != tensor.untyped_storage().nbytes():
             return tensor.detach().clone()  # a part of more memory would keep all of it
@@ -50,11 +58,8 @@ class Guard(TorchDispatchMode):
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        try:
-            with self:
-                yield
-        finally:
-            self.restore()
+        with restored(self.restore), self:
+            yield
 
     def restore(self) -> None:
         """Gives the parameters the numbers that they had."""
@@ -80,11 +85,25 @@ class Guard(TorchDispatchMode):
         return written
 
 
+def comparable(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor of any layout."""
+    if tensor.is_nested:
+        return torch.zeros((), device=tensor.device)  # of no shape that could be compared
+    return tensor.detach().to_dense() if tensor.layout in _SPARSE else tensor.detach()
+
+
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     """The memory that a tensor is a view of; None where torch doesn't tell it."""
-    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return None
-    return StorageWeakRef(tensor.untyped_storage())
+    if tensor.layout == torch.jagged:
+        tensor = tensor._values  # type: ignore[assignment]  # of Tensor it is a method
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if not holds_numbers(tensor):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+    if tensor.layout in _SPARSE:
+        tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
 
 
 @cache

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,33 @@ class Layout:
         return f"{self.fold} on axis {self.axis}" if self.fold else f"axis {self.axis}"
 
 
+class Packed(Layout):
+    """In a packed sequence."""
+
+    def samples_first(self, x: Any, samples: int) -> Any:
+        """A packed sequence for each sample."""
+        return [_sample_of(x, n) for n in range(samples)]
+
+    def batch_of_one(self, sample: Any) -> Any:
+        return sample
+
+
+PACKED = Packed()
+
+
+def samples_of_rows(packed: PackedSequence) -> Tensor:
+    """The sample that each row of the data belongs to."""
+    order = [torch.arange(n, device=packed.data.device) for n in packed.batch_sizes.tolist()]
+    places = torch.cat(order)
+    return places if packed.sorted_indices is None else packed.sorted_indices[places]
+
+
+def _sample_of(packed: PackedSequence, sample: int) -> PackedSequence:
+    data = packed.data[samples_of_rows(packed) == sample]
+    only = None if packed.sorted_indices is None else packed.sorted_indices.new_zeros(1)
+    return PackedSequence(data, packed.batch_sizes.new_ones(len(data)), only, only)
+
+
 Layouts = tuple[Layout | None, ...]
 """For each tensor that a call returned where its samples are, None where it has none."""
 
@@ -61,11 +90,12 @@ class Fits:
     There is none that fits where samples mix, or rows are not the batch's; there are several where too little has changed
     to tell.
 
-    real: the tensor in the batch's own trace    samples: N
+    real: the tensor in the batch's own trace    samples: N    rows: of a packed sequence, the sample of each row
     """
 
-    def __init__(self, real: Tensor, samples: int) -> None:
-        self.real, self.seen, self.same_shape = real, 0, True
+    def __init__(self, real: Tensor, samples: int, rows: Tensor | None = None) -> None:
+        self.real, self.rows, self.seen, self.same_shape = real, rows, 0, True
+        self.mixes_by_rows = False  # whether in a packed sequence a kept sample's row has changed
         self._fitting = dict.fromkeys((True, False), _candidates(real.shape, samples, range(real.ndim)))
         self._changed = {True: False, False: False}
 
@@ -79,6 +109,8 @@ class Fits:
         if torch.equal(other, self.real):
             return
         kept = kept.to(self.real.device)
+        if self.rows is not None:
+            self.mixes_by_rows |= bool(differs(self.real, other)[kept[self.rows.to(kept.device)]].any())
         for exactly in (True, False):
             change = (differs if exactly is False else _differs_at_all)(self.real, other)
             along = {layout.axis: _along(change, layout.axis) for layout in self._fitting[exactly]}

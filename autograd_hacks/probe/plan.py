@@ -12,7 +12,6 @@ from torch import Tensor
 
 from autograd_hacks.probe.layout import Layout, Layouts, only_by_sizes
 from autograd_hacks.rules.table import axes_for, covered, rule_for
-from autograd_hacks.support.trees import Key
 
 MIXING = "samples mix"
 """How the reason begins, where a parameter is refused for that."""
@@ -63,8 +62,6 @@ class Plan:
     expanded_lookups: dict[str, bool] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
-    kept: dict[Key, Layout | None] = field(default_factory=dict)  # where they are in what modules keep in attributes
-    mixed_kept: set[Key] = field(default_factory=set)  # in which of these they mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know
     unproven: bool = False  # whether the samples were all alike, so that their axis is the likeliest alone
     unread: bool = False  # whether a backward pass has gone by that nobody read
@@ -76,12 +73,13 @@ class Plan:
     opened: frozenset[str] = frozenset()  # parameters that were zero, and that noise stands for when it is proven
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong, as the proof has found
     pending: bool = True  # whether it is to be proven before this forward
+    has_doors: bool = False  # whether the model keeps tensors with a graph beside those that it returns
     scaled: bool = False  # whether a loss made inside the model divides by something of the whole batch
     unsure: bool = False  # whether the last proof has left something open, where a gradient was zero, say
 
     def layouts_of(self, path: str, call: int, layer: nn.Module, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         """Where the samples are in what a layer with a rule returned."""
-        if samples is None:
+        if not samples:  # without any there are no rows to place
             return ()
         if path in self.expanded_lookups:
             return (Layout(),)
@@ -156,7 +154,9 @@ def static_units(model: nn.Module) -> dict[str, Unit]:
             while place and not _is_called(place, modules):
                 place, _, last = place.rpartition(".")
                 inside = f"{last}.{inside}"
-            unit = units.setdefault(place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}"))
+            unit = units.setdefault(
+                place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}", is_doubtful=True)
+            )
             unit.parameters[inside] = first[parameter]
     return units
 

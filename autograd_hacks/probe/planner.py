@@ -18,7 +18,10 @@ from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_power_of_
 from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.trees import modules_of
+from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+
+_FEW = 4
+"""So many values of the numbers among the arguments have plans of their own."""
 
 
 def plan_for(
@@ -63,6 +66,14 @@ def plan_for(
             whole = tracer.trace((args, kwargs), batch, axis, samples, {})
         else:
             wholes[carrying] = whole
+        lengths = {len(x) for x in (*args, *kwargs.values()) if isinstance(x, list)}
+        if batch.axes is None and samples == 1 and whole.output_size() in lengths - {1}:
+            raise ProbeFailed(
+                f"the model was given a list of {whole.output_size()} tensors with one entry each on axis {axis}, and "
+                "returns as many entries. If each is a sample, give the model one tensor of all, padded, with a mask "
+                "(torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); if all are of one sample, say so: "
+                "add_hooks(model, batch_dim=(0,))."
+            )
         whole, expanded = _with_expanded_lookups(tracer, whole, (args, kwargs), batch, axis, samples)
         proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, expanded, seed)
         compared = proposal.compared(whole)
@@ -96,6 +107,12 @@ def _with_expanded_lookups(
     return (found, lookups) if same else (whole, {})
 
 
+NESTED = (
+    "the model was given a nested tensor, and rules are for tensors of one shape. Give it a padded one, "
+    "x.to_padded_tensor(0.0), and a mask of what is padding."
+)
+
+
 class Planner:
     """The plans of one hooked model, by signature.
 
@@ -106,6 +123,7 @@ class Planner:
         self.batch_dim, self.probes = batch_dim, probes
         self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
+        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
         self.doubts = False  # whether the next forward is traced anew, whatever is known
         self._seed = 0  # others are replaced each time
@@ -117,6 +135,10 @@ class Planner:
 
         again: whether checkpointing runs a forward that has been before
         """
+        if any(x.is_nested for x in tensors_of((args, kwargs))):
+            return Plan(
+                units=self.static.units, refused=dict.fromkeys((n for n, _ in model.named_parameters()), NESTED)
+            ), None
         if not self.probes or (rule_for(model) and self.batch_dim == 0):
             return self._without_probe(), None  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
@@ -130,12 +152,13 @@ class Planner:
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
                 f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
-                "tensors, in tuples and dictionaries if need be; or say that axis 0 of every layer's input is the batch "
-                "and that samples don't mix: add_hooks(model, probe=False)."
+                "tensors, in tuples, dictionaries or dataclasses if need be; or say that axis 0 of every layer's input is "
+                "the batch and that samples don't mix: add_hooks(model, probe=False)."
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self._without_probe(), None
-        signature = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        kind = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        signature = kind, self._choosing(kind, batch.numbers())
         known = self.plans.get(signature)
         if known is not None:
             known.forwards += not again
@@ -143,8 +166,8 @@ class Planner:
             is_due, self.doubts = self.doubts or known.is_due(samples), False
             if again or not samples or (not is_due and (not known.unproven or batch.is_alike(known.axis, known.told_by))):
                 return known, batch.samples(known.axis, known.told_by)
-        if not samples:
-            return self.static, None
+        if not samples or (axis == 0 and self._learnt is None and batch.samples(1) == 0 and _has_time_first(model)):
+            return self.static, 0
         batch = batch if known is None else replace(batch, shared=known.shared)
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         zeros, self._seed = _zeros(model), self._seed + 1
@@ -164,6 +187,17 @@ class Planner:
         if is_milestone(self.static.forwards):
             self.static.summed.clear()
         return self.static
+
+    def _choosing(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
+        """The numbers, as a part of the signature: a few may choose what the model does; many don't, steps say.
+
+        signature: without them
+        """
+        known = self._numbers.setdefault(signature, set()) if numbers else set()
+        if numbers not in known and len(known) == _FEW:
+            return ()
+        known.add(numbers)
+        return numbers
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:
@@ -188,5 +222,8 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
 
 def _may_be_time_first(model: nn.Module, batch: Batch) -> bool:
     """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    has_second = (batch.samples(1) or 0) > 1
-    return has_second and any(getattr(module, "batch_first", True) is False for module in model.modules())
+    return not any(map(is_packed, batch.leaves)) and (batch.samples(1) or 0) > 1 and _has_time_first(model)
+
+
+def _has_time_first(model: nn.Module) -> bool:
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())

@@ -63,7 +63,7 @@ class Proposal:
         model can't run with it."""
         for scale in NOISE if opened else ():
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
-            noise = {n: (scale * torch.randn(p.shape, generator=self.draws)).to(p) for n, p in like.items()}
+            noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p) for n, p in like.items()}
             try:
                 whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, self.expanded, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis, self.expanded)
@@ -78,7 +78,7 @@ class Proposal:
 
     def _show(self, comparison: Comparison, most: int, noise: Noise | None = None) -> None:
         """Shows it some of the halves.  most: how many"""
-        order = torch.randperm(len(self.halves), generator=self.draws).tolist()[:most]
+        order = torch.randperm(len(self.halves), generator=self.draws, device="cpu").tolist()[:most]
         for kept, turn in [(self.halves[n], n) for n in order]:
             other = self.batch.replaced(self.axis, kept, turn // (len(self.halves) // 2 or 1), self.stays)
             if other is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, NoneType
 from typing import Any
@@ -17,18 +16,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.probe.guard import Guard, Kept
-from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one
+from autograd_hacks.probe.guard import Kept, WriteGuard
+from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one, samples_of_rows
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import Key, is_packed, kept_by, outputs_of, tensors_of, version_of
+from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
     untouched,
-    with_other_generators,
     with_random_state,
 )
 
@@ -54,18 +54,13 @@ class Traced:
     module: nn.Module
     outputs: list[Tensor]  # as they were then
     inputs: list[Tensor]  # the first, for a rule that may go by it
-    is_packed: bool  # whether the first output is a packed sequence, whose rows the rule knows
+    rows_of_packed: Tensor | None  # where the first output is a packed sequence, the sample of each row
     from_batch: bool  # whether the outputs follow from the samples
     routed: bool  # whether their rows do
     rounds: bool  # whether something before was routed, so that their rounding may follow from other samples
     changes_arguments: bool
     buffers: list[str]  # those that the call changed, by name
     has_plain_arguments: bool  # so that it can be run again
-    plain_outputs: int  # how many of them are in no object
-
-
-KEPT = Frame("<kept>", 0)
-"""In the place of a call: what modules keep in attributes, with a graph, for a loss to read later."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,6 @@ class Trace:
     """What one forward has shown."""
 
     tracker: Tracker
-    kept: list[Key] = field(default_factory=list)  # what the outputs of `KEPT` are
     calls: dict[Frame, Traced] = field(default_factory=dict)  # in the order in which they ended
     # By path whether the index has an axis of one for the batch; None where some call is not the same for all samples.
     lookups: dict[str, bool | None] = field(default_factory=dict)
@@ -94,7 +88,6 @@ class Tracer:
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
         self._kept: Kept = {}
-        self.keys: list[Key] = []  # what modules keep
 
     def trace(
         self,
@@ -111,26 +104,25 @@ class Tracer:
         on with a copy for each sample
         """
         args, kwargs = copies(arguments)
-        leaves = tree_leaves((args, kwargs), is_packed)
-        carrying = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
+        leaves = tree_leaves(opened((args, kwargs)), is_packed)
+        having = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
+        carrying = [leaf.data if is_packed(leaf) else leaf for leaf in having]
         with self._with(noise):
             parameters = {name: p for p, name in self.names.items()}
             tracker = Tracker(parameters, carrying, lambda path, name: name in self.owned.get(path, ()), self._kept)
             found = Trace(tracker)
+            if any(map(is_packed, leaves)):  # how many rows each sample has is the batch's own
+                tracker.counting.add(Frame("", 0))
 
             def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 tracker.stack = stack
-                plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves((args, kwargs), is_packed))
+                plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
                 return _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
 
             def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
                 tracker.stack = stack[:-1]
                 path = stack[-1].path
                 call = found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker)
-                kept = kept_by(module) if len(stack) == 1 else {}
-                if kept := {key: x for key, x in kept.items() if tracker.facts(x).from_batch}:
-                    found.kept[:] = self.keys = list(kept)
-                    found.calls[KEPT] = self._note((KEPT,), begun, module, tuple(kept.values()), tracker)
                 rule = rule_for(module)
                 if rule is None or rule.formula is not embedding:
                     return None
@@ -152,23 +144,19 @@ class Tracer:
         """Runs the model on copies of arguments, and shows each call to a callable; faster than `trace`."""
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            see(stack[-1], begun if _goes_by_input(module) else [], _outputs(stack, output))
-            if len(stack) == 1 and self.keys:
-                kept = kept_by(module)
-                see(KEPT, [], [kept[key] for key in self.keys if key in kept])
+            see(stack[-1], begun if _goes_by_input(module) else [], tensors_of(output))
             path = stack[-1].path
             return for_each_sample(output, samples, expanded[path]) if path in expanded else None
 
         with self._with(noise):
-            guard = Guard({name: p for p, name in self.names.items()}, self._kept)
+            guard = WriteGuard({name: p for p, name in self.names.items()}, self._kept)
             self._run(copies(arguments), guard, lambda stack, module, args, kwargs: tensors_of((args, kwargs)), ended)
 
-    def _run(self, arguments: Arguments, guard: Guard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
+    def _run(self, arguments: Arguments, guard: WriteGuard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
         args, kwargs = arguments
         with (
             Switch.paused_here(),
             untouched(self.model),
-            with_other_generators(),
             with_random_state(self._state),
             _slow_paths(),
             torch.enable_grad(),
@@ -183,31 +171,32 @@ class Tracer:
     def _with(self, noise: Noise | None) -> Iterator[None]:
         """A context in which some parameters have other values."""
         kept = {p: p.data for p, name in self.names.items() if noise and name in noise}
-        try:
-            for p in kept:
-                p.data = (noise or {})[self.names[p]]
-            yield
-        finally:
+
+        def undo() -> None:
             for p, data in kept.items():
                 p.data = data
 
+        with restored(undo):
+            for p in kept:
+                p.data = (noise or {})[self.names[p]]
+            yield
+
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
-        (buffers, arguments, plain), outputs = begun, _outputs(stack, output)
+        (buffers, arguments, plain), outputs = begun, tensors_of(output)
         facts = [tracker.facts(x) for x in outputs]
-        now = _versions(module)
+        now, first = _versions(module), output[0] if type(output) is tuple and output else output
         return Traced(
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
             inputs=[tracker.keep(arguments[0][0])] if _goes_by_input(module) and arguments else [],
-            is_packed=is_packed(output[0] if type(output) is tuple and output else output),
+            rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
             rounds=any(fact.rounds for fact in facts),
             changes_arguments=any(version_of(x) != version for x, version in arguments),
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
-            has_plain_arguments=plain,
-            plain_outputs=len(tensors_of(output)),
+            has_plain_arguments=plain and all(x.layout == torch.strided for x in outputs),
         )
 
     @contextmanager
@@ -236,15 +225,10 @@ class Tracer:
             with _disable_current_modes():
                 return ended(stack, begun, module, args, kwargs, output)
 
-        with ExitStack() as handles:
-            for module in self.paths:
-                handles.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                handles.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
-            yield
-
-
-def _outputs(stack: Stack, output: Any) -> list[Tensor]:
-    return outputs_of(output) if len(stack) == 1 else tensors_of(output)
+        for module in self.paths:  # `untouched` takes them off
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(after, with_kwargs=True, prepend=True)
+        yield
 
 
 def copies(arguments: Arguments) -> Arguments:
@@ -252,12 +236,16 @@ def copies(arguments: Arguments) -> Arguments:
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            copied = leaf.detach().clone()
-            return copied.requires_grad_().clone() if leaf.requires_grad else copied  # no leaf, which couldn't be written to
-        if isinstance(leaf, _PLAIN) or is_packed(leaf) or isinstance(leaf, _SHARED):
+            copied = like_its_kind(leaf, leaf.detach().clone())
+            return (
+                like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
+            )  # no leaf, which couldn't be written to
+        if is_packed(leaf):
+            return leaf._replace(data=copy(leaf.data))
+        if isinstance(leaf, (*_PLAIN, *_SHARED)):
             return leaf
         try:
-            return deepcopy(leaf)
+            return duplicate(leaf)
         except Exception as error:  # whatever the user's own class raises
             raise ProbeFailed(
                 f"the model was given an object of type {type(leaf).__name__}, which the probe, one more forward, can't "
@@ -265,7 +253,7 @@ def copies(arguments: Arguments) -> Arguments:
                 "probe: add_hooks(model, probe=False), which takes axis 0 of every layer's input for the batch."
             ) from error
 
-    copied: Arguments = tree_map(copy, arguments, is_leaf=is_packed)
+    copied: Arguments = tree_map(copy, opened(arguments), is_leaf=is_packed)
     return copied
 
 
@@ -286,13 +274,9 @@ def _takes_hooks(path: str, module: nn.Module) -> bool:
 
 @contextmanager
 def _slow_paths() -> Iterator[None]:
-    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called; and without
-    autocast's memory of weights, by which the forward's gradients would go through the trace's graph."""
-    fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called.
+
+    `untouched` around it switches back.
+    """
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.set_autocast_cache_enabled(cached)
+    yield

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.probe.guard import Guard, Kept, memory_of
+from autograd_hacks.probe.guard import Kept, WriteGuard, memory_of
 
 
 class Frame(NamedTuple):
@@ -59,7 +59,7 @@ def common(first: Stack, second: Stack) -> Stack:
 _SCATTERS = ("index_add", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "masked_fill")
 
 
-class Tracker(Guard):
+class Tracker(WriteGuard):
     """Follows values through all operations, those inside scripted code and C++ included.
 
     A number that Python takes from a tensor ends the trail: what the batch decides is found in tensors alone.

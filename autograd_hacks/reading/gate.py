@@ -15,7 +15,7 @@ from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.guards import check_hooked, check_seen, readable_segments
-from autograd_hacks.reading.scale import check_loss_type, check_scale
+from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
 from autograd_hacks.support.untouched import outside_inference, without_autocast
 
 
@@ -44,6 +44,13 @@ def read(
         segment.read = True  # or tried to be
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
+    with telling_of_lists(record):
+        return _read(parameters, record, loss_type, scaling, lazily)
+
+
+def _read(
+    parameters: Mapping[str, Tensor], record: Record, loss_type: str | None, scaling: float | Tensor, lazily: bool
+) -> dict[str, Form | None]:
     segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with outside_inference():

@@ -74,13 +74,18 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
         if recorded.mixed_output is not None:
+            slot, shape = recorded.mixed_output
             raise SamplesMixed(
-                f"samples mix: when some samples of the batch were replaced by others, {recorded.mixed_output} "
-                "changed for the rest too, or the gradients that it sends to them did, whichever of its "
-                "axes was taken for the batch, and the loss came that way; or that leads into a module that is run again "
-                "for its rows, past what that returns. If the batch is not on axis 0 of the model's "
+                f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, "
+                f"of shape {shape}, changed for the rest too, or the gradients that it sends to them did, whichever of its "
+                "axes was taken for the batch, and the loss came that way. If the batch is not on axis 0 of the model's "
                 "input, say where it is: add_hooks(model, batch_dim=...). A loss of samples alone can be made outside the "
                 "model: backward(losses)."
+            )
+        if recorded.side_door:
+            raise UnseenGradient(
+                f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
+                "whose samples' it is. Return it from forward, with the rest."
             )
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
         if wrong:

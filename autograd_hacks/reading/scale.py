@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from autograd_hacks.capture.records import Announcement, Record
-from autograd_hacks.errors import BatchSizeError, NothingRecorded
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.probe.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
@@ -41,6 +44,21 @@ def check_ordinary(record: Record, what: str) -> None:
         )
 
 
+@contextmanager
+def telling_of_lists(record: Record) -> Iterator[None]:
+    """A context in which an error about samples says that the model was given a list, where it was."""
+    try:
+        yield
+    except (BatchSizeError, SamplesMixed) as error:
+        args, kwargs, _ = record.arguments or ((), {}, {})
+        if not any(isinstance(x, list) and x for x in (*args, *kwargs.values())):
+            raise
+        raise type(error)(
+            f"{error} The model was given a list of tensors: if each is a sample, give it one tensor of all, padded, with a "
+            "mask (torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); samples must stand on an axis."
+        ) from None
+
+
 def check_batch_size(losses: Announcement, why: str) -> None:
     """Clears the records of passes that have come through another number of samples than there are losses, and raises.
 
@@ -56,7 +74,8 @@ def check_batch_size(losses: Announcement, why: str) -> None:
                     )
             for segment in record.segments:
                 if any(recorded.losses is losses for recorded in segment.passes):
-                    segment.batch_size()
+                    with telling_of_lists(record):
+                        segment.batch_size()
         except RuntimeError:
             record.clear(why)
             raise

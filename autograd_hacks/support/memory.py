@@ -72,4 +72,4 @@ def _holders(alone: list[Tensor]) -> tuple[int, int, int, int]:
     )
 
 
-_ALONE = _holders([torch.empty(1)])
+_ALONE = _holders([torch.empty(1, device="cpu")])

@@ -3,8 +3,12 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar
 
 import torch
+
+from autograd_hacks.support.restored import restored
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
@@ -19,19 +23,27 @@ class Switch:
     """Whether hooks record, everywhere in the process."""
 
     enabled = True
-    pauses = 0  # contexts that are open, in whatever thread
-    here = threading.local()  # .pauses: those of the library's own, in this thread
+    pauses: ClassVar[set[object]] = set()  # contexts that are open, in whatever thread
+    here = threading.local()  # .paused: whether one of the library's own is, in this thread
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not getattr(cls.here, "pauses", 0)
+        return cls.enabled and not cls.pauses and not getattr(cls.here, "paused", False)
 
     @classmethod
     @contextmanager
     def paused_here(cls) -> Iterator[None]:
         """A context in which this thread's forwards are none of the user's."""
-        cls.here.pauses = getattr(cls.here, "pauses", 0) + 1
-        try:
+        before = getattr(cls.here, "paused", False)
+        with restored(partial(setattr, cls.here, "paused", before)):
+            cls.here.paused = True
             yield
-        finally:
-            cls.here.pauses -= 1
+
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        """A context in which nothing is recorded, in whatever thread."""
+        mine = object()
+        with restored(partial(cls.pauses.discard, mine)):
+            cls.pauses.add(mine)
+            yield

@@ -1,18 +1,21 @@
-"""Tensors in nested arguments: tuples, dicts and packed sequences; their versions; and modules in a model."""
+"""Tensors in nested arguments: tuples, dicts, packed sequences and objects; their versions; and modules in a model."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
-from functools import partial
-from types import CellType, FunctionType
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from types import NoneType, SimpleNamespace
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-Put = Callable[[Tensor], None]
+_CLOSED = (Tensor, NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module, PackedSequence)
+_BASES = (OrderedDict, dict, list, SimpleNamespace, object)
+"""An object is opened if its class makes new ones as one of these does."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -21,88 +24,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     if _is_flat(tree):
         return list(tree)
-    leaves = (leaf.data if is_packed(leaf) else leaf for leaf in tree_leaves(tree, is_packed))
+    leaves = tree_leaves(tree, is_packed)
+    if not all(isinstance(leaf, _CLOSED) for leaf in leaves):
+        leaves = tree_leaves(opened(tree, everything=True), is_packed)
+    leaves = [leaf.data if is_packed(leaf) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def outputs_of(tree: Any) -> list[Tensor]:
-    """`tensors_of`, and then those in dataclasses and other objects, a distribution say, and in functions made inside."""
-    if isinstance(tree, Tensor) or _is_flat(tree):
-        return tensors_of(tree)
-    return [*tensors_of(tree), *(x for _, x in hidden_in(tree))]
-
-
-def hidden_in(tree: Any) -> list[tuple[Put | None, Tensor]]:
-    """The tensors that `outputs_of` finds in objects, each with what puts another one in its place where that can be."""
-    seen: dict[int, Any] = {}
-    leaves = [leaf for leaf in tree_leaves(tree, is_packed) if not isinstance(leaf, _CLOSED)]
-    return [found for leaf in leaves for found in _walk(leaf, None, seen)]
-
-
-def _walk(value: Any, put: Put | None, seen: dict[int, Any]) -> Iterator[tuple[Put | None, Tensor]]:
-    if isinstance(value, Tensor):
-        yield put, value
-    if isinstance(value, _CLOSED) or id(value) in seen:
-        return
-    seen[id(value)] = value
-    parts: Any = getattr(value, "__dict__", None)
-    if isinstance(value, list | dict):
-        parts = value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _walk(part, None, seen)
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            if cell != CellType():  # an empty one
-                yield from _walk(cell.cell_contents, partial(setattr, cell, "cell_contents"), seen)
-    elif is_dataclass(value) and parts is None:  # with slots
-        for field in fields(value):
-            yield from _walk(getattr(value, field.name, None), partial(object.__setattr__, value, field.name), seen)
-    if parts is not None:
-        for at, part in list(enumerate(parts) if isinstance(parts, list) else parts.items()):
-            yield from _walk(part, partial(parts.__setitem__, at), seen)
-
-
-_CLOSED = (Tensor, nn.Module, PackedSequence, type, str, int, float, complex, bytes, type(None))
-
-Key = tuple[str, str, int]
-"""A tensor that a module keeps: the module's path, the attribute's name, and which of its tensors, counted from the last."""
-
-
-def kept_by(model: nn.Module) -> dict[Key, Tensor]:
-    """The tensors with a graph that a model's modules keep in attributes, or in lists and dictionaries there."""
-    found: dict[Key, Tensor] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in OF_MODULE and isinstance(value, Tensor | dict | list | tuple):
-                tensors = tensors_of(value)
-                found |= {(path, name, n - len(tensors)): x for n, x in enumerate(tensors) if x.grad_fn is not None}
-    return found
-
-
-def with_alias(model: nn.Module, key: Key) -> Tensor | None:
-    """What a module keeps there; replaced by an alias where that can be, so that its graph's node is of later uses alone."""
-    path, name, index = key
-    try:
-        owner = vars(model.get_submodule(path))
-        x = tensors_of(owner.get(name))[index]
-    except (AttributeError, IndexError):
-        return None
-    if x.grad_fn is None:
-        return None
-    holder, alias = owner[name], x.view_as(x)
-    if holder is x:
-        owner[name] = alias
-        return alias
-    for at, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-        if value is x and not isinstance(holder, tuple):
-            holder[at] = alias
-            return alias
-    return x
-
-
-OF_MODULE = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -117,7 +43,74 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if _is_flat(tree):
         return tuple([function(leaf) for leaf in tree])
+    return tree_map(at_leaf, opened(tree, everything=True), is_leaf=is_packed)
+
+
+class Opened:
+    """What an object holds, in its place in a tree, so that torch's functions of trees go on into it."""
+
+    def __init__(self, parts: list[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> None:
+        self.parts, self.context = parts, context  # its class, the keys of its items, the names of its attributes
+
+
+def _closed(parts: Iterable[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> Any:
+    """An object of a class with these parts, which no code of the class has seen."""
+    kind, keys, names = context
+    base: Any = next(base for base in _BASES if issubclass(kind, base))
+    made, left = base.__new__(kind), iter(parts)
+    for key in keys:
+        list.append(made, next(left)) if base is list else base.__setitem__(made, key, next(left))
+    for name, part in zip(names, left):
+        object.__setattr__(made, name, made if part is _ITSELF else part)  # frozen ones, too
+    return made
+
+
+_ITSELF = object()
+
+register_pytree_node(Opened, lambda x: (x.parts, x.context), _closed)
+
+
+def opened(tree: Any, everything: bool = False) -> Any:
+    """The tree with its objects opened: dataclasses and what is like them, the user's own dictionaries and lists; and with
+    ``everything`` all others that hold a tensor.  Mapped or unflattened it has objects again, copies of those."""
+    known: dict[int, Any] = {}
+
+    def at_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, _CLOSED):
+            return leaf
+        if id(leaf) in known:
+            if known[id(leaf)] is _ITSELF:  # it is being opened, and holds what holds it
+                known[id(leaf)] = leaf
+            return known[id(leaf)]
+        kind, is_record = type(leaf), _is_record(leaf)
+        new: Any = kind.__new__
+        base = next(base for base in _BASES if isinstance(leaf, base))
+        if not (is_record or everything) or new is not base.__new__ or kind in (object, OrderedDict, dict, list):
+            return leaf
+        items = dict(leaf) if isinstance(leaf, dict) else dict(enumerate(leaf)) if isinstance(leaf, list) else {}
+        own = _attributes(leaf)
+        known[id(leaf)] = _ITSELF
+        held_parts = [_ITSELF if part is leaf else part for part in (*items.values(), *own.values())]
+        parts = [tree_map(at_leaf, part, is_leaf=is_packed) for part in held_parts]
+        is_circle, known[id(leaf)] = known[id(leaf)] is leaf, leaf
+        if is_circle:  # no copy of it could be made part by part
+            return leaf
+        if is_record or any(isinstance(x, Tensor | PackedSequence) for x in tree_leaves(parts, is_packed)):
+            known[id(leaf)] = Opened(parts, (kind, tuple(items), tuple(own)))
+        return known[id(leaf)]
+
     return tree_map(at_leaf, tree, is_leaf=is_packed)
+
+
+def _is_record(x: Any) -> bool:
+    like = isinstance(x, SimpleNamespace | dict | list | UserDict | UserList) or hasattr(type(x), "__attrs_attrs__")
+    return like or (is_dataclass(x) and not isinstance(x, type))
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for of in slots for name in ([of] if isinstance(of, str) else of) if not name.startswith("__")]
+    return {**{name: getattr(x, name) for name in names if hasattr(x, name)}, **getattr(x, "__dict__", {})}
 
 
 def weakly(tree: Any) -> Any:
@@ -129,7 +122,7 @@ def weakly(tree: Any) -> Any:
         except TypeError:  # numbers and strings take none
             return leaf
 
-    return tree_map(at_leaf, tree, is_leaf=is_packed)
+    return tree_map(at_leaf, opened(tree), is_leaf=is_packed)
 
 
 def held(tree: Any) -> Any:
@@ -142,7 +135,7 @@ def held(tree: Any) -> Any:
             raise ReferenceError("an argument is gone")
         return found
 
-    return tree_map(at_leaf, tree, is_leaf=is_packed)
+    return tree_map(at_leaf, opened(tree), is_leaf=is_packed)
 
 
 def _is_flat(tree: Any) -> bool:
@@ -172,6 +165,40 @@ def parameter_at(module: nn.Module, name: str) -> Tensor | None:
     path, _, local = name.rpartition(".")
     slots = module.get_submodule(path)._parameters  # of a scripted module these are no dictionary
     return slots[local] if local in slots else None  # noqa: SIM401
+
+
+def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
+    """x with what the user's own class of tensors has beside the numbers: the class, if x has lost it, and attributes."""
+    if (
+        type(kind) is Tensor
+        or isinstance(kind, nn.Parameter)
+        or not holds_numbers(kind)
+        or type(x) not in (Tensor, type(kind))
+    ):
+        return x
+    if type(x) is Tensor:
+        x = x.as_subclass(type(kind))
+    vars(x).update(vars(kind))
+    return x
+
+
+def detached(x: Tensor) -> Tensor:
+    return like_its_kind(x, x.detach())
+
+
+def cloned(x: Tensor) -> Tensor:
+    return like_its_kind(x, x.clone())
+
+
+def plain(x: Tensor) -> Tensor:
+    """x outside the graph, and of torch's own class."""
+    x = x.detach()
+    return x if type(x) is Tensor or not holds_numbers(x) else x.as_subclass(Tensor)
+
+
+def holds_numbers(x: Tensor) -> bool:
+    """Whether a tensor is one in memory, and no wrapper around others that computes in a way of its own."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def is_packed(tree: Any) -> bool:

@@ -6,14 +6,16 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.utils import parametrize
 
-from autograd_hacks.support.trees import OF_MODULE
+from autograd_hacks.support.restored import restored, switches_kept
+from autograd_hacks.support.stores import OF_MODULE, copied, hooks_kept, put_back, replace, state_of, swap
 
 RandomState = dict[str, Tensor]
 """The generators' states by device."""
@@ -29,13 +31,18 @@ def random_state(devices: Iterable[torch.device]) -> RandomState:
 @contextmanager
 def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which generators go on from a state; afterwards they are as they were.  Nothing happens without one."""
-    with torch.random.fork_rng([device for device in state if device != "cpu"], enabled=bool(state)):
-        for device, of_device in state.items():
-            if device == "cpu":
-                torch.set_rng_state(of_device)
-            else:
-                torch.cuda.set_rng_state(of_device, device)
+    before = random_state([torch.device(device) for device in state]) if state else {}
+    with restored(partial(_set_random_state, before)):
+        _set_random_state(state)
         yield
+
+
+def _set_random_state(state: Mapping[str, Tensor]) -> None:
+    for device, of_device in state.items():
+        if device == "cpu":
+            torch.set_rng_state(of_device)
+        else:
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -53,9 +60,10 @@ def _may_autocast(device: str) -> bool:
 def outside_inference() -> Iterator[None]:
     """A context in which gradients can be computed, though not by default, also within ``torch.inference_mode``."""
     if not torch.is_inference_mode_enabled():
-        yield
+        with switches_kept():
+            yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with switches_kept(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -81,36 +89,51 @@ def cuda_devices_of(module: nn.Module) -> set[torch.device]:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """A context in which a module may run; afterwards its buffers and attributes are the same objects with the same values,
-    its parameters the same objects with the same memory and gradients, and its own generators go on as if it had not run.
+    its parameters the same objects with the same memory and gradients, and its own generators go on as if it had not run; so
+    do torch's caches of weights, its switches, Python's and NumPy's random numbers, and what users' hooks keep.
 
-    While it runs buffers, tensors and containers that it holds are copies, what it holds twice one copy; other objects are
-    its own, and so is the parameters' memory (see `autograd_hacks.probe.tracker` for a forward that writes there).
+    While it runs buffers, tensors and containers that it holds are copies, what it holds twice one copy, and so are those of
+    plain objects that hold tensors for it; other objects are its own, and so is the parameters' memory (see
+    `autograd_hacks.probe.tracker` for a forward that writes there).
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes, buffers = [dict(vars(part)) for part in modules], [dict(part._buffers) for part in modules]
-    parameters = [(p, p.data, p.grad) for p in module.parameters()]
+    parameters = [(p, p.data, p.grad, p.requires_grad) for p in module.parameters()]
     generators = [(x, x.get_state()) for own in attributes for x in own.values() if isinstance(x, torch.Generator)]
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
-    copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
-    try:
-        for part, own, tensors in zip(modules, attributes, buffers):
-            part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
-            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in OF_MODULE})
-        for p, _, _ in parameters:
-            p.grad = None
-        yield
-    finally:
-        for part, own, tensors in zip(modules, attributes, buffers):
-            vars(part).clear()
-            vars(part).update(own)
-            part._buffers.clear()
-            part._buffers.update(tensors)
-        for p, data, grad in parameters:
+    things = {id(x): s for own in attributes for x in own.values() if (s := state_of(x)) is not None}
+    states = [(state, dict(state)) for state in things.values()]
+    cached, tables = parametrize._cache, [dict(part._parameters) for part in modules]
+
+    def undo() -> None:
+        for part, own, tensors, slots in zip(modules, attributes, buffers, tables):
+            replace(vars(part), own)
+            replace(part._buffers, tensors)
+            if any(part._parameters.get(name) is not p for name, p in slots.items()):
+                replace(part._parameters, slots)
+        for p, data, grad, asks in parameters:
             if p.data_ptr() != data.data_ptr():
                 p.data = data
             p.grad = grad
+            if p.requires_grad != asks:
+                p.requires_grad_(asks)
         for generator, state in generators:
             generator.set_state(state)
+        put_back(states)
+        parametrize._cache = cached
+
+    with with_other_generators(), switches_kept(), hooks_kept(module), restored(undo):
+        copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
+        for part, own, tensors in zip(modules, attributes, buffers):
+            part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
+            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in OF_MODULE})
+        swap(things.values(), shared)
+        for p, *_ in parameters:
+            p.grad = None
+        # What they keep would be stale here; and by what is kept here, the forward's gradients would go through this graph.
+        parametrize._cache = {}
+        torch.set_autocast_cache_enabled(False)
+        yield
 
 
 def _copied(value: Any, shared: dict[int, Any]) -> Any:
@@ -122,8 +145,8 @@ def _copied(value: Any, shared: dict[int, Any]) -> Any:
     if isinstance(value, dict | list | set | deque):
         try:
             return copy.deepcopy(value, shared)
-        except (TypeError, RuntimeError):  # what copy says of locks and streams, and torch of tensors with a graph
-            return type(value)(value) if type(value) in (dict, list, set, deque) else value
+        except Exception:  # what copy says of locks and streams, torch of tensors with a graph, and users' own classes
+            return copied(value, shared)
     return value
 
 
@@ -132,9 +155,11 @@ def with_other_generators() -> Iterator[None]:
     """A context after which Python's and NumPy's random numbers go on as if it had not been."""
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(arrays)
+
+    with restored(undo):
+        yield

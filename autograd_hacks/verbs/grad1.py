@@ -11,6 +11,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.untouched import without_autocast
 
 
@@ -46,7 +47,7 @@ def compute_grad1(
         forms = read(model, parameters, recorder, loss_type, scale)
         is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
         share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
-        with torch.no_grad():
+        with switches_kept(), torch.no_grad():
             for name, parameter in parameters.items():
                 rows = _set(name, parameter, name in forms, forms.get(name), recorder.pool)
                 if set_grad and name in forms:

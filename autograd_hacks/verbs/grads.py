@@ -239,8 +239,8 @@ class PerSampleGrads(Hinting, Curvature):
                 f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
             )
         if isinstance(index, slice):
-            index = torch.tensor(range(self.samples)[index], dtype=torch.long)
-        chosen = torch.arange(self.samples)[index.cpu()]
+            index = torch.tensor(range(self.samples)[index], dtype=torch.long, device="cpu")
+        chosen = torch.arange(self.samples, device="cpu")[index.cpu()]
         return self.with_forms({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
@@ -263,8 +263,7 @@ class PerSampleGrads(Hinting, Curvature):
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
                     "them before that, or give the layer a copy: x.clone()."
                 )
-        with ExitStack() as contexts:
-            contexts.enter_context(outside_inference())
+        with outside_inference(), ExitStack() as contexts:
             for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.records import Announcement
+from autograd_hacks.reading.apart import check_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 
@@ -17,7 +18,10 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     losses: N, one loss for each sample    loss_type: 'mean' or 'sum', what ``param.grad`` is to be the gradient of
     retain_graph: as in ``torch.Tensor.backward``
 
-    Raises ValueError for losses that are no vector, TypeError for what is no tensor, and BatchSizeError where the number of
+    After a forward in which the model was proven (the first few of a kind, and ever more rarely) the losses are, too.
+
+    Raises SamplesMixed where one sample's loss follows from another's outputs, ValueError for losses that are no vector,
+    TypeError for what is no tensor, and BatchSizeError where the number of
     losses is not the number of samples that the hooked layers saw; the record is empty then, and ``param.grad`` filled.
     """
     if not isinstance(losses, Tensor):
@@ -29,6 +33,7 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
         )
     check_loss_type(loss_type)
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
+    check_losses(losses)
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph)

@@ -172,11 +172,11 @@ class Curvature(Mapping[str, Form]):
         def matvec(x: Any) -> Any:
             if x.dtype.kind == "c":
                 return matvec(x.real) + 1j * matvec(x.imag)
-            v = torch.as_tensor(x.reshape(-1).copy()).to(like.device, dtype)
+            v = torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)
             return (self.to_vector(self._matvec(self.from_vector(v))) + damping * v).cpu().numpy()
 
         dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
-        of = torch.empty(0, dtype=dtype).numpy().dtype
+        of = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
 
     def _check_real(self) -> None:

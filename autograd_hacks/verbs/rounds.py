@@ -27,7 +27,7 @@ def by_rows(forms: Forms, samples: int, verb: Verb, budget: int) -> dict[str, Te
 
 def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
     """(N, *shape): what a verb says, added up over all forms."""
-    like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0))
+    like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0, device="cpu"))
     total = like.new_zeros(samples, *shape)
     for name, piece, form in _rounds(forms, samples, budget):
         part = verb(name, form).to(total.device)
@@ -67,7 +67,7 @@ def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[str, slic
 def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
     """The norms of rows that are cut over parameters, N.  norms: of the parts, N each"""
     if not norms:
-        return torch.zeros(samples)
+        return torch.zeros(samples, device="cpu")
     # Those of a model may differ in dtype and device.
     dtype = reduce(torch.promote_types, (part.dtype for part in norms))
     return row_norms(torch.stack([part.to(norms[0].device, dtype) for part in norms], dim=1))
@@ -83,4 +83,4 @@ def added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
             total = total + part.to(total.device)
         else:
             total += part.to(total.device)
-    return torch.zeros(shape) if total is None else total
+    return torch.zeros(shape, device="cpu") if total is None else total

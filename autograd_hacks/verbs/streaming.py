@@ -18,6 +18,7 @@ from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import readable_segments
 from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import without_autocast
 from autograd_hacks.verbs.arguments import check_dim, check_direction, unwrapped
 from autograd_hacks.verbs.rounds import Verb, joint_norms
@@ -72,13 +73,15 @@ def streaming(
         )
     record.clear()
     streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale)
-    record.on_arrival = stream.arrived
-    try:
-        yield streamed
-        streamed.found = stream.end()
-    finally:
+
+    def undo() -> None:
         record.on_arrival = None
         record.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
+
+    with restored(undo):
+        record.on_arrival = stream.arrived
+        yield streamed
+        streamed.found = stream.end()
 
 
 class Streamed:

@@ -19,11 +19,12 @@ from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLaye
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.probe.layout import Layouts, differs
+from autograd_hacks.probe.trace import copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import held, is_packed, map_tensors, outputs_of, tensors_of
+from autograd_hacks.support.trees import held, is_packed, map_tensors, opened, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
@@ -144,40 +145,41 @@ def _with_autograd(
     loss: Callable[[Any], Tensor] | None,
 ) -> list[_Comparison]:
     """Weighted sums of rows with backward passes through the whole model."""
-    if any(is_packed(leaf) for leaf in tree_leaves((args, kwargs), is_packed)):
+    if any(is_packed(leaf) for leaf in tree_leaves(opened((args, kwargs)), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    record, comparisons = recorder.record, []
-    recorder.planner.doubts = True
-    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
+    record, planner, comparisons = recorder.record, recorder.planner, []
+    planner.doubts = True
+    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad():
+        plan, count = planner.plan(model, *copies((args, kwargs)))
+    draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
+    with Switch.paused_here(), torch.enable_grad(), untouched(model):
         output = _run(model, args, kwargs, state)
-        outputs = outputs_of(output)
-        layouts = record.plan.layouts_of_model(model, outputs)
+        outputs = tensors_of(output)
+        layouts = plan.layouts_of_model(model, outputs)
         places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
-        places = {slot: at for slot, at in places.items() if slot not in record.plan.mixed_outputs} or places
         if not places:
             raise SamplesMixed(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
             )
+        slot = next(iter(places))
+        samples = outputs[slot].shape[places[slot].axis] if count is None else count
         if loss is not None:
-            _check_loss(loss, output, layouts, recorder.forward.samples or 0)
-        draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
+            _check_loss(loss, output, layouts, samples)
         grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
-        sums = _pull(outputs, grads, parameters)
-        forms = read(model, dict(model.named_parameters()), recorder, "sum")
-        used = _precisions(record)
-        samples = next((form.samples for form in forms.values() if form is not None), 0)
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
         order, signs = torch.randperm(samples, generator=draws, device="cpu"), _random((samples,), draws).sign()
         weights = {"sum of rows": torch.ones(samples, device="cpu"), "weighted sum of rows": signs * 2.0 ** (order % 9 - 4)}
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
-        expected = {"sum of rows": sums}
-        with record.set_aside(), Switch.paused_here(), torch.enable_grad(), untouched(model):
-            outputs = outputs_of(_run(model, args, kwargs, state))
-            for what, w in list(weights.items())[1:]:
-                weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
-                expected[what] = _pull(outputs, weighted, parameters)
+        expected = {}
+        for what, w in weights.items():
+            weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
+            expected[what] = _pull(outputs, weighted, parameters)
+    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
+        _pull(tensors_of(_run(model, args, kwargs, state)), grads, parameters)
+        forms = read(model, dict(model.named_parameters()), recorder, "sum")
+        used = _precisions(record)
         for what, w in weights.items():
             for name, total in expected[what].items():
                 form, own = forms.get(name), w
@@ -231,7 +233,7 @@ def _precisions(record: Record) -> set[torch.dtype]:
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> Any:
-    args, kwargs = (map_tensors(lambda x: x.detach().clone(), tree) for tree in (args, kwargs))
+    args, kwargs = copies((args, kwargs))
     with with_random_state(state):
         return model(*args, **kwargs)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from nets import SequenceFirst
 from oracle import squares
-from steps import check, check_batches, check_losses
+from steps import check, check_batches, check_losses, count_forwards
 from torch import Tensor
 
 import autograd_hacks
@@ -192,8 +192,7 @@ def test_a_mask_of_n_by_n() -> None:
 
 def test_without_a_probe_axis_0_is_the_batch() -> None:
     model = SequenceFirst().double()
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    calls = count_forwards(model)
     with autograd_hacks.add_hooks(model, probe=False):
         squares(model(torch.randint(9, (4, 4)))).mean().backward()
     assert len(calls) == 1

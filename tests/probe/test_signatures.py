@@ -5,17 +5,12 @@ import torch
 import torch.nn as nn
 from nets import Between, SequenceFirst
 from oracle import squares
-from steps import check, check_batches
+from steps import check, check_batches, count_forwards
 from torch import Tensor
 
 import autograd_hacks
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
-
-
-def count_forwards(model: nn.Module) -> list[int]:
-    calls: list[int] = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    return calls
 
 
 def test_traces_at_first_and_ever_more_rarely() -> None:
@@ -111,6 +106,38 @@ def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> N
             squares(model(x)).mean().backward()
             found.append(len(calls) > 1)
     assert found == [True, True, False, True, False, True, False, True, False]  # in the 8th what was skipped is tried again
+
+
+def test_a_number_that_changes_each_step_has_few_plans() -> None:
+    model, x = Between(lambda h, step, heat: h * (1 + step) / heat).double(), torch.randn(4, 3).double()
+    calls = count_forwards(model)
+    with autograd_hacks.add_hooks(model):
+        for step in range(40):
+            squares(model(x, step, 1 / (1 + step))).mean().backward()
+        check(model, x, None, lambda x: model(x, 99, 0.5))
+        assert len(recorder_of(model).planner.plans) <= 5
+    calls.clear()
+    with autograd_hacks.add_hooks(model):
+        for step in range(20, 40):
+            squares(model(x, step, 1 / (1 + step))).mean().backward()
+        many = len(calls)
+        for step in range(80, 120):
+            squares(model(x, step, 1 / (1 + step))).mean().backward()
+        assert len(calls) == many + 40  # no probe any more
+
+
+def test_a_number_that_was_told_apart_by_its_few_values_has_its_own_plan() -> None:
+    def mix(h: Tensor, kind: int) -> Tensor:
+        return h - h.mean(0) if kind == 3 else h * (kind + 1)
+
+    model, x = Between(mix).double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for kind in (0, 1, 2):
+            check(model, x, None, lambda x, kind=kind: model(x, kind))
+        squares(model(x, 3)).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+        check(model, x, None, lambda x: model(x, 0))
 
 
 def test_a_number_among_the_arguments_is_part_of_the_signature() -> None:

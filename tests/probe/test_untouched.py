@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections import UserDict
 
 import numpy
 import pytest
@@ -129,13 +128,18 @@ def test_parameters_and_containers_that_the_forward_changes() -> None:
             assert torch.equal(hooked.deep[0], plain.deep[0])
 
 
+class Hiding:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 def test_arguments_that_hide_their_tensors_are_refused() -> None:
     model, x = Between(lambda h: h), torch.randn(4, 3)
-    model.forward = lambda batch: model.last(model.first(batch["x"]))
-    with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match=r"UserDict.*probe=False"):
-        model(UserDict({"x": x}))
+    model.forward = lambda batch: model.last(model.first(batch.x))
+    with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match=r"Hiding.*probe=False"):
+        model(Hiding(x))
     with autograd_hacks.add_hooks(model, probe=False):
-        squares(model(UserDict({"x": x}))).mean().backward()
+        squares(model(Hiding(x))).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert model.last.weight.grad1.shape == (4, 3, 3)
 

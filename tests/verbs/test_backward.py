@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import (
     BatchSizeError,
+    SamplesMixed,
 )
 
 
@@ -107,3 +108,43 @@ def test_losses_that_are_no_tensor(model: nn.Module) -> None:
 def test_losses_without_a_graph(model: nn.Module) -> None:
     with raises(model, RuntimeError, "does not require grad"):
         autograd_hacks.backward(torch.ones(5))
+
+
+def contrastive(out: Tensor) -> Tensor:
+    z = nn.functional.normalize(out, dim=1)
+    return nn.functional.cross_entropy(4 * z @ z.T, torch.arange(len(z)).roll(1), reduction="none")
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        contrastive,
+        lambda out: (out - out.mean(0)).square().sum(1),
+        lambda out: out.square().sum(1) + 1e-4 * out.sum(),
+        lambda out: out.square().sum(1).flip(0),
+    ],
+)
+def test_losses_of_samples_that_mix(losses: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            vector = losses(model(torch.randn(6, 3)))
+            with pytest.raises(SamplesMixed, match="losses given to backward"):
+                autograd_hacks.backward(vector)
+
+
+def test_losses_of_two_models_and_of_their_own_samples() -> None:
+    """GANs, say: each is proven for what it returned."""
+    first, second = nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    first = nn.Sequential(first, nn.Tanh())
+    with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(second):
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            for model in (first, second):
+                model.zero_grad()
+            autograd_hacks.backward(second(first(x)).square().sum(1))
+            for model in (first, second):
+                autograd_hacks.compute_grad1(model)
+                for p in model.parameters():
+                    torch.testing.assert_close(p.grad1.mean(0), p.grad)

@@ -1,0 +1,67 @@
+"""Side doors: what a forward has left in the model or in users' hooks, and by which a loss may come past its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.support.stores import OF_MODULE, stores_of
+
+Door = tuple[str, Callable[[Tensor], None], Tensor]
+"""Where it is, for people; what puts another tensor there; the tensor."""
+
+
+def doors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Door]:
+    """Tensors with a graph that the model's attributes and its users' hooks hold, but for its outputs."""
+    known = {id(x) for x in outputs}
+    nodes = {x.grad_fn for x in outputs}
+    return [door for door in _held(model) if id(door[2]) not in known and door[2].grad_fn not in nodes]
+
+
+def watch_doors(doors: Sequence[Door], hear: Callable[[str, tuple[Tensor | None, ...]], None]) -> None:
+    """Has gradients that come by doors heard of.  Copies take the tensors' places, since those are used inside too."""
+    copies: dict[int, Tensor] = {}
+    for where, put, x in doors:
+        if id(x) not in copies:
+            copies[id(x)] = copy = x.clone()
+            assert copy.grad_fn is not None  # as x has one
+            copy.grad_fn.register_prehook(partial(hear, where))
+        put(copies[id(x)])
+
+
+def _held(model: nn.Module) -> Iterator[Door]:
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            state = {name: x for name, x in vars(module).items() if name not in OF_MODULE}
+            yield from _in_box(f"{path}.{{}}" if path else "{}", vars(module), state)
+    cells, boxes, spaces = stores_of(model)
+    for cell in cells:
+        if isinstance(cell.cell_contents, Tensor):
+            yield from _if_graph("what a hook keeps", partial(setattr, cell, "cell_contents"), cell.cell_contents)
+        elif isinstance(cell.cell_contents, dict | list):
+            yield from _in_box("what a hook keeps", cell.cell_contents, cell.cell_contents)
+    for space, name in spaces:
+        yield from _in_box("what a hook keeps", space, {name: space[name]})
+    for box in boxes:
+        if isinstance(box, dict | list):
+            yield from _in_box("what a hook keeps", box, box)
+
+
+def _in_box(where: str, box: Any, entries: Any) -> Iterator[Door]:
+    """box: a dictionary or list    entries: those of it that count"""
+    for key, x in list(entries.items() if isinstance(entries, dict) else enumerate(entries)):
+        place = where.format(key)
+        if isinstance(x, Tensor):
+            yield from _if_graph(place, partial(box.__setitem__, key), x)
+        elif type(x) in (dict, list):
+            yield from _in_box(f"{place}[{{!r}}]" if "{" not in place else place, x, x)
+
+
+def _if_graph(where: str, put: Callable[[Tensor], None], x: Tensor) -> Iterator[Door]:
+    if x.grad_fn is not None:
+        yield where, put, x

@@ -1,0 +1,63 @@
+"""Do samples' gradients stay apart?  What comes of w ∘ G must be w times what comes of G, sample by sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.capture.graph import returned_in
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.probe.layout import Layout
+
+ROUNDING = 32
+"""By how many units of the least digit a sample's gradient may differ, of its own length."""
+
+
+def two_weights(samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two weights for each sample, N each.
+
+    They are powers of two, times which all digits stay, and no two of sixteen samples have the same ratio of theirs.  Each
+    sample has one that is not small, so that its row is seen in some weighted sum.
+    """
+    ratios = torch.randperm(max(16, samples), generator=draws, device="cpu")[:samples] % 16 - 8
+    first, second = (ratios + 1).div(2, rounding_mode="floor"), -ratios.div(2, rounding_mode="floor")
+    return torch.pow(2.0, first), torch.pow(2.0, second)
+
+
+def are_apart(
+    layout: Layout, x: Tensor, y: Tensor, first: Tensor, second: Tensor, kept: Tensor | None = None
+) -> bool | None:
+    """Whether gradients under two weightings are those apart for each sample; None where they aren't finite.
+
+    x, y: under the first and second weights, N each    kept: N booleans, the samples to look at; all unless told
+    """
+    if not x.isfinite().all() or not y.isfinite().all():
+        return None
+    eps, tiny, samples = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny, len(first)
+    mine, theirs = (
+        layout.samples_first(g, samples).flatten(1).to(torch.promote_types(g.dtype, torch.float32)) / w.to(g.device)[:, None]
+        for g, w in ((x, first), (y, second))
+    )
+    is_apart = (mine - theirs).norm(dim=1) <= ROUNDING * eps * mine.norm(dim=1) + tiny * mine.shape[1]
+    return bool((is_apart if kept is None else is_apart[kept.to(is_apart.device)]).all())
+
+
+def check_losses(losses: Tensor) -> None:
+    """Raises SamplesMixed where losses of samples follow from model outputs for others, of forwards that were just proven.
+
+    losses: N
+    """
+    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.samples == len(losses)]
+    if not returned:
+        return
+    weights = two_weights(len(losses), torch.Generator().manual_seed(len(losses)))
+    edges = [edge for edge, _ in returned]
+    found = [torch.autograd.grad(losses, edges, w.to(losses), retain_graph=True, allow_unused=True) for w in weights]
+    for (_, mark), x, y in zip(returned, *found):
+        if x is not None and y is not None and are_apart(mark.layout, x, y, *weights) is False:
+            mark.plan.pending = True  # the next forward's losses are looked at, too
+            raise SamplesMixed(
+                "samples mix in the losses given to backward: the loss of a sample follows from what the model has returned "
+                "for others, as in a contrastive loss, or one over statistics of the batch. They have no gradients of their "
+                "own then."
+            )

@@ -1,0 +1,85 @@
+"""Putting things back, at whatever line an interrupt comes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+@contextmanager
+def restored(undo: Callable[[], None]) -> Iterator[None]:
+    """A context at whose end ``undo`` puts things back, and once more where an interrupt has stopped it half-way.
+
+    To be entered before the first change.  It is a generator, which Python ends at once where an interrupt comes as the
+    ``with`` around it is left.
+
+    undo: gives the same whether it is called once or several times
+    """
+    try:
+        try:
+            yield
+        finally:
+            undo()
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
+def switches_kept() -> Iterator[None]:
+    """A context after which torch's switches for this thread are as they were: gradients, autocast, its cache, attention's
+    fast way, modes.  torch's own contexts miss an interrupt that comes as they are left."""
+    devices = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    saved, depth = _saves_by(), _autocasts()
+    functions, dispatches = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
+
+    def undo() -> None:
+        while len(modes := _get_current_dispatch_mode_stack()) > dispatches:
+            modes[-1].__exit__(None, None, None)
+        pop_function_modes(functions)
+        while (now := _saves_by()) is not saved and now is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._set_grad_enabled(gradients)
+        torch.set_autocast_cache_enabled(cache)
+        while _autocasts() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        for device, is_on, dtype in autocast:
+            torch.set_autocast_enabled(device, is_on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+    with restored(undo):
+        yield
+
+
+def _saves_by() -> object:
+    """What packs tensors that autograd saves; None where nothing does."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if found is None else found[0]
+
+
+def _autocasts() -> int:
+    """How many autocasts are open: with the last, its memory of weights goes."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
+
+
+def pop_function_modes(count: int) -> None:
+    """Leaves so many of this thread's function modes, the outermost."""
+    while len(_get_current_function_mode_stack()) > count:
+        torch._C._pop_torch_function_stack()
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Takes a function mode off this thread's stack, with those that were entered inside; nothing where it isn't there."""
+    stack = _get_current_function_mode_stack()
+    if mode in stack:
+        pop_function_modes(stack.index(mode))

@@ -1,0 +1,299 @@
+"""Ctrl-C at any line of the library leaves a model that trains, and everything else that can be seen as it was."""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import BareVector, Checkpointed, Last
+from oracle import squares
+from steps import alive
+from torch import Tensor
+from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import autograd_hacks
+from autograd_hacks.support.switch import Switch
+
+LIBRARY = (str(Path(autograd_hacks.__file__).parent), str(Path(nn.Linear.forward.__code__.co_filename).parent))
+"""The library's files, and those of torch's layers, but for the registration of hooks."""
+
+AT_MOST = 5
+"""About so many interrupts a case."""
+
+Line = tuple[str, int]
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, and counts in a buffer and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.draws, self.seen = nn.Linear(4, 4), torch.Generator().manual_seed(3), [0]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(self.seen[-1] + 1)
+        return self.layer(x) * torch.rand((), generator=self.draws)
+
+
+class Watched(nn.Module):
+    """With users' hooks that store, and with a part that is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.last, self.stored = BareVector(), nn.Linear(4, 2), []
+        self.inside.inside.register_forward_hook(lambda layer, args, out: self.stored.append(out.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inside(x).tanh())
+
+
+def cnn() -> nn.Module:
+    layers = (nn.Conv1d(5, 3, 2), nn.BatchNorm1d(3).eval(), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(3, 2))
+    return nn.Sequential(*layers)
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "cnn": cnn,
+    "spectral": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2)),
+    "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+    "lstm": lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)),
+    "checkpointed": lambda: Checkpointed(False),
+    "drawing": Drawing,
+    "watched": Watched,
+}
+CASES = [(name, param_grad) for name in ZOO for param_grad in (True, False)]
+X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(5))
+
+
+def fresh(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return ZOO[name]()
+
+
+def plain_step(model: nn.Module) -> None:
+    torch.manual_seed(11)
+    squares(model(X)).mean().backward()
+
+
+def program(model: nn.Module, param_grad: bool) -> None:
+    """Two steps, of which the second is the first that goes without ordinary gradients."""
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(2):
+        model.zero_grad()
+        plain_step(model)
+        autograd_hacks.compute_grad1(model)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at a line of the library, its n-th, or counts the lines."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines = at, list[Line]()
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        is_ours = frame.f_code.co_filename.startswith(LIBRARY) and not frame.f_code.co_name.startswith("register_")
+        return self.line if is_ours else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.lines) - 1 == self.at:
+                raise KeyboardInterrupt
+        return self.line
+
+    def run(self, function: Callable[[], None]) -> KeyboardInterrupt | None:
+        """Runs a function.  Returns what came of it, with its traceback, which notebooks keep."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            function()
+        except KeyboardInterrupt as interrupt:
+            return interrupt
+        finally:
+            sys.settrace(before)
+        return None
+
+
+def moments(name: str, param_grad: bool) -> list[int]:
+    """For each line that runs, when it does so first, and when last."""
+    counter = Interrupt()
+    assert counter.run(lambda: program(fresh(name), param_grad)) is None
+    first = {line: n for n, line in reversed(list(enumerate(counter.lines)))}
+    last = {line: n for n, line in enumerate(counter.lines)}
+    return sorted({*first.values(), *last.values()})
+
+
+def everywhere() -> dict[str, Any]:
+    """torch's switches and caches."""
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "fast": torch.backends.mha.get_fastpath_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "modes": (len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())),
+        "saves": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "weights": dict(parametrize._cache),
+        "records": Switch.on(),
+        "inference": torch.is_inference_mode_enabled(),
+    }
+
+
+def slots(model: nn.Module) -> dict[str, Any]:
+    """Each module's own objects but its hooks, under all names."""
+    return {
+        f"{path}.{name}": value
+        for path, part in model.named_modules(remove_duplicate=False)
+        for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items())
+        if not name.startswith("_") and name not in ("training", "weight")
+    }
+
+
+def users_hooks(model: nn.Module) -> list[Any]:
+    hooks = [hook for part in model.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    return [hook for hook in hooks if not type(hook).__module__.startswith("autograd_hacks")]
+
+
+def states(model: nn.Module) -> list[Any]:
+    """What a forward changes: buffers, generators, lists; as text, to compare."""
+    found: list[Any] = [value.tolist() for value in model.buffers()]
+    for part in model.modules():
+        for value in vars(part).values():
+            found += [value.get_state().tolist()] if isinstance(value, torch.Generator) else []
+            found += [len(value)] if type(value) is list else []
+    return found
+
+
+def states_on_the_way(name: str) -> list[list[Any]]:
+    """Those that two plain steps come through, of each thing."""
+    model, seen = fresh(name), []
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda *_: seen.append(states(model)))
+        part.register_forward_hook(lambda *_: seen.append(states(model)))
+    for _ in range(2):
+        plain_step(model)
+    return [[snapshot[n] for snapshot in seen] for n in range(len(seen[0]))]
+
+
+def check_after(
+    model: nn.Module, name: str, param_grad: bool, before: dict[str, Any], hooks: list[Any], where: Line
+) -> None:
+    plain = fresh(name)
+    assert everywhere() == before, where
+    assert [hook for hook in users_hooks(model) if hook not in hooks] == [], where
+    assert len(users_hooks(model)) == len(hooks), where
+    parameters, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(parameters) == list(expected), where
+    for key, p in expected.items():
+        assert parameters[key].requires_grad == p.requires_grad, (where, key)
+        assert torch.equal(parameters[key], p), (where, key)
+    twin = copy.deepcopy(model)
+    assert all(p.requires_grad for p in twin.parameters()), where
+    for trained in (twin, model):
+        trained.load_state_dict(plain.state_dict())
+        trained.zero_grad()
+        for part, other in zip(trained.modules(), plain.modules()):
+            if isinstance(part, Drawing):
+                part.draws.set_state(other.draws.get_state())
+    reference = copy.deepcopy(plain)
+    plain_step(reference)
+    plain_step(twin)
+    for (key, p), q in zip(twin.named_parameters(), reference.parameters()):
+        assert torch.equal(p.grad, q.grad), (where, key)
+    program(model, param_grad)
+    model.zero_grad()
+    rows = {key: p.grad1.mean(0) for key, p in model.named_parameters()}
+    plain_step(plain)
+    plain.zero_grad()
+    plain_step(plain)
+    for key, p in plain.named_parameters():
+        torch.testing.assert_close(rows[key], p.grad, msg=lambda m, key=key: f"{where} {key}: {m}")
+    autograd_hacks.remove_hooks(model)
+    found = [hook for part in model.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    assert len(found) == len(hooks), where
+    assert not any(part._compiled_call_impl for part in model.modules()), where
+
+
+def interrupt_at(name: str, param_grad: bool, at: int, allowed: list[list[Any]]) -> None:
+    model = fresh(name)
+    kept, hooks, before = slots(model), users_hooks(model), everywhere()
+    interrupt = Interrupt(at)
+    error = interrupt.run(lambda: program(model, param_grad))  # held, with the frames that it came through
+    where = interrupt.lines[at] if at < len(interrupt.lines) else ("", 0)
+    now = slots(model)
+    assert now.keys() == kept.keys(), where
+    assert all(now[key] is value for key, value in kept.items() if isinstance(value, Tensor | list)), where
+    for value, ways in zip(states(model), allowed):
+        assert value in ways, where
+    check_after(model, name, param_grad, before, hooks, where)
+    del error
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "param_grad"), CASES)
+def test_an_interrupt_at_any_line(name: str, param_grad: bool) -> None:
+    """A sample of the lines, another in each case; AT_MOST may be raised to look at all of them."""
+    allowed, lines, case = states_on_the_way(name), moments(name, param_grad), CASES.index((name, param_grad))
+    for at in lines[case * 7 % (len(lines) // AT_MOST) :: len(lines) // AT_MOST]:
+        interrupt_at(name, param_grad, at, allowed)
+
+
+def test_an_interrupt_inside_a_layer_freezes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda layer, args, out: (out, out, out))
+    model.forward = lambda x: model[2](model[1](*model[0](x))[0])
+    before = everywhere()
+    autograd_hacks.add_hooks(model, param_grad=False)
+    plain_step(model)
+    autograd_hacks.compute_grad1(model)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for layer in (model[2], model[1]):
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        handle.remove()
+        assert everywhere() == before
+        assert all(p.requires_grad for p in model.parameters())
+        assert all(p.requires_grad for p in copy.deepcopy(model[1]).parameters())
+    autograd_hacks.remove_hooks(model)
+    plain_step(model)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_copy_of_an_interrupted_layer_has_no_guard() -> None:
+    model = Last(nn.LSTM(4, 3, batch_first=True))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    twin = copy.deepcopy(model)
+    assert twin.layer._compiled_call_impl is None
+    plain_step(twin)
+    assert all(p.grad is not None for p in twin.parameters())
+    autograd_hacks.remove_hooks(model)
+    assert "_compiled_call_impl" not in vars(model.layer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_interrupts_leave_no_memory_behind() -> None:
+    held, lines = [], moments("watched", True)
+    model = fresh("watched")
+    autograd_hacks.add_hooks(model)
+    expected = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    for at in lines[:: len(lines) // 12]:
+        Interrupt(at).run(lambda: program(model, True))
+        model.stored.clear()
+        model.zero_grad()
+        program(model, True)
+        held.append(alive(Tensor))
+    now = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    assert now <= expected + 2  # and a unit's
+    assert max(held[-4:]) <= max(held[:8])

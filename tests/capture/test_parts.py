@@ -1,0 +1,128 @@
+"""Parts of a hooked model that are called by themselves."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from steps import check
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
+
+
+class Tokens(nn.Module):
+    """A class token in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(3, 4)
+        self.attention = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.layer(x)], 1)
+        return self.attention(h)[:, 0]
+
+
+class Scaled(nn.Module):
+    """A bare scale, its own, and one in a part of it."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.scale, self.layer, self.inner, self.mixes = nn.Parameter(torch.randn(4)), nn.Linear(3, 4), Shift(), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(self.layer(x) * self.scale).mean(1)
+        return h - h.mean(0) if self.mixes else h
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) + self.shift).tanh()
+
+
+class Whole(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+@pytest.mark.parametrize("encoder", [Tokens, Scaled])
+@pytest.mark.parametrize("param_grad", [False, True])
+@pytest.mark.parametrize("probe", [False, True])
+def test_a_part_with_a_bare_parameter(encoder: type[nn.Module], param_grad: bool, probe: bool) -> None:
+    """Alone, with another part, beside the whole, and again after it."""
+    model = Whole(encoder()).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad, probe=probe):
+        for n in (4, 3):
+            x = torch.randn(n, 5, 3).double()
+            check(model, x, run=lambda x: model.encoder(x))
+            check(model, x, run=lambda x: model.head(model.encoder(x)))
+            check(model, x)
+            check(model, x, run=lambda x: model.head(model.encoder(x)) * model(x))
+            check(model, x, run=lambda x: model.encoder(x) + model.encoder(2 * x))
+
+
+def test_a_part_of_a_part() -> None:
+    model = Whole(Scaled()).double()
+    with autograd_hacks.add_hooks(model):
+        for n in (4, 3, 1):
+            check(model, torch.randn(n, 4).double(), "sum", run=lambda x: model.encoder.inner(x))
+
+
+def test_a_part_after_one_that_failed() -> None:
+    model, x = Whole(Tokens()).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for call in (model.encoder, model):
+            with pytest.raises(RuntimeError):
+                call(torch.randn(4, 5, 2).double())
+            check(model, x, run=lambda x: model.encoder(x))
+            check(model, x[:, 0, :3].repeat(1, 2)[:, :4], run=lambda x: model.head(x))
+
+
+def test_a_part_that_mixes_samples() -> None:
+    model = Whole(Scaled(mixes=True)).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model.encoder(torch.randn(4, 5, 3).double())).mean().backward()
+        with pytest.raises(SamplesMixed, match=r"encoder.*run by themselves the samples"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_part_with_time_first() -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.randn(4)), nn.GRU(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0] * self.scale
+
+    model = Whole(Times()).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model.encoder(torch.randn(5, 4, 3).double()).transpose(0, 1)).mean().backward()
+        with pytest.raises((BatchSizeError, SamplesMixed)):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_part_that_reads_a_weight_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.layer(x), self.layer.weight)
+
+    model = Whole(Twice()).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model.encoder(torch.randn(4, 3).double())).mean().backward()
+        with pytest.raises(UnseenGradient):
+            autograd_hacks.compute_grad1(model)

@@ -1,0 +1,83 @@
+"""A loss that reads what the model keeps, past its outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import assert_right
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+
+
+class Keeping(nn.Module):
+    """Keeps its features, in an attribute, in a list in a dictionary, and its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        self.aux, self.kept = h, {"features": [h * 2]}
+        self.out = self.last(h)
+        return self.out
+
+
+def mixing(h: Tensor) -> Tensor:
+    return (h.mean(0) ** 2).sum()
+
+
+DOORS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
+    "aux": lambda model, store: model.aux,
+    r"kept\['features'\]\[0\]": lambda model, store: model.kept["features"][0],
+    "what a hook keeps": lambda model, store: store["h"],
+}
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool) -> None:
+    model, x = Keeping().double(), torch.randn(5, 3).double()
+    store: dict[str, Tensor] = {}
+    model.first.register_forward_hook(lambda layer, args, out: store.update(h=out))
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for read in (False, True, True, False):
+            model.zero_grad()
+            loss = squares(model(x)).mean()
+            if read:
+                (loss + mixing(DOORS[door](model, store))).backward()
+                with pytest.raises(UnseenGradient, match=f"the loss reads {door}, .* Return it from forward"):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                loss.backward()
+                assert_right(model, x)
+
+
+def test_what_is_kept_may_be_read_without_a_gradient_and_inside() -> None:
+    class Inside(Keeping):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * self.aux.sum(1, keepdim=True)
+
+    model, x = Inside().double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            losses = squares(model(x))
+            (losses.mean() + 0 * mixing(model.aux.detach())).backward()
+            assert_right(model, x)
+
+
+def test_the_output_may_be_taken_from_where_it_is_kept() -> None:
+    model, x = Keeping().double(), torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            model(x)
+            squares(model.out).mean().backward()
+            assert_right(model, x)

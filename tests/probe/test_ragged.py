@@ -1,0 +1,279 @@
+"""Batches whose samples differ in size, or in what becomes of them: packed sequences, lists, heads for some samples."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares, targets
+from steps import assert_right, check, check_losses
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed
+
+
+class Steps(nn.Module):
+    """A recurrent layer of one's own over a packed sequence, one step of all that still run after the other."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.ih, self.hh, self.mixes = nn.Linear(3, 4), nn.Linear(4, 4), mixes
+
+    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Tensor]:
+        h, at, outs, ended = packed.data.new_zeros(int(packed.batch_sizes[0]), 4), 0, [], []
+        for n in packed.batch_sizes.tolist():
+            x, at = packed.data[at : at + n], at + n
+            ended.append(h[n:])
+            h = torch.tanh(self.ih(x) + self.hh(h[:n]))
+            h = h - h.mean(0) if self.mixes else h
+            outs.append(h)
+        return packed._replace(data=torch.cat(outs)), torch.cat([h, *reversed(ended)])
+
+
+class Gated(Steps):
+    """With a bare parameter, read at each step."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__(mixes)
+        self.gate = nn.Parameter(torch.randn(4))
+
+    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Tensor]:
+        out, h = super().forward(packed)
+        return out._replace(data=out.data * self.gate), h * self.gate
+
+
+class Sequences(nn.Module):
+    def __init__(self, layer: nn.Module, head: str) -> None:
+        super().__init__()
+        self.layer, self.out, self.head = layer, nn.Linear(4, 2), head
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        out, h = self.layer(packed)
+        if self.head == "last":
+            order = packed.unsorted_indices
+            return self.out(h if order is None else h[order])
+        if self.head == "rows":  # a layer on the packed rows themselves
+            out = out._replace(data=self.out(out.data).tanh())
+            return pad_packed_sequence(out, batch_first=True)[0].sum(1)
+        return self.out(pad_packed_sequence(out, batch_first=True)[0].sum(1))
+
+
+def packed_of(x: Tensor, lengths: Tensor) -> Callable[[Tensor], PackedSequence]:
+    return lambda n: pack_padded_sequence(x[n], lengths[n], batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("lengths", [[2, 5, 1, 4], [5, 5, 5, 5], [5, 4, 2, 1], [5, 5, 3, 3], [1, 1, 4]], ids=str)
+@pytest.mark.parametrize("head", ["last", "padded", "rows"])
+@pytest.mark.parametrize("layer", [Steps, Gated])
+def test_a_recurrent_layer_of_ones_own_on_packed_sequences(lengths: list[int], head: str, layer: type[nn.Module]) -> None:
+    """Its batch shrinks with time."""
+    model, x = Sequences(layer(), head).double(), torch.randn(len(lengths), 5, 3).double()
+    pack = packed_of(x, torch.tensor(lengths))
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check(model, torch.arange(len(x)), run=lambda n: model(pack(n)))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+@pytest.mark.parametrize("head", ["padded", "rows"])
+def test_a_recurrent_layer_of_torchs_on_packed_sequences(kind: type[nn.RNNBase], head: str) -> None:
+    model, x = Sequences(kind(3, 4), head).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for lengths in ([2, 5, 1, 4], [3, 3, 3, 3]):
+            pack = packed_of(x, torch.tensor(lengths))
+            check(model, torch.arange(4), run=lambda n, pack=pack: model(pack(n)))
+
+
+@pytest.mark.parametrize("head", ["last", "padded", "rows"])
+def test_packed_sequences_of_other_lengths_later(head: str) -> None:
+    """Of equal lengths at first: the rows are T·N then, and of later ones not, though they may be as many."""
+    model = Sequences(Steps(), head).double()
+    with autograd_hacks.add_hooks(model):
+        for lengths in ([3, 3, 3, 3], [2, 5, 1, 4], [3, 3, 2], [1], [6, 2, 4]):
+            pack = packed_of(torch.randn(len(lengths), 6, 3).double(), torch.tensor(lengths))
+            check(model, torch.arange(len(lengths)), run=lambda n, pack=pack: model(pack(n)))
+
+
+def test_packed_sequences_that_are_sorted() -> None:
+    model = Sequences(Steps(), "last").double()
+    parts = [torch.randn(n, 3).double() for n in (4, 3, 1)]
+    with autograd_hacks.add_hooks(model):
+        check(model, torch.arange(3), run=lambda n: model(pack_sequence([parts[k] for k in n])))
+
+
+@pytest.mark.parametrize("head", ["last", "padded", "rows"])
+@pytest.mark.parametrize("layer", [Steps, Gated])
+def test_mixing_on_packed_sequences(head: str, layer: Callable[..., nn.Module]) -> None:
+    model, x = Sequences(layer(mixes=True), head).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(packed_of(x, torch.tensor([2, 5, 1, 4]))(torch.arange(4)))).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_packed_sequence_that_the_model_returns(mixes: bool) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 4)
+
+        def forward(self, packed: PackedSequence) -> PackedSequence:
+            out = self.layer(packed)[0]
+            return out._replace(data=out.data - out.data.mean(0)) if mixes else out
+
+    model, x = Rows().double(), torch.randn(4, 5, 3).double()
+    pack = packed_of(x, torch.tensor([2, 5, 1, 4]))
+    with autograd_hacks.add_hooks(model):
+        run = lambda n: pad_packed_sequence(model(pack(n)), batch_first=True)[0].sum(1)  # noqa: E731
+        if not mixes:
+            check(model, torch.arange(4), run=run)
+            return
+        squares(run(torch.arange(4))).mean().backward()
+        with pytest.raises(SamplesMixed):
+            autograd_hacks.compute_grad1(model)
+
+
+# Lists
+
+
+class Listed(nn.Module):
+    """Samples of different lengths in a list: one after the other, in one tensor, or padded."""
+
+    def __init__(self, how: str, bare: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(3, 4), nn.Linear(4, 2), how
+        self.scale = nn.Parameter(torch.randn(4)) if bare else None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return (self.a(x) if self.scale is None else self.a(x) * self.scale).tanh()
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        if self.how == "each":
+            return self.b(torch.stack([self.hidden(x).mean(0) for x in parts]))
+        if self.how == "joined":
+            h = self.hidden(torch.cat(parts)).split([len(x) for x in parts])
+            return self.b(torch.stack([x.mean(0) for x in h]))
+        mask = pad_sequence([x.new_ones(len(x), 1) for x in parts], batch_first=True)
+        return self.b((self.hidden(pad_sequence(parts, batch_first=True)) * mask).sum(1))
+
+
+@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [2, 2], [1, 1, 1], [5, 2, 3], [3, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize("how", ["each", "joined", "padded"])
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("given", ["losses", "a mean"])
+def test_a_list_of_samples_is_refused(lengths: list[int], how: str, bare: bool, given: str) -> None:
+    model, parts = Listed(how, bare).double(), [torch.randn(n, 3).double() for n in lengths]
+
+    def step() -> None:
+        losses = squares(model(parts))
+        autograd_hacks.backward(losses) if given == "losses" else losses.mean().backward()
+        autograd_hacks.compute_grad1(model)
+
+    with autograd_hacks.add_hooks(model):
+        refused = (SamplesMixed, BatchSizeError, ProbeFailed)
+        with pytest.raises(refused, match=r"given a list of.* tensors.*pad_sequence.*pack_sequence"):
+            step()
+
+
+def test_a_list_of_whole_batches_of_one() -> None:
+    model, parts = Listed("each", bare=True).double(), [torch.randn(1, 3).double() for _ in range(2)]
+    with autograd_hacks.add_hooks(model, batch_dim=([0, 0],)):
+        squares(model(parts).flatten()[None]).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert all(torch.allclose(p.grad1[0], p.grad) for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [[5, 6, 7], [5, 5, 5], [5, 5, 5, 5]], ids=str)
+def test_a_list_of_images_is_refused(sizes: list[int]) -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return self.out(torch.cat([self.conv(x[None]).mean((2, 3)) for x in images]))
+
+    model, images = Detector().double(), [torch.randn(3, n, n).double() for n in sizes]
+    with autograd_hacks.add_hooks(model):
+        squares(model(images)).mean().backward()
+        with pytest.raises((SamplesMixed, BatchSizeError), match="given a list of tensors"):
+            autograd_hacks.compute_grad1(model)
+
+
+def test_a_list_of_whole_batches() -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.scale = nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 2)]), nn.Parameter(torch.randn(2))
+
+        def forward(self, levels: list[Tensor]) -> Tensor:
+            return self.scale * sum(layer(x) for layer, x in zip(self.layers, levels)).tanh()
+
+    model, x, y = Pyramid().double(), torch.randn(4, 3).double(), torch.randn(4, 5).double()
+    with autograd_hacks.add_hooks(model):
+        check(model, torch.arange(4), run=lambda n: model([x[n], y[n]]))
+
+
+# A part of the batch
+
+
+class Heads(nn.Module):
+    """Two heads, each for a part of the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.how = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2), how
+
+    def forward(self, x: Tensor, choice: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.first(x).tanh()
+        n, out = len(h), h.new_zeros(len(h), 2)
+        if self.how == "slices":
+            return torch.cat([self.a(h[: n // 2]), self.b(h[n // 2 :])])
+        if self.how == "strides":
+            out[::2], out[1::2] = self.a(h[::2]), self.b(h[1::2])
+            return out
+        if self.how == "apart":
+            return self.a(h[: n // 2]), self.b(h[n // 2 :])
+        choice = x[:, 0] > 0 if choice is None else choice
+        if self.how == "mask":
+            out[choice], out[~choice] = self.a(h[choice]), self.b(h[~choice])
+            return out
+        if self.how == "index":
+            at, rest = choice.nonzero()[:, 0], (~choice).nonzero()[:, 0]
+            return out.index_copy(0, at, self.a(h[at])).index_copy(0, rest, self.b(h[rest]))
+        return torch.where(choice[:, None], self.a(h), self.b(h))
+
+
+@pytest.mark.parametrize("how", ["mask", "index", "where"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("samples", [6, 3, 2, 1])
+def test_heads_that_a_mask_chooses(how: str, given: bool, samples: int) -> None:
+    """Zeros for the head that a sample has not gone through."""
+    model, x = Heads(how).double(), torch.randn(samples, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for shift in range(2):
+            choice = (torch.arange(samples) + shift) % 3 == 0
+            check(model, torch.arange(samples), run=lambda n, c=choice: model(x[n], c[n]) if given else model(x[n]))
+            if given:
+                assert torch.equal(model.a.weight.grad1.flatten(1).any(1), choice)
+
+
+@pytest.mark.parametrize("how", ["slices", "strides", "apart"])
+@pytest.mark.parametrize("samples", [8, 6, 5, 4, 3])
+def test_heads_that_the_place_in_the_batch_chooses_are_right_or_refused(how: str, samples: int) -> None:
+    model, x = Heads(how).double(), torch.randn(samples, 3).double()
+
+    def losses() -> Tensor:
+        out = model(x)
+        return squares(torch.cat(out) if isinstance(out, tuple) else out, targets(samples))
+
+    with autograd_hacks.add_hooks(model), pytest.raises(SamplesMixed, match=r"h\[: n // 2\].*torch.where"):
+        check_losses(model, losses)
+    model.how = "where"
+    model.zero_grad()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        assert_right(model, x)
