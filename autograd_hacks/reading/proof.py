@@ -172,7 +172,7 @@ class _Proof:
         trial = self.trial
         trial.run()
         known = trial.gradients_of(slot)
-        for turn, kept in enumerate(kept_samples(self.samples, trial.draws)[:2]):
+        for turn, kept in enumerate(kept_samples(self.samples, trial.draws)[:6]):
             other = trial.batch.replaced(self.plan.axis, kept, turn)
             if other is None:
                 continue

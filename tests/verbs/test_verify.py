@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from nets import Noisy
+import torch.nn.functional as F
+from nets import Between, Noisy
 from oracle import squares
 from steps import batch, step
 from torch import Tensor
@@ -123,3 +124,110 @@ def test_verify_keeps_no_batch_and_takes_another(model: nn.Sequential) -> None:
     x, _ = batch(seed=1)
     autograd_hacks.verify(model, samples=2, args=(x,))
     autograd_hacks.verify(model, samples=2, kwargs={"input": x})
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verify_passes_what_is_right_in_every_precision(dtype: torch.dtype, under_autocast: bool) -> None:
+    for samples in (3, 8, 32):
+        model = nn.Sequential(
+            nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        )
+        auto = under_autocast and dtype in (torch.bfloat16, torch.float16)
+        model, x = (
+            model.to(torch.float32 if auto else dtype),
+            torch.randn(samples, 5, 3).to(torch.float32 if auto else dtype),
+        )
+        with autograd_hacks.add_hooks(model), torch.autocast("cpu", dtype if auto else None, enabled=auto):
+            model(x).float().square().mean().backward()
+            autograd_hacks.verify(model, samples=2)
+            autograd_hacks.verify(model)
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h - h.mean(0),
+    "detached": lambda h: h + h.roll(len(h) // 2, 0).detach(),
+    "detached a little": lambda h: h + 0.05 * h.flip(0).detach(),
+    "attention": lambda h: (h @ h.T).softmax(1) @ h,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", MIXING)
+def test_verify_refuses_what_mixes_in_every_precision(what: str, dtype: torch.dtype) -> None:
+    for samples in (3, 4, 8, 17, 32):
+        for auto in (False, True) if dtype in DTYPES[2:] else (False,):
+            used = torch.float32 if auto else dtype
+            model, x = Between(MIXING[what]).to(used), torch.randn(samples, 3).to(used)
+            with autograd_hacks.add_hooks(model), torch.autocast("cpu", dtype if auto else None, enabled=auto):
+                model(x).float().square().mean().backward()
+                with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
+                    autograd_hacks.verify(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("gate", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("how", [lambda h: h.mean(0), lambda h: h.roll(1, 0), lambda h: h.roll(1, 0).detach()])
+def test_verify_refuses_mixing_behind_a_small_gate(how: Callable[[Tensor], Tensor], gate: float, dtype: torch.dtype) -> None:
+    for samples in (3, 4, 8, 17):
+        model, x = Between(lambda h: h + gate * how(h)).to(dtype), torch.randn(samples, 3).to(dtype)
+        with autograd_hacks.add_hooks(model):
+            squares(model(x)).mean().backward()
+            with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
+                autograd_hacks.verify(model)
+
+
+def test_verify_proves_anew_what_has_begun_to_mix() -> None:
+    """Also between the forwards in which proofs are taken anew."""
+    model = Between(torch.sin).double()
+    with autograd_hacks.add_hooks(model):
+        for n in range(8):
+            model.how = MIXING["detached"] if n > 4 else torch.sin
+            x = torch.randn(6, 3).double()
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            if n > 4:
+                with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
+                    autograd_hacks.verify(model)
+            else:
+                autograd_hacks.verify(model)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contrastive": lambda out: F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="none"),
+    "centred": lambda out: (out - out.mean(0)).square().sum(1),
+    "centred, detached": lambda out: (out - out.mean(0).detach()).square().sum(1),
+    "weighted by the batch": lambda out: squares(out) * squares(out).detach().softmax(0),
+    "the hardest": lambda out: squares(out) * (squares(out) >= squares(out).median()),
+    "paired": lambda out: (out - out.roll(len(out) // 2, 0)).square().sum(1),
+    "a little": lambda out: squares(out) + 1e-4 * out.mean(),
+}
+
+
+def verify_named(model: nn.Module, what: str, loss: Callable[[Tensor], Tensor]) -> None:
+    autograd_hacks.verify(model, loss=loss)
+    pytest.fail(f"passed a loss that mixes: {what}")
+
+
+@pytest.mark.parametrize("samples", [3, 4, 8, 17, 32])
+def test_verify_of_a_loss_function(samples: int) -> None:
+    model, x, y = Between(torch.sin).double(), torch.randn(samples, 3).double(), torch.arange(samples) % 3
+    weight = torch.tensor([1.0, 2.0, 0.5]).double()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        for loss in (
+            squares,
+            lambda out: F.cross_entropy(out, y, reduction="none"),
+            lambda out: F.cross_entropy(out, y, weight, reduction="none"),
+            lambda out: F.huber_loss(out, torch.zeros_like(out), reduction="none").mean(1),
+        ):
+            autograd_hacks.verify(model, loss=loss)
+        for what, loss in LOSSES.items():
+            with pytest.raises(autograd_hacks.errors.SamplesMixed, match="loss given to verify"):
+                verify_named(model, what, loss)
+        for loss in (lambda out: squares(out).mean(), lambda out: out, lambda out: squares(out)[:-1], lambda out: None):
+            with pytest.raises(ValueError, match=rf"expected {samples} losses, one for each sample"):
+                autograd_hacks.verify(model, loss=loss)

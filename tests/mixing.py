@@ -1,0 +1,173 @@
+"""Programs that mix samples, and checks that what mixes is refused and what doesn't is right."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Between
+from oracle import Rows, assert_rows, squares
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError
+
+SIZES = (3, 4, 8, 17, 32)
+How = Callable[..., Tensor]
+
+
+class AtEnd(Between):
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.how(self.last(self.first(x).tanh()), *more)
+
+
+class InFront(Between):
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.last(self.first(self.how(x, *more)).tanh())
+
+
+class AsLoss(Between):
+    """Makes its loss itself, of what its last layer returns."""
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.how(self.last(self.first(x).tanh()), *more)
+
+
+def losses_of(out: Any) -> Tensor:
+    """N losses; of a scalar the one that the model has made."""
+    outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.ndim]
+    return squares(tuple(x.to(torch.promote_types(x.dtype, torch.float)) for x in outs)) if outs else out
+
+
+def steps_of(
+    model: nn.Module, batches: Sequence[tuple[Any, ...]], losses: Callable[[Any], Tensor] = losses_of, context: Any = None
+) -> Iterator[None]:
+    """A hooked model's steps, each up to its rows."""
+    with autograd_hacks.add_hooks(model):
+        for args in batches:
+            model.zero_grad()
+            with context or contextlib.nullcontext():
+                out = model(*args)
+            losses(out).mean().backward()
+            yield
+
+
+def check_refused(
+    model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of, context: Any = None
+) -> None:
+    for n, _ in enumerate(steps_of(model, batches, losses, context)):
+        try:
+            autograd_hacks.compute_grad1(model)
+        except PerSampleGradientError:
+            continue
+        pytest.fail(f"read in step {n}, which mixes samples")
+
+
+def check_right(model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of) -> None:
+    """Each step's rows are those of each sample alone: all tensors among the arguments have samples on axis 0."""
+    for args, _ in zip(batches, steps_of(model, batches, losses)):
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, alone(model, args, losses))
+
+
+def alone(model: nn.Module, args: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of) -> Rows:
+    """One plain backward pass for each sample by itself."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    reached: set[str] = set()
+    for n in range(len(args[0])):
+        own = [x[n : n + 1] if isinstance(x, Tensor) and x.ndim else x for x in args]
+        grads = torch.autograd.grad(losses(model(*own)).sum(), list(parameters.values()), allow_unused=True)
+        for (name, p), grad in zip(parameters.items(), grads):
+            rows[name].append(torch.zeros_like(p) if grad is None else grad)
+            reached |= {name} if grad is not None else set()
+    return {name: torch.stack(own) if name in reached else None for name, own in rows.items()}
+
+
+def mixes(model: nn.Module, x: Tensor) -> bool:
+    """Whether the losses of the batch are others than those of its samples, or their gradients are."""
+    losses = losses_of(model(x))
+    own = torch.cat([losses_of(model(x[n : n + 1])) for n in range(len(x))])
+    grads = [torch.autograd.grad(total.sum(), model.first.weight, retain_graph=True)[0] for total in (losses, own)]
+    return not (torch.allclose(losses, own, 1e-12, 1e-12) and torch.allclose(*grads, 1e-12, 1e-12))
+
+
+def data(samples: int, *shape: int) -> Tensor:
+    return torch.randn(samples, *(shape or (3,)), dtype=torch.float64)
+
+
+# Values: by index, by pairs, by order, detached
+
+
+def nearest(h: Tensor, k: int = 1) -> Tensor:
+    far = torch.cdist(h, h) + 1e9 * torch.eye(len(h), dtype=h.dtype)
+    return h[far.topk(k, largest=False).indices].mean(1) if len(h) > k else h
+
+
+def pairs(h: Tensor) -> Tensor:
+    n = len(h) // 2
+    return torch.cat([h[:n] + h[n : 2 * n], h[n : 2 * n] - h[:n], h[2 * n :]])
+
+
+def swapped(h: Tensor) -> Tensor:
+    n = len(h) // 2
+    return torch.cat([h[n : 2 * n], h[:n], h[2 * n :]])
+
+
+def by_groups(h: Tensor) -> Tensor:
+    """The deviation over groups of samples, as StyleGAN's discriminator has it."""
+    n = len(h) // 2
+    if not n:
+        return h
+    spread = h[: 2 * n].view(2, n, -1).var(0, unbiased=False).mean(1)
+    return h + torch.cat([spread, spread, spread.new_zeros(len(h) - 2 * n)])[:, None]
+
+
+def one_edge(h: Tensor) -> Tensor:
+    out = h.clone()
+    out[-1] += h[1 % len(h)] if len(h) > 2 else h[0] * (len(h) > 1)
+    return out
+
+
+def centred(h: Tensor, y: Tensor) -> Tensor:
+    return h - h.new_zeros(2, h.shape[1]).index_add(0, y, h)[y]
+
+
+def ranked(h: Tensor) -> Tensor:
+    """Ranks have no gradient at all."""
+    return h * (1 + h.argsort(0).argsort(0).to(h.dtype))
+
+
+MIXING: dict[str, How] = {
+    "hard negatives": lambda h: h - nearest(h),
+    "the nearest alone": nearest,
+    "two neighbours": lambda h: h + nearest(h, 2),
+    "centres taken back": lambda h: centred(h, (h[:, 0] > 0).long()),
+    "pairs": pairs,
+    "swapped halves": swapped,
+    "deviation of groups": by_groups,
+    "one edge": one_edge,
+    "a fixed permutation": lambda h: 0.7 * h + 0.3 * h[torch.arange(len(h)).flip(0)],
+    "detached": lambda h: h + h.roll(len(h) // 2, 0).detach(),
+    "the largest, detached": lambda h: h / h.abs().max().detach(),
+    "ranks": ranked,
+    "sums so far": lambda h: h.cumsum(0),
+    "sorted": lambda h: h.sort(0).values,
+    "norm": lambda h: h / (1 + h.norm()),
+    "attention": lambda h: (h @ h.T).softmax(1) @ h,
+    "dense layers across": lambda h: (h.T @ torch.ones(len(h), len(h), dtype=h.dtype)).T / len(h) + h,
+    "where it is finite": lambda h: torch.where(h.isfinite(), h - h.mean(0), h),
+    "a thousandth": lambda h: torch.cat([h[:1], h[1:] + 1e-3 * h[:1]]),
+    "a gate of 1e-2": lambda h: h + 1e-2 * h.mean(0),
+    "a gate of 1e-4": lambda h: h + 1e-4 * h.mean(0),
+    "a gate of 1e-6": lambda h: h + 1e-6 * h.mean(0),
+}
+
+
+def zeroed(layer: nn.Module) -> nn.Module:
+    for p in layer.parameters():
+        nn.init.zeros_(p)
+    return layer

@@ -1,0 +1,288 @@
+"""What doesn't mix samples is read and right, in every precision; and what mixes is refused there."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mixing import MIXING, SIZES, AtEnd, alone, check_refused, check_right, data, losses_of, zeroed
+from nets import Between
+from oracle import assert_rows, squares
+from steps import check_losses
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError
+
+# Clean programs, in every dtype
+
+
+DTYPES = (torch.double, torch.float, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("what", ["pairs", "attention", "detached", "a gate of 1e-2", "norm"])
+def test_samples_that_mix_in_lower_precision(what: str, dtype: torch.dtype) -> None:
+    for place in (Between, AtEnd):
+        for samples in SIZES:
+            model, x = place(MIXING[what]), data(samples)
+            check_refused(model.to(dtype), *[(x.to(dtype),)] * 2)
+            if dtype != torch.float:
+                auto = torch.autocast("cpu", dtype)
+                check_refused(place(MIXING[what]), *[(x.float(),)] * 2, context=auto)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clean_models_in_every_precision(dtype: torch.dtype) -> None:
+    """Their rows are those in double precision, but for what the precision rounds."""
+    models = [
+        nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 8, 1), nn.GroupNorm(1, 8), nn.ReLU(), nn.Flatten()),
+        nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (2, 4)), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)),
+        nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(3, 3), nn.Tanh())]),
+    ]
+    for model in models:
+        exact = copy.deepcopy(model).double()
+        for under_autocast in (False, True) if dtype in DTYPES[2:] else (False,):
+            model = model.to(torch.float if under_autocast else dtype)
+            exact.load_state_dict(model.state_dict())
+            with autograd_hacks.add_hooks(model):
+                for samples in SIZES:
+                    x = data(samples).to(dtype)
+                    model.zero_grad()
+                    with torch.autocast("cpu", dtype, enabled=under_autocast):
+                        out = model(x.float() if under_autocast else x)
+                    losses_of(out).mean().backward()
+                    autograd_hacks.compute_grad1(model)
+                    for (name, p), rows in zip(model.named_parameters(), alone(exact, (x.double(),)).values()):
+                        apart = (p.grad1.double() - rows).norm() / (1e-2 + rows.norm())
+                        assert apart < min(1e3 * torch.finfo(dtype).eps, 0.3), (name, samples, float(apart))
+
+
+class Clean(nn.Module):
+    """A forward of a few layers, given from outside."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.how, self.a, self.b = forward, nn.Linear(3, 4), nn.Linear(4, 2)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any) -> Any:
+        return self.how(self, *args)
+
+
+def by_codes(model: Clean, x: Tensor) -> Tensor:
+    return model.b(model.emb(x[:, 0].long()) * x[:, 1:2])
+
+
+def packed(model: Clean, x: Tensor, lengths: Tensor) -> Tensor:
+    inside = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=True)
+    return model.b(model.rnn(inside)[1][-1])
+
+
+def experts(model: Clean, x: Tensor) -> Tensor:
+    h = model.a(x).tanh()
+    chosen, out = (h[:, 0] > 0).long(), h.new_zeros(len(x), 2)
+    for n, expert in enumerate((model.b, model.c)):
+        rows = (chosen == n).nonzero()[:, 0]
+        out = out.index_add(0, rows, expert(h[rows]))
+    return out
+
+
+def routed_losses(model: Clean, x: Tensor) -> Tensor:
+    return experts(model, x.flatten(0, 1)).square().sum(1).unflatten(0, x.shape[:2]).mean(1)
+
+
+def probabilities(model: Clean, x: Tensor, p: Tensor) -> Tensor:
+    wanted = torch.distributions.Categorical(p, validate_args=True)
+    return torch.distributions.kl_divergence(wanted, torch.distributions.Categorical(logits=model.b(model.a(x))))
+
+
+def likelihood(model: Clean, x: Tensor, y: Tensor) -> Tensor:
+    shape = model.b(model.a(x)).exp()
+    return -torch.distributions.Beta(shape[:, 0], shape[:, 1], validate_args=True).log_prob(y)
+
+
+def clamped(model: Clean, x: Tensor) -> Tensor:
+    h = model.a(x)
+    if h.requires_grad:
+        h.register_hook(lambda g: -2 * g)
+    return model.b(h.tanh())
+
+
+def keeps(model: Clean, x: Tensor) -> Tensor:
+    """Attributes that are used inside, in places that no layout tells."""
+    model.features = model.a(x).tanh().permute(1, 2, 0).reshape(-1, 2 * len(x))
+    model.logged = model.features.mean()
+    return model.b(model.features.reshape(x.shape[1], 4, len(x)).permute(2, 0, 1))
+
+
+CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
+    "codes as floats": (
+        lambda: Clean(by_codes, emb=nn.Embedding(5, 4)),
+        lambda n: (torch.cat([torch.randint(5, (n, 1)).double(), data(n, 2)], 1),),
+    ),
+    "targets of BCE": (
+        lambda: Clean(lambda m, x, y: F.binary_cross_entropy(m.b(m.a(x)).sigmoid(), y, reduction="none").sum(1)),
+        lambda n: (data(n), torch.rand(n, 2).double()),
+    ),
+    "probabilities": (lambda: Clean(probabilities), lambda n: (data(n), data(n, 2).softmax(1))),
+    "a validated distribution": (lambda: Clean(likelihood), lambda n: (data(n), 0.1 + 0.8 * torch.rand(n).double())),
+    "sorted lengths": (
+        lambda: Clean(packed, rnn=nn.GRU(3, 4, batch_first=True)),
+        lambda n: (data(n, 6, 3), torch.randint(1, 7, (n,)).sort(descending=True).values),
+    ),
+    "key padding": (
+        lambda: Clean(
+            lambda m, x, k: m.b(m.att(m.a(x), m.a(x), m.a(x), key_padding_mask=k)[0]),
+            att=nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        lambda n: (data(n, n, 3), torch.arange(n)[None] > torch.randint(1, n + 1, (n, 1))),
+    ),
+    "hooks on gradients": (lambda: Clean(clamped), lambda n: (data(n),)),
+    "experts": (lambda: Clean(experts, c=nn.Linear(4, 2)), lambda n: (data(n),)),
+    "losses of routed tokens": (lambda: Clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
+    "norms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)), lambda n: (data(n),)),
+    "attributes": (lambda: Clean(keeps), lambda n: (data(n, 6, 3),)),
+    "labels that count up": (
+        lambda: Clean(lambda m, x, y: m.b(m.a(x) + m.emb(y)), emb=nn.Embedding(64, 4)),
+        lambda n: (data(n), torch.arange(n)),
+    ),
+    "square rows": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2)), lambda n: (data(n, 17),)),
+    "a zero head": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), zeroed(nn.Linear(4, 2))), lambda n: (data(n),)),
+    "dead units": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Threshold(99.0, 0.0), nn.Linear(4, 2)), lambda n: (data(n),)),
+}
+
+
+@pytest.mark.parametrize("what", CLEAN)
+def test_clean_programs_are_read(what: str) -> None:
+    build, arguments = CLEAN[what]
+    model = build().double()
+    model(*arguments(3))
+    losses = lambda out: out if out.ndim == 1 else squares(out)  # noqa: E731
+    check_right(model, *[arguments(samples) for samples in (*SIZES, 2, 1, 5)], losses=losses)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.double])
+def test_attention_masks(kind: torch.dtype) -> None:
+    """As many positions as samples, too."""
+    for samples, positions in ((4, 4), (4, 5), (3, 3), (8, 8)):
+        mask = torch.ones(positions, positions).triu(1).bool()
+        mask = mask if kind == torch.bool else torch.zeros(positions, positions).double().masked_fill(mask, -torch.inf)
+        model = Clean(
+            lambda m, x, mask=mask: m.b(m.att(m.a(x), m.a(x), m.a(x), attn_mask=mask, need_weights=False)[0]),
+            att=nn.MultiheadAttention(4, 2, batch_first=True),
+        ).double()
+        x = data(samples, positions, 3)
+        for args in ((x,), (x, mask)):
+            with autograd_hacks.add_hooks(model):
+                for _ in range(2):
+                    model.zero_grad()
+                    squares(model(*args)).mean().backward()
+                    autograd_hacks.compute_grad1(model)
+                    with autograd_hacks.pause_hooks():
+                        assert_rows(model, alone(model, (x,)))
+
+
+def test_dropout_is_no_mixing() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for samples in SIZES:
+            x = data(samples)
+            check_losses(model, lambda x=x: squares(model(x)))
+
+
+class ActNorm(nn.Module):
+    """Takes its shift and scale from its first batch, which mixes the samples of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / x.std(0))
+                self.is_set.fill_(True)
+        return (x + self.shift) * self.scale
+
+
+def test_what_mixes_in_its_first_step_alone() -> None:
+    for samples in SIZES:
+        model = nn.Sequential(nn.Linear(3, 4), ActNorm(), nn.Linear(4, 2)).double()
+        with autograd_hacks.add_hooks(model):
+            for n in range(5):
+                x = data(samples)
+                model.zero_grad()
+                squares(model(x)).mean().backward()
+                if n:
+                    autograd_hacks.compute_grad1(model)
+                    with autograd_hacks.pause_hooks():
+                        assert_rows(model, alone(model, (x,)))
+                else:
+                    with pytest.raises(PerSampleGradientError):
+                        autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("has_axis", [True, False])
+def test_learnt_positions_several_at_first_and_one_later(has_axis: bool) -> None:
+    def positions(model: Clean, x: Tensor) -> Tensor:
+        x = x[:, : model.length]
+        at = torch.arange(x.shape[1])
+        return model.b(model.a(x) + model.emb(at[None] if has_axis else at))
+
+    for samples in SIZES:
+        for lengths in ((5, 1, 3), (1, 5, 1), (samples, 1, samples)):
+            model = Clean(positions, emb=nn.Embedding(64, 4)).double()
+            with autograd_hacks.add_hooks(model):
+                for model.length in lengths:
+                    x = data(samples, 33, 3)
+                    model.zero_grad()
+                    out = model(x)
+                    assert out.shape == (samples, model.length, 2)
+                    squares(out).mean().backward()
+                    autograd_hacks.compute_grad1(model)
+                    with autograd_hacks.pause_hooks():
+                        assert_rows(model, alone(model, (x,)))
+
+
+def test_mixing_that_begins_later_is_refused_at_the_next_proof() -> None:
+    for begins in (1, 2, 5):
+        model = Between(lambda h: h)
+        model = model.double()
+        with autograd_hacks.add_hooks(model):
+            refused = []
+            for n in range(17):
+                model.how = MIXING["detached"] if n >= begins else torch.sin
+                model.zero_grad()
+                squares(model(data(8))).mean().backward()
+                try:
+                    autograd_hacks.compute_grad1(model)
+                except PerSampleGradientError:
+                    refused.append(n)
+        assert refused[-2:] == [15, 16]
+        assert refused[0] >= begins
+
+
+def test_each_signature_is_proven_by_itself() -> None:
+    """Training or not, with and without a mask."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for training in (False, True, False, True):
+            model.train(training)
+            x = data(8)
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            if training:
+                with pytest.raises(PerSampleGradientError):
+                    autograd_hacks.compute_grad1(model)
+            else:
+                autograd_hacks.compute_grad1(model)
+                with autograd_hacks.pause_hooks():
+                    assert_rows(model, alone(model, (x,)))

@@ -1,0 +1,166 @@
+"""Two proofs, by values and by gradients: what mixes samples is refused at every step."""
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from mixing import MIXING, SIZES, AtEnd, How, InFront, centred, check_refused, check_right, data, mixes, pairs
+from nets import Between
+from oracle import squares
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError
+
+
+@pytest.mark.parametrize("place", [Between, AtEnd, InFront])
+@pytest.mark.parametrize("what", MIXING)
+def test_samples_that_mix_are_refused_at_every_step(what: str, place: type[Between]) -> None:
+    for samples in SIZES:
+        model = place(MIXING[what]).double()
+        assert mixes(model, data(samples)), samples
+        check_refused(model, (data(samples),), (data(samples),))
+
+
+@pytest.mark.parametrize("place", [Between, AtEnd])
+@pytest.mark.parametrize("what", ["pairs", "swapped halves", "detached", "hard negatives"])
+def test_other_sizes_are_proven_too(what: str, place: type[Between]) -> None:
+    """One sample or two, which prove little, first; and more at each step."""
+    model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
+    check_refused(model, (data(8),), (data(4),), (data(17),))
+    first, *rest = (1, 2, 4, 8, 17, 64)
+    model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
+    with autograd_hacks.add_hooks(model):
+        for samples in (first, *rest):
+            model.zero_grad()
+            squares(model(data(samples))).mean().backward()
+            if samples > 2:
+                with pytest.raises(PerSampleGradientError):
+                    autograd_hacks.compute_grad1(model)
+
+
+def test_nine_edges_between_sixty_four_samples() -> None:
+    edges = torch.tensor([(3, 17), (22, 5), (40, 41), (8, 60), (1, 2), (33, 12), (50, 51), (7, 55), (62, 0)]).T
+
+    for place in (Between, AtEnd):
+        model = place(lambda h: h.index_add(0, edges[0], h[edges[1]])).double()
+        check_refused(model, *[(data(64),)] * 3)
+
+
+@pytest.mark.parametrize("samples", SIZES)
+def test_mixup_by_a_random_permutation(samples: int) -> None:
+    def mixup(x: Tensor) -> Tensor:
+        return 0.7 * x + 0.3 * x[torch.randperm(samples).roll(1)]
+
+    torch.manual_seed(1)
+    check_refused(InFront(mixup).double(), *[(data(samples),)] * 3)
+    torch.manual_seed(1)
+    check_refused(Between(mixup).double(), *[(data(samples),)] * 3)
+
+
+# Several arguments, several outputs
+
+
+class Towers(nn.Module):
+    def __init__(self, items: nn.Module) -> None:
+        super().__init__()
+        self.first, self.items = nn.Linear(3, 4), items
+
+    def forward(self, x: Tensor, items: Tensor) -> Tensor:
+        return self.first(x) @ self.items(items).T
+
+
+@pytest.mark.parametrize("samples", SIZES)
+def test_two_towers(samples: int) -> None:
+    """A second argument of integers, or a square matrix, has samples too."""
+    ids, square = torch.randint(50, (samples,)), data(samples, samples)
+    check_refused(Towers(nn.Embedding(50, 4)).double(), *[(data(samples), ids)] * 2)
+    check_refused(Towers(nn.Linear(samples, 4)).double(), *[(data(samples), square)] * 2)
+
+
+@pytest.mark.parametrize("samples", SIZES)
+def test_labels_that_are_taken_back(samples: int) -> None:
+    for place in (Between, AtEnd, InFront):
+        check_refused(place(centred).double(), *[(data(samples), torch.arange(samples) % 2)] * 2)
+        check_right(place(lambda h, y: h * (1 + y[:, None])).double(), *[(data(samples), torch.arange(samples) % 3)] * 2)
+
+
+def test_an_unused_output_that_mixes_is_marked_alone() -> None:
+    class Two(Between):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.last(self.first(x).tanh())
+            return h, self.how(h)
+
+    for how in (MIXING["detached"], MIXING["a gate of 1e-4"], pairs, lambda h: h - h.mean(0)):
+        for samples in SIZES:
+            check_right(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[0]))
+            check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[1]))
+            check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out))
+
+
+class Held:
+    """What a model may return its outputs in."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "an object": Held,
+    "a dataclass": Frozen,
+    "objects in objects": lambda x: Held([{"y": Frozen(x)}]),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0),
+    "a dictionary of one's own": lambda x: UserDict(y=x),
+}
+
+
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "an object": lambda out: out.x,
+    "a dataclass": lambda out: out.x,
+    "objects in objects": lambda out: out.x[0]["y"].x,
+    "a distribution": lambda out: out.loc,
+    "a dictionary of one's own": lambda out: out["y"],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_output_in_an_object_is_looked_into(holder: str) -> None:
+    class InObject(Between):
+        def forward(self, x: Tensor) -> Any:
+            self.out = [self.how(self.last(self.first(x).tanh()))]
+            return HOLDERS[holder](self.out.pop())
+
+    def losses(out: Any) -> Tensor:
+        return squares(READS[holder](out))
+
+    for samples in SIZES:
+        for how in (pairs, MIXING["detached"], lambda h: h - h.mean(0)):
+            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=losses)
+        check_right(InObject(torch.sin).double(), *[(data(samples),)] * 2, losses=losses)
+
+
+class Aux(Between):
+    """Keeps what a loss is to read later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        self.aux = self.how(h)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("how", [pairs, MIXING["detached"], lambda h: h - h.mean(0), lambda h: h.mean(0).square().sum()])
+def test_a_loss_that_reads_what_the_model_keeps(how: How) -> None:
+    for samples in SIZES:
+        model = Aux(how).double()
+        reads = lambda out, model=model: squares(out) + (squares(model.aux) if model.aux.ndim else model.aux)  # noqa: E731
+        check_refused(model, *[(data(samples),)] * 2, losses=reads)
+        check_right(model, *[(data(samples),)] * 2)

@@ -1,0 +1,212 @@
+"""Rows add up to the gradients that arrive, relative to their terms: at first, again later, and streamed."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows, one_backward_per_sample, squares
+from steps import batch, mlp
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import HigherOrderError, PerSampleGradientError, UnseenGradient
+from autograd_hacks.forms import Form, Scaled
+from autograd_hacks.rules import RULES, Call
+
+
+def wrong_by(factor: float, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RULES[kind]
+
+    def wrong(layer: nn.Module, call: Call) -> dict[str, Form]:
+        return {name: Scaled(form, factor) for name, form in rule.formula(layer, call).items()}
+
+    monkeypatch.setitem(RULES, kind, dataclasses.replace(rule, formula=wrong))
+
+
+def norms(model: nn.Module, losses: Callable[[], Tensor]) -> Tensor:
+    with autograd_hacks.streaming(model) as streamed:
+        autograd_hacks.backward(losses())
+    return streamed.norms
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.GroupNorm])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.double, 1.0009), (torch.double, 1 + 1e-9), (torch.float, 1.0009)])
+def test_a_rule_that_is_off_by_little_is_refused(
+    kind: type[nn.Module], dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.conv, self.norms = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4)
+            self.layer_norm, self.out = nn.LayerNorm(4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.layer_norm(self.norms(self.conv(self.embed(x).mT)).mT))
+
+    wrong_by(factor, kind, monkeypatch)
+    model, x = Words().to(dtype), torch.randint(7, (8, 5))
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            squares(model(x)).mean().backward()
+            with pytest.raises(PerSampleGradientError, match="rule is wrong"):
+                autograd_hacks.compute_grad1(model)
+        with pytest.raises(PerSampleGradientError):
+            autograd_hacks.verify(model)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+def test_a_converged_model_on_raw_features_is_read(size: float, bias: bool) -> None:
+    """Its gradients all but cancel over the batch, and their terms are as large as the features."""
+    x = size * (1 + torch.rand(64, 3, dtype=torch.double))
+    design = torch.cat([x, torch.ones(64, 1, dtype=torch.double)], 1) if bias else x
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.double) / size + 0.1 * torch.randn(64, dtype=torch.double)
+    best = torch.linalg.lstsq(design, y[:, None]).solution[:, 0]
+    model = nn.Sequential(nn.Linear(3, 1, bias=bias))
+    with torch.no_grad():
+        model[0].weight.copy_(best[None, :3])
+        if bias:
+            model[0].bias.copy_(best[3:])
+    x, y = x.float(), y.float()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            model.zero_grad()
+            (model(x)[:, 0] - y).square().mean().backward()
+            autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            alone = one_backward_per_sample(model, lambda out, y: (out[:, 0] - y).square(), x, y)
+        assert_rows(model, alone)
+        autograd_hacks.verify(model)
+
+
+# What begins after the first step
+
+
+class Grows(nn.Module):
+    """Does more from some forward on, of the ``.now`` that is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inside, self.out = nn.Embedding(7, 4), nn.Conv1d(4, 4, 1), nn.Linear(4, 4)
+        self.now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.out(self.inside(h.mT).mT if self.now else h)
+
+
+LATER: dict[str, Callable[[Grows, Tensor], Tensor]] = {
+    "a penalty": lambda model, out: squares(out).mean() + 0.1 * model.out.weight.square().sum(),
+    "a tied decoder": lambda model, out: F.cross_entropy((out @ model.embed.weight.T)[:, 0], torch.arange(len(out))),
+    "a norm of weights": lambda model, out: squares(out).mean() + model.embed.weight.norm(),
+}
+
+
+@pytest.mark.parametrize("begins", [0, 1, 2, 5, 15])
+@pytest.mark.parametrize("what", LATER)
+def test_what_begins_later_is_noticed(what: str, begins: int) -> None:
+    model, x = Grows().double(), torch.randint(7, (5, 3))
+    noticed = []
+    with autograd_hacks.add_hooks(model):
+        for n in range(17):
+            model.zero_grad()
+            out = model(x)
+            (LATER[what](model, out) if n >= begins else squares(out).mean()).backward()
+            try:
+                autograd_hacks.compute_grad1(model)
+            except UnseenGradient:
+                noticed.append(n)
+    assert noticed
+    assert begins <= noticed[0] <= 15
+    if begins < 2:
+        assert noticed == list(range(begins, 17))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("begins", [1, 2, 5, 9])
+def test_a_wrong_rule_that_is_reached_later_is_compared_then(
+    begins: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_by(1.0009, nn.Conv1d, monkeypatch)
+    model, x = Grows().double(), torch.randint(7, (5, 3))
+    with autograd_hacks.add_hooks(model):
+        for n in range(begins + 2):
+            model.now = n >= begins
+            model.zero_grad()
+            losses = lambda: squares(model(x))  # noqa: E731
+            if not streamed:
+                autograd_hacks.backward(losses())
+            if model.now:
+                with pytest.raises(PerSampleGradientError):
+                    norms(model, losses) if streamed else autograd_hacks.compute_grad1(model)
+            else:
+                norms(model, losses) if streamed else autograd_hacks.compute_grad1(model)
+
+
+# Streamed
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_streaming_of_a_layer_that_reentrant_checkpoints_share() -> None:
+    """Its rows are complete when the second checkpoint has been run again: cross terms are not lost."""
+
+    class Shared(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.first, self.shared, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.reentrant = reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            for _ in range(2):
+                h = checkpoint(lambda z: self.shared(z).tanh(), h, use_reentrant=self.reentrant)
+            return self.last(h)
+
+    x = torch.randn(5, 3).double()
+    for reentrant in (False, True):
+        model = Shared(reentrant).double()
+        with autograd_hacks.add_hooks(model):
+            for _ in range(1 if reentrant else 3):
+                model.zero_grad()
+                squares(model(x)).mean().backward()
+                expected = autograd_hacks.per_sample_grads(model).norms()
+                model.zero_grad()
+                if reentrant:
+                    with pytest.raises(RuntimeError, match="a second time in one backward pass"):
+                        norms(model, lambda model=model: squares(model(x)))
+                else:
+                    torch.testing.assert_close(norms(model, lambda model=model: squares(model(x))), expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("begins", [0, 1, 3])
+def test_streaming_of_a_loss_with_derivatives(begins: int, inside: bool) -> None:
+    """A gradient penalty: the graph that create_graph makes leads to the weights past the hooks."""
+    model, (x, _) = mlp(), batch()
+    x.requires_grad_()
+
+    def losses(is_penalised: bool) -> Tensor:
+        own = squares(model(x))
+        if not is_penalised:
+            return own
+        (slope,) = torch.autograd.grad(own.sum(), x, create_graph=True)
+        return own + slope.square().sum(1)
+
+    with autograd_hacks.add_hooks(model):
+        for n in range(begins + 2):
+            model.zero_grad()
+            before = None if inside else losses(n >= begins)
+
+            def stream(n: int = n, before: Tensor | None = before) -> Tensor:
+                return norms(model, lambda: losses(n >= begins) if before is None else before)
+
+            if n >= begins:
+                with pytest.raises(HigherOrderError):
+                    stream()
+            else:
+                stream()
