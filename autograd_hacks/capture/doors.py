@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.support.stores import OF_MODULE, stores_of
+from autograd_hacks.support.trees import is_packed, tensors_of
+
+_ELSEWHERE = "what a hook, a global or a function keeps"
+
+_WATCHED = "watched by autograd_hacks"
 
 Door = tuple[str, Callable[[Tensor], None], Tensor]
 """Where it is, for people; what puts another tensor there; the tensor."""
 
 
-def doors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Door]:
-    """Tensors with a graph that the model's attributes and its users' hooks hold, but for its outputs."""
-    known = {id(x) for x in outputs}
-    nodes = {x.grad_fn for x in outputs}
-    return [door for door in _held(model) if id(door[2]) not in known and door[2].grad_fn not in nodes]
+def doors_of(model: nn.Module, output: Any) -> list[Door]:
+    """Tensors with a graph that the model's attributes, its code, its users' hooks and functions that it has returned hold,
+    but for its outputs."""
+    outputs = tensors_of(output)
+    known, nodes = {id(x) for x in outputs}, {x.grad_fn for x in outputs}
+    functions = [leaf for leaf in tree_leaves(output, is_packed) if isinstance(leaf, FunctionType | MethodType | partial)]
+    return [door for door in _held(model, functions) if id(door[2]) not in known and door[2].grad_fn not in nodes]
 
 
 def watch_doors(doors: Sequence[Door], hear: Callable[[str, tuple[Tensor | None, ...]], None]) -> None:
@@ -29,27 +38,28 @@ def watch_doors(doors: Sequence[Door], hear: Callable[[str, tuple[Tensor | None,
     for where, put, x in doors:
         if id(x) not in copies:
             copies[id(x)] = copy = x.clone()
-            assert copy.grad_fn is not None  # as x has one
-            copy.grad_fn.register_prehook(partial(hear, where))
+            notes: Any = copy.grad_fn
+            notes.metadata[_WATCHED] = True
+            notes.register_prehook(partial(hear, where))
         put(copies[id(x)])
 
 
-def _held(model: nn.Module) -> Iterator[Door]:
+def _held(model: nn.Module, functions: Sequence[Any]) -> Iterator[Door]:
     for path, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
             state = {name: x for name, x in vars(module).items() if name not in OF_MODULE}
             yield from _in_box(f"{path}.{{}}" if path else "{}", vars(module), state)
-    cells, boxes, spaces = stores_of(model)
+    cells, boxes, spaces = stores_of(model, functions)
     for cell in cells:
         if isinstance(cell.cell_contents, Tensor):
-            yield from _if_graph("what a hook keeps", partial(setattr, cell, "cell_contents"), cell.cell_contents)
+            yield from _if_graph(_ELSEWHERE, partial(setattr, cell, "cell_contents"), cell.cell_contents)
         elif isinstance(cell.cell_contents, dict | list):
-            yield from _in_box("what a hook keeps", cell.cell_contents, cell.cell_contents)
+            yield from _in_box(_ELSEWHERE, cell.cell_contents, cell.cell_contents)
     for space, name in spaces:
-        yield from _in_box("what a hook keeps", space, {name: space[name]})
+        yield from _in_box(_ELSEWHERE, space, {name: space[name]})
     for box in boxes:
         if isinstance(box, dict | list):
-            yield from _in_box("what a hook keeps", box, box)
+            yield from _in_box(_ELSEWHERE, box, box)
 
 
 def _in_box(where: str, box: Any, entries: Any) -> Iterator[Door]:
@@ -63,5 +73,6 @@ def _in_box(where: str, box: Any, entries: Any) -> Iterator[Door]:
 
 
 def _if_graph(where: str, put: Callable[[Tensor], None], x: Tensor) -> Iterator[Door]:
-    if x.grad_fn is not None:
+    notes: Any = x.grad_fn
+    if notes is not None and _WATCHED not in notes.metadata:  # that of an earlier forward
         yield where, put, x

@@ -170,7 +170,7 @@ class Recorder:
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
         if self.record.plan.has_doors:
-            watch_doors(doors_of(model, outputs), self.backward.note_door)
+            watch_doors(doors_of(model, output), self.backward.note_door)
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

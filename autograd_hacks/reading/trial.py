@@ -96,8 +96,8 @@ class Trial:
                 leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
         args, kwargs = tree_unflatten(leaves, spec)
         with self._guard:
-            self.outputs = tensors_of(self.model(*args, **kwargs))
-        self.plan.has_doors = bool(doors_of(self.model, self.outputs))
+            output = self.model(*args, **kwargs)
+        self.outputs, self.plan.has_doors = tensors_of(output), bool(doors_of(self.model, output))
 
     def input_layouts(self) -> dict[str, Layout]:
         """Where the samples are in the inputs that ask for gradients, by what `pull` calls them."""

@@ -132,11 +132,14 @@ def hooks_kept(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def stores_of(module: nn.Module) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:
-    """Where users' hooks on a module and its children keep something: cells, boxes, and globals by name."""
+def stores_of(
+    module: nn.Module, functions: Iterable[Any] = ()
+) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:
+    """Where a module's own code, users' hooks and some functions keep something: cells, boxes, and globals by name."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables = [table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks)]
-    return _stores(hook for table in tables for hook in table.values() if callable(hook))
+    forwards = {type(part).forward for part in parts if not type(part).__module__.startswith("torch.")}
+    return _stores([*forwards, *functions, *(hook for table in tables for hook in table.values() if callable(hook))])
 
 
 def _stores(hooks: Iterable[Any]) -> tuple[list[Any], list[Any], list[tuple[dict[str, Any], str]]]:

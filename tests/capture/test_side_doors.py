@@ -35,7 +35,7 @@ def mixing(h: Tensor) -> Tensor:
 DOORS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "aux": lambda model, store: model.aux,
     r"kept\['features'\]\[0\]": lambda model, store: model.kept["features"][0],
-    "what a hook keeps": lambda model, store: store["h"],
+    "what a hook, a global or a function keeps": lambda model, store: store["h"],
 }
 
 
@@ -56,6 +56,42 @@ def test_a_loss_that_reads_what_the_model_keeps(door: str, param_grad: bool) -> 
             else:
                 loss.backward()
                 assert_right(model, x)
+
+
+SEEN: list[Tensor] = []
+
+
+class Global(Keeping):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        SEEN.append(h)
+        return self.last(h)
+
+
+class Closing(Keeping):
+    """Returns a function that knows its features."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:  # type: ignore[override]
+        h = self.first(x).tanh()
+        return self.last(h), lambda: mixing(h)
+
+
+def test_what_forwards_keep_in_globals_and_in_functions() -> None:
+    x = torch.randn(5, 3).double()
+    model = Global().double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            (squares(model(x)).mean() + mixing(SEEN[-1])).backward()
+            with pytest.raises(UnseenGradient, match="the loss reads what a hook, a global or a function keeps"):
+                autograd_hacks.compute_grad1(model)
+    SEEN.clear()
+    closing = Closing().double()
+    with autograd_hacks.add_hooks(closing):
+        for _ in range(3):
+            out, regularise = closing(x)
+            (squares(out).mean() + regularise()).backward()
+            with pytest.raises(UnseenGradient, match="the loss reads what a hook, a global or a function keeps"):
+                autograd_hacks.compute_grad1(closing)
 
 
 def test_what_is_kept_may_be_read_without_a_gradient_and_inside() -> None:
