@@ -19,7 +19,7 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.wrappers import Reduction, check_unwrapped
+from autograd_hacks.capture.wrappers import Reduction, check_unwrapped, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Planner
@@ -133,7 +133,9 @@ class Recorder:
     def prove_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the plan of the forward that begins proven, where that is due."""
         plan, self._was_proven = self.record.plan, False
-        if self.prove is not None and self._proven is None and plan.pending and current_task() == NO_TASK:
+        if self.prove is None or self._proven is not None or current_task() != NO_TASK or counts_passes():
+            return
+        if plan.pending:
             self.pool.clear()  # the proof takes as much memory as the step, and not on top of it
             self.prove(model, self, args, kwargs)
             self._was_proven = True

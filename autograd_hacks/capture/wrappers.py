@@ -166,5 +166,12 @@ def _active() -> DistributedDataParallel | None:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
+def counts_passes() -> bool:
+    """Whether the forward runs in a DistributedDataParallel whose first pass may be the only one: with ``static_graph`` it
+    left gradients unreduced after passes that a proof had run inside."""
+    active = _active()
+    return active is not None and active.static_graph
+
+
 def _has_processes() -> bool:
     return dist.is_available() and dist.is_initialized()

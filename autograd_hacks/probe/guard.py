@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class WriteGuard(TorchDispatchMode):
         super().__init__()
         self.parameters: dict[StorageWeakRef, list[str]] = {}
         self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept, self._eagerly = kept, ExitStack()
+        self._kept = kept
         for name, parameter in parameters.items():
             if (key := memory_of(parameter)) is not None:
                 self.parameters.setdefault(key, []).append(name)
@@ -46,15 +46,18 @@ class WriteGuard(TorchDispatchMode):
         # torch would import its compiler, which takes more than a second, and ask it at each operation.
         return False
 
-    def __enter__(self) -> WriteGuard:
-        if "torch._dynamo" in sys.modules:  # or what the user has compiled would compile this mode too
-            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._eagerly.close()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which this is on."""
+        compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is None:
+            with self:
+                yield
+            return
+        with restored(partial(compiler._set_stance, compiler._stance)):
+            torch.compiler.set_stance("force_eager")  # or what the user has compiled would compile this mode too
+            with self:
+                yield
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
@@ -75,7 +78,7 @@ class WriteGuard(TorchDispatchMode):
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        with restored(self.restore), self:
+        with restored(self.restore), self.watching():
             yield
 
     def restore(self) -> None:
