@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
 
 Kept = dict[StorageWeakRef, list[weakref.ref[Tensor]]]
 """By memory what `Guard.keep` has returned of it, in any trace, while nothing has written there and somebody holds it."""
