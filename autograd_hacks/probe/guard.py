@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,15 @@ class Guard(TorchDispatchMode):
     parameters: whose numbers are to stay, by name    kept: see `Kept`
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        chosen: Any = cls
+        return super().__new__(_uncompiled(chosen) if "torch._dynamo" in sys.modules else cls)
+
     def __init__(self, parameters: Mapping[str, Tensor], kept: Kept) -> None:
         super().__init__()
         self.parameters: dict[StorageWeakRef, list[str]] = {}
         self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept, self._eagerly = kept, ExitStack()
+        self._kept = kept
         for name, parameter in parameters.items():
             if (key := memory_of(parameter)) is not None:
                 self.parameters.setdefault(key, []).append(name)
@@ -42,16 +46,6 @@ class Guard(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # torch would import its compiler, which takes more than a second, and ask it at each operation.
         return False
-
-    def __enter__(self) -> Self:
-        if "torch._dynamo" in sys.modules:  # or what the user has compiled would compile this mode too
-            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._eagerly.close()
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
@@ -99,6 +93,13 @@ class Guard(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self._overwritten[key] = storage, storage.clone()
         return written
+
+
+@cache
+def _uncompiled(cls: type[Any]) -> type[Any]:
+    """The same class, which torch's compiler leaves alone once it is there: it compiles what a compiled function calls."""
+    own = {"_should_skip_dynamo": classmethod(lambda cls: True), "__torch_dispatch__": cls.__torch_dispatch__}
+    return type(cls.__name__, (cls,), own)
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
