@@ -6,8 +6,8 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import holds_numbers
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
 
 Kept = dict[StorageWeakRef, list[weakref.ref[Tensor]]]
 """By memory what `WriteGuard.keep` has returned of it, in any trace, while nothing has written there and it is held."""
@@ -32,6 +35,10 @@ class WriteGuard(TorchDispatchMode):
     parameters: whose numbers are to stay, by name    kept: see `Kept`
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        chosen: Any = cls
+        return super().__new__(_uncompiled(chosen) if "torch._dynamo" in sys.modules else cls)
+
     def __init__(self, parameters: Mapping[str, Tensor], kept: Kept) -> None:
         super().__init__()
         self.parameters: dict[StorageWeakRef, list[str]] = {}
@@ -45,19 +52,6 @@ class WriteGuard(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # torch would import its compiler, which takes more than a second, and ask it at each operation.
         return False
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context in which this is on."""
-        compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if compiler is None:
-            with self:
-                yield
-            return
-        with restored(partial(compiler._set_stance, compiler._stance)):
-            torch.compiler.set_stance("force_eager")  # or what the user has compiled would compile this mode too
-            with self:
-                yield
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
@@ -78,7 +72,7 @@ class WriteGuard(TorchDispatchMode):
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """A context in which this is on; afterwards the parameters have the numbers that they had."""
-        with restored(self.restore), self.watching():
+        with restored(self.restore), self:
             yield
 
     def restore(self) -> None:
@@ -111,6 +105,13 @@ def comparable(tensor: Tensor) -> Tensor:
     if tensor.is_nested:
         return torch.zeros((), device=tensor.device)  # of no shape that could be compared
     return tensor.detach().to_dense() if tensor.layout in _SPARSE else tensor.detach()
+
+
+@cache
+def _uncompiled(cls: type[Any]) -> type[Any]:
+    """The same class, which torch's compiler leaves alone once it is there: it compiles what a compiled function calls."""
+    own = {"_should_skip_dynamo": classmethod(lambda cls: True), "__torch_dispatch__": cls.__torch_dispatch__}
+    return type(cls.__name__, (cls,), own)
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
