@@ -106,12 +106,12 @@ def test_aims():
 
 
 def test_costs_of_proofs():
-    steps = {str(n): [2.0] for n in range(1, 17)} | {"1": [9.0], "2": [8.0], "8": [3.0], "16": [7.0]}
+    steps = {str(n): [2.0] for n in range(1, 17)} | {"1": [9.0], "2": [8.0], "4": [3.0], "16": [7.0]}
     seconds = steps | {"plain": [1.0], "clipped": [2.0], "verify": [5.0]}
     memory = {"clipped step": 10.0, "first step": 5.0, "second step": 8.0}
     found = {"proofs": {WORKLOAD: {"seconds": seconds, "peak MB": memory}}, "results": {}}
     costs = proof_costs(found["proofs"][WORKLOAD])
-    assert costs["every"] == 7 + 6 + 5 * 1 + 3 * 5  # of the steps 1, 2, 8 and 16, and of six later ones
+    assert costs["every"] == 7 + 6 + 3 * 1 + 2 * 5  # of the steps 1, 2, 4 and 16, and of three later ones
     assert (costs["first"], costs["verify"], costs["memory"]) == (9, 5, 0.8)
     assert all(aim.met for aim in all_aims(found))
     seconds["1"] = [10.5]

@@ -136,6 +136,11 @@ def is_milestone(forwards: int) -> bool:
     return is_power_of_two(forwards) and forwards.bit_length() % 3 == 2
 
 
+def is_second_try(forwards: int) -> bool:
+    """Whether what the last proof has left open is tried again: in forwards 4, 32, 256, ... of a signature."""
+    return is_power_of_two(forwards) and forwards.bit_length() % 3 == 0
+
+
 def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 

@@ -14,7 +14,7 @@ from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.layout import differs, rounding_of
-from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_power_of_two, static_units
+from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Arguments, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
@@ -164,7 +164,7 @@ class Planner:
         known = self.plans.get(signature)
         if known is not None:
             known.forwards += not again
-            known.pending |= known.unsure and is_power_of_two(known.forwards)
+            known.pending |= known.unsure and is_second_try(known.forwards)
             is_due, self.doubts = self.doubts or known.is_due(samples), False
             if again or not samples or (not is_due and (not known.unproven or batch.is_alike(known.axis, known.told_by))):
                 return known, batch.samples(known.axis, known.told_by)
