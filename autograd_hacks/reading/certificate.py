@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 
 import torch
 import torch.nn as nn
@@ -77,15 +78,33 @@ def check_sum(
 def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, float]]) -> float:
     """How far rounding may lead a sum over positions, where one of `ROUNDING` units is 1: how long what it adds up is.
 
-    Further for `_ADD_IN_TURN`: K / 12 units were seen.
+    Further for `_ADD_IN_TURN`: K / 12 units were seen; and where a norm takes away a mean that is far larger than what is
+    left, the digits of which its forward and its backward round in their own ways.
 
     found: the parameter's calls, what came to each, and what that is multiplied by
     """
     length = 0.0
     for call, grads, scale in found:
         terms = grads.first.numel() / max(1, form.shape.numel()) if isinstance(call.layer, _ADD_IN_TURN) else 1
-        length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING))
+        length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
     return length
+
+
+def _centred(call: RecordedCall) -> float:
+    """How many times longer a norm's input is than what it normalises, divided by the same; 1 for other layers."""
+    layer, x = call.layer, call.args[0] if call.args else None
+    if not isinstance(x, Tensor) or not x.numel():
+        return 1.0
+    if isinstance(layer, nn.LayerNorm):
+        groups = x.reshape(-1, prod(layer.normalized_shape))
+    elif isinstance(layer, nn.GroupNorm):
+        groups = x.reshape(len(x) * layer.num_groups, -1)
+    elif isinstance(layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and x.ndim > 2:
+        groups = x.reshape(x.shape[0] * x.shape[1], -1)
+    else:
+        return 1.0
+    variance, mean = torch.var_mean(groups.double(), 1, correction=0)
+    return 1 + float((mean.square() / (variance + layer.eps)).mean().sqrt())
 
 
 def agree(

@@ -114,3 +114,26 @@ def test_sums_over_many_equal_positions_are_no_unseen_gradient(last: nn.Module, 
     autograd_hacks.compute_grad1(model)
     for p, right in zip(model.parameters(), exact.parameters()):
         assert_close(p.grad1.mean(0).double(), right.grad, rtol=1e-4, atol=1e-4 * float(right.grad.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.LayerNorm(1), (2, 1)),
+        (nn.LayerNorm(8), (6, 8)),
+        (nn.GroupNorm(2, 8), (6, 8, 3)),
+        (nn.InstanceNorm1d(4, affine=True), (6, 4, 5)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_norms_of_what_hardly_varies_around_a_large_mean(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    """Rounding of the input is then as large as what is normalised."""
+    for dtype in (torch.float32, torch.float64):
+        model = copy.deepcopy(layer).to(dtype)
+        x = 1000 * torch.randn(shape[0], *[1] * (len(shape) - 1), dtype=dtype) + torch.randn(shape, dtype=dtype)
+        net = nn.Sequential(model, nn.Flatten())
+        with autograd_hacks.add_hooks(net):
+            for _ in range(3):
+                net.zero_grad()
+                squares(net(x)).mean().backward()
+                autograd_hacks.compute_grad1(net)
