@@ -40,6 +40,7 @@ class ByRunningAgain:
     modes: tuple[bool, ...]  # the training flag of each module inside, as the call began
     copies: bool  # whether the call changes its arguments
     buffers: Values  # those that the call changes, as they were before it
+    generators: list[tuple[torch.Generator, Tensor]]  # the module's own, and their states as the call began
     is_doubtful: bool  # whether samples seem to mix inside, so that each must be seen to be its own
 
     @staticmethod
@@ -47,7 +48,9 @@ class ByRunningAgain:
         """For a call that begins."""
         modes = tuple(part.training for part in module.modules())
         buffers = {name: module.get_buffer(name).detach().clone() for name in unit.buffers}
-        return ByRunningAgain(modes, unit.copies, buffers, unit.is_doubtful)
+        own = [x for part in module.modules() for x in vars(part).values() if isinstance(x, torch.Generator)]
+        generators = [(generator, generator.get_state()) for generator in own]
+        return ByRunningAgain(modes, unit.copies, buffers, generators, unit.is_doubtful)
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return grads.first.shape[0] if grads.first.ndim else 1
@@ -239,7 +242,9 @@ class Rerun:
             autocast_to(self.call.precision, self.grads[0].device),
             with_random_state(state),
         ):
-            # `untouched` puts both back.  What is compared is what the module itself returned.
+            for generator, before in self.way.generators:
+                generator.set_state(before)
+            # `untouched` puts all back.  What is compared is what the module itself returned.
             module._forward_hooks.clear()
             for part, mode in zip(module.modules(), self.way.modes):
                 part.training = mode
@@ -247,7 +252,8 @@ class Rerun:
                 args, kwargs = (map_tensors(cloned, tree) for tree in (args, kwargs))
             outputs = tensors_of(functional_call(module, slots, args, dict(kwargs), tie_weights=False))
             now = random_state([torch.device(name) for name in state])
-            drew.append(any(not torch.equal(now[name], state[name]) for name in now))
+            own = [(generator.get_state(), before) for generator, before in self.way.generators]
+            drew.append(any(not torch.equal(*pair) for pair in (*own, *((now[name], state[name]) for name in now))))
         return [outputs[slot] for slot in self.reached]
 
     def _check_unchanged(self) -> None:

@@ -116,6 +116,8 @@ def _uncompiled(cls: type[Any]) -> type[Any]:
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     """The memory that a tensor is a view of; None where torch doesn't tell it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside a vmap of the model's own
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout == torch.jagged:
         tensor = tensor._values  # type: ignore[assignment]  # of Tensor it is a method
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):

@@ -89,6 +89,8 @@ class _Proof:
             if free:
                 trial.run()
             mixed = [slot for slot, at in places.items() if self._mixes(slot, at, given[slot])]
+            if not mixed and self._mixes_by_values(places, given):
+                mixed = list(places)
             self.plan.mixed_outputs = [*self.plan.mixed_outputs, *mixed]
             if mixed:
                 return
@@ -135,6 +137,21 @@ class _Proof:
             others = {slot: given * at.over(given, torch.where(kept, 1.0, -37.0).to(given))}
             if not self._compared(places, others, known, arrived, ones, ones, kept)[1]:
                 return True
+        return False
+
+    def _mixes_by_values(self, places: Mapping[int, Layout], given: Mapping[int, Tensor]) -> bool:
+        """Whether the gradients of kept samples change when the others are replaced, since a backward pass adds something
+        of its own, a load balancing loss say."""
+        known: Grads = {}
+        trial, ones = self.trial, torch.ones(self.samples, device="cpu")
+        with trial.listening(lambda key, call, grad: known.update({key: (call, grad.detach().clone())})):
+            arrived = trial.pull(places, given, ones)
+        for turn, kept in enumerate(kept_samples(self.samples, trial.draws)):
+            other = trial.batch.replaced(self.plan.axis, kept, turn)
+            if other is not None:
+                trial.run(other)
+                if not self._compared(places, given, known, arrived, ones, ones, kept)[1]:
+                    return True
         return False
 
     def _prove_rows(self, first: Tensor, second: Tensor, arrived: Arrived, again: Arrived) -> None:

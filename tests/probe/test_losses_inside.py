@@ -1,6 +1,7 @@
 """Losses that a model makes itself, and gates that are zero at first."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nets import Between
 from torch import Tensor
 
 import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
 
 # Losses made inside the model
 
@@ -127,3 +129,41 @@ def test_gates_of_zero_hide_no_mixing(gate: str) -> None:
         for what in ("swapped halves", "attention", "detached"):
             check_refused(GATES[gate](MIXING[what]).double(), *[(data(samples),)] * 2)
         check_right(GATES[gate](torch.sin).double(), *[(data(samples),)] * 2)
+
+
+class Balanced(torch.autograd.Function):
+    """Hands its input on, and has a loss's gradient come along, as mixtures of experts do it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return g, torch.ones((), dtype=g.dtype)
+
+
+@pytest.mark.parametrize("samples", [3, 8, 32])
+def test_a_loss_that_comes_along_in_the_backward_pass(samples: int) -> None:
+    class Experts(nn.Module):
+        def __init__(self, mixes: bool) -> None:
+            super().__init__()
+            self.gate, self.out, self.mixes = nn.Linear(3, 4), nn.Linear(4, 2), mixes
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = self.gate(x).softmax(1)
+            loss = (p.mean(0) ** 2).sum() if self.mixes else (p**2).sum()
+            return self.out(Balanced.apply(p, loss))
+
+    for mixes in (True, False):
+        model, x = Experts(mixes).double(), torch.randn(samples, 3).double()
+        with autograd_hacks.add_hooks(model):
+            for _ in range(3):
+                model.zero_grad()
+                autograd_hacks.backward(model(x).square().sum(1), "sum")
+                if mixes:
+                    with pytest.raises(SamplesMixed):
+                        autograd_hacks.compute_grad1(model)
+                else:
+                    autograd_hacks.compute_grad1(model)
+                    assert torch.allclose(model.gate.weight.grad1.sum(0), model.gate.weight.grad)

@@ -179,3 +179,30 @@ def test_replays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "BUDGET", 200)
     with autograd_hacks.add_hooks(model):
         check(model, tokens)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_a_generator_of_the_modules_own(strength: float) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.strength = nn.Linear(3, 3), nn.Parameter(torch.tensor(strength))
+            self.draws = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h + self.strength * torch.rand(h.shape, generator=self.draws, dtype=h.dtype)
+
+    model, x = Noise().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            model.zero_grad()
+            state = model.draws.get_state()
+            squares(model(x)).mean().backward()
+            after = model.draws.get_state()
+            autograd_hacks.compute_grad1(model)
+            assert torch.equal(model.draws.get_state(), after)
+            with autograd_hacks.pause_hooks():
+                model.draws.set_state(state)
+                (row,) = torch.autograd.grad(squares(model(x))[1], model.strength)
+            torch.testing.assert_close(model.strength.grad1[1], row)
