@@ -66,7 +66,7 @@ class Guard:
         layer: Any = self.layer()
         try:
             return layer._call_impl(*args, **kwargs)
-        except Exception:
+        except Exception:  # which the layer's own hooks hear of
             raise
         except BaseException:
             self.recorder.interrupt(layer)
