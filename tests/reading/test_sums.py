@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, PerSampleGradientError, UnseenGradient
-from autograd_hacks.forms import Form, Scaled
+from autograd_hacks.forms import Dense, Form, Scaled
+from autograd_hacks.reading.certificate import agree
 from autograd_hacks.rules import RULES, Call
 
 
@@ -210,3 +211,10 @@ def test_streaming_of_a_loss_with_derivatives(begins: int, inside: bool) -> None
                     stream()
             else:
                 stream()
+
+
+def test_a_number_that_is_none_hides_no_wrong_one() -> None:
+    """Entries that overflow can't be compared; the others are."""
+    rows = torch.tensor([[1.0, float("inf")], [2.0, 1.0]])
+    assert agree(Dense(rows), torch.ones(2), torch.tensor([3.0, float("inf")]), (), lambda: 0.0)
+    assert not agree(Dense(rows), torch.ones(2), torch.tensor([3.1, float("inf")]), (), lambda: 0.0)
