@@ -3,7 +3,7 @@ they mix?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,11 +35,10 @@ class Comparison:
     """Traces of one model, with the samples on one axis of its arguments.
 
     whole: the batch's    samples: N    axis: of the samples; None where the user has said it for each argument
-    expanded: the lookups whose output had a copy for each sample
     """
 
-    def __init__(self, tracer: Tracer, whole: Trace, samples: int, axis: int | None, expanded: Mapping[str, bool]) -> None:
-        self.tracer, self.whole, self.samples, self.axis, self.expanded = tracer, whole, samples, axis, expanded
+    def __init__(self, tracer: Tracer, whole: Trace, samples: int, axis: int | None) -> None:
+        self.tracer, self.whole, self.samples, self.axis = tracer, whole, samples, axis
         self.traces = 0  # with samples replaced
         self.noisy: set[Frame] = set()  # calls that come out different when nothing has changed
         self.kept: tuple[Tensor, Tensor] | None = None  # which samples that the running trace keeps, and which not
@@ -65,6 +64,11 @@ class Comparison:
         if len(outputs) == len(self._outputs.get(frame, ())):
             for fits, x in (*zip(self._outputs[frame], outputs), *zip(self._inputs[frame], inputs)):
                 fits.see(comparable(x), *self.kept)
+
+    def see_meeting(self, fits: Fits, x: Tensor) -> None:
+        """Takes a tensor of another trace, at a meeting."""
+        assert self.kept is not None
+        fits.see(x, *self.kept)
 
     def see_again(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes a call of another trace of the batch itself."""
@@ -104,9 +108,7 @@ class Comparison:
         is_owner = bool(call.outputs) and frame.path not in self.tracer.parts
         owned = self.tracer.owned.get(frame.path, set()) if is_owner else set()
         missing = any(fits.seen < self.traces for fits in self._outputs[frame])
-        if owned and frame.path in self.expanded:
-            layouts, placed = (Layout(),), True
-        elif owned and not missing and call.from_batch and call.rows_of_packed is not None:
+        if owned and not missing and call.from_batch and call.rows_of_packed is not None:
             layouts, placed = (Layout(axes_for(call.module, call.outputs[0])[0]),), True
         elif owned and not missing and call.from_batch:
             own = self._place_by_rule(call, all_of)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from autograd_hacks.errors import where
 from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
+from autograd_hacks.probe.reads import ReadDecision
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 
@@ -18,14 +21,15 @@ class Decision:
     def __init__(self, comparison: Comparison, others: Sequence[Comparison], told_by: int | None) -> None:
         self.comparison, self.told_by, self.compared = comparison, told_by, comparison.calls(others)
         self.facts = comparison.whole.tracker
-        self.reads = self.facts.reads
+        self.read = ReadDecision(comparison, others)
+        self.reads = {name: uses for name, uses in self.facts.reads.items() if name not in self.read.reading.names}
         self.calls: dict[str, list[Compared]] = {}
         self._inside: dict[str, dict[str, str]] = {}  # by a module's path its parameters
         self.unplaced: dict[str, set[Stack]] = {}  # calls whose rule can't tell the samples apart
         for call in self.compared:
             self.calls.setdefault(call.path, []).append(call)
             if not call.placed and (call.missing or call.traced.from_batch):
-                for name in call.owned:
+                for name in call.owned - self.read.reading.names:
                     self.unplaced.setdefault(name, set()).add(call.traced.stack)
         self.chosen = {
             name: units
@@ -42,13 +46,25 @@ class Decision:
         """What the better of two axes has less of: samples that mix, and parameters whose rules can't tell them apart."""
         return bool(self.mixed), len(self.unplaced)
 
+    def follow(self, before: Follow) -> Follow:
+        """What further traces are to follow: layers' parameters whose rules can't tell the samples apart, and what makes an
+        axis for samples."""
+        unruled = {call.path for call in self.compared if call.owned and not call.placed and call.traced.from_batch}
+        names = {n for call in self.compared if call.path in unruled for n in call.owned & self.comparison.tracer.trained}
+        return replace(
+            before,
+            names=before.names | names,
+            forced=before.forced | self.read.conflicts,
+            unruled=before.unruled | (unruled if names else set()),
+        )
+
     def plan(self) -> Plan:
         comparison, whole = self.comparison, self.calls[""][-1]
         plan = Plan(
             axis=comparison.axis,
             told_by=self.told_by,
             model=whole.layouts,
-            expanded_lookups=dict(comparison.expanded),
+            reading=self.read.reading,
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
             unproven=comparison.is_unproven,

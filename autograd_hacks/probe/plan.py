@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -44,6 +44,43 @@ class Unit:
         return (Layout(),) * len(outputs)
 
 
+VALUE, RECORDED, EXPANDED, VMAPPED = "value", "recorded", "expanded", "vmapped"
+"""What a call of a function of torch is: one that makes something that follows from parameters alone; or one where that meets
+the batch, whose rows come of what it is given, of a copy of the value for each sample, or of vmap."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """How a call of a function of torch is read that is given something which follows from parameters."""
+
+    kind: str
+    layout: Layout | None  # of its output
+    names: frozenset[str]  # the parameters
+    operands: Layouts = ()  # of the tensors that it is given but for those
+    ndim: int = 0  # of its output
+    ranks: tuple[int, ...] = ()  # of the operands that follow from the batch; 0 for others
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The parameters that are read where they meet the batch, by operation."""
+
+    names: frozenset[str] = frozenset()
+    # By path, by the number of the module's call, by the function's name and number there.
+    calls: Mapping[str, Mapping[int, Mapping[tuple[str, int], Read]]] = field(default_factory=dict)
+
+    def find(self, path: str, call: int, function: str, number: int) -> Read | None:
+        """What is known of a call of a function; of one more than there were, what all there were agree in."""
+        calls = self.calls.get(path, {})
+        known = calls.get(call)
+        if known is not None and (function, number) in known:
+            return known[function, number]
+        alike = {of.get((function, number)) for of in calls.values()} if known is None else {None}
+        if alike == {None} or len(alike) != 1:
+            alike = {read for of in calls.values() for (name, _), read in of.items() if name == function}
+        return alike.pop() if len(alike) == 1 else None
+
+
 @dataclass
 class Plan:
     """What holds for all forwards of a signature.  Parameters are known by their first name in the model."""
@@ -58,8 +95,7 @@ class Plan:
     units: dict[str, Unit] = field(default_factory=dict)  # modules that are run again, by path
     unplaced: set[str] = field(default_factory=set)  # the layers by path in which rules can't tell the samples apart
     by_rule: set[str] = field(default_factory=set)  # the parameters that some rule's call gives rows of
-    # Lookups that are the same for all samples, and copied for each: by path, whether they have an axis of one for that.
-    expanded_lookups: dict[str, bool] = field(default_factory=dict)
+    reading: Reading = field(default_factory=Reading)  # what is read by operation
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know
@@ -81,8 +117,6 @@ class Plan:
         """Where the samples are in what a layer with a rule returned."""
         if not samples:  # without any there are no rows to place
             return ()
-        if path in self.expanded_lookups:
-            return (Layout(),)
         known = self.layouts.get(path, ())
         if call == Plan.AGAIN and known and all(layout == known[0] for layout in known):
             return (known[0],)

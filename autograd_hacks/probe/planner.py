@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.decide import Decision
-from autograd_hacks.probe.layout import differs, rounding_of
 from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
-from autograd_hacks.probe.trace import Arguments, Trace, Tracer
+from autograd_hacks.probe.trace import Arguments, Follow, Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
+
+_ROUNDS = 6
+"""How often a model is traced anew, at the most, for meetings that the traces before have shown."""
 
 _FEW = 4
 """So many values of the numbers among the arguments have plans of their own."""
@@ -51,7 +53,7 @@ def plan_for(
         carrying = tuple([at is not None for at in batch.carried(axis, samples)])
         whole = wholes.get(carrying)
         try:
-            whole = whole or tracer.trace((args, kwargs), batch, axis, samples, {})
+            whole = whole or tracer.trace((args, kwargs), batch, axis, samples, Follow(tracer.unruled))
         except ProbeFailed:
             raise
         except Exception as error:  # whatever the model's own code raises
@@ -63,7 +65,7 @@ def plan_for(
             return Plan(unplaced=unplaced, refused=refused, incomplete=True)
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
-            whole = tracer.trace((args, kwargs), batch, axis, samples, {})
+            whole = tracer.trace((args, kwargs), batch, axis, samples, Follow(tracer.unruled))
         elif len(axes) > 1:
             wholes[carrying] = whole
         lengths = {len(x) for x in (*args, *kwargs.values()) if isinstance(x, list)}
@@ -74,38 +76,36 @@ def plan_for(
                 "(torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); if all are of one sample, say so: "
                 "add_hooks(model, batch_dim=(0,))."
             )
-        whole, expanded = _with_expanded_lookups(tracer, whole, (args, kwargs), batch, axis, samples)
-        proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, expanded, seed)
-        compared = proposal.compared(whole)
-        decisions.append(Decision(compared, proposal.with_noise(opened), told_by))
+        decisions.append(_decide(tracer, whole, (args, kwargs), batch, axis, samples, seed, opened, told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
 
 
-def _with_expanded_lookups(
-    tracer: Tracer, whole: Trace, arguments: Arguments, batch: Batch, axis: int | None, samples: int
-) -> tuple[Trace, Mapping[str, bool]]:
-    """The trace with a copy for each sample of what is looked up without a batch, learnt positions say, and which lookups
-    those are; the trace as it was where some other call then returns something else."""
-    lookups = {path: has_axis for path, has_axis in whole.lookups.items() if has_axis is not None}
-    lookups = {path: has_axis for path, has_axis in lookups.items() if path not in whole.copied} or lookups
-    if not lookups:
-        return whole, {}
-    try:
-        found = tracer.trace(arguments, batch, axis, samples, lookups)
-    except ProbeFailed:
-        raise
-    except Exception:  # what the model's own code raises where copies don't fit
-        return whole, {}
-    if found.calls.keys() != whole.calls.keys():
-        return whole, {}
-    pairs = [
-        (x, y)
-        for frame, call in whole.calls.items()
-        if frame.path not in lookups
-        for x, y in zip(call.outputs, found.calls[frame].outputs)
-    ]
-    same = all(x.shape == y.shape and not differs(x, y, rounding_of(x)).any() for x, y in pairs)
-    return (found, lookups) if same else (whole, {})
+def _decide(
+    tracer: Tracer,
+    whole: Trace,
+    arguments: Arguments,
+    batch: Batch,
+    axis: int | None,
+    samples: int,
+    seed: int,
+    opened: Collection[str],
+    told_by: int | None,
+) -> Decision:
+    """What the traces say, of as many as it takes to know which parameters meet the batch past rules, and where."""
+    follow = whole.meetings.follow
+    for _ in range(_ROUNDS):
+        unknown = tracer.trained & whole.tracker.reads.keys() - follow.names
+        if unknown:
+            follow = replace(follow, names=follow.names | unknown)
+            whole = tracer.trace(arguments, batch, axis, samples, follow)
+        proposal = Proposal(tracer, arguments, batch, axis, samples, seed)
+        decision = Decision(proposal.compared(whole), proposal.with_noise(opened, follow), told_by)
+        further = decision.follow(follow)
+        if further == follow:
+            break
+        follow = further
+        whole = tracer.trace(arguments, batch, axis, samples, follow)
+    return decision
 
 
 NESTED = (

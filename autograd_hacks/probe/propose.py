@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.compare import Comparison
-from autograd_hacks.probe.trace import Arguments, Noise, Trace, Tracer
+from autograd_hacks.probe.trace import Arguments, Follow, Noise, Trace, Tracer
 
 NOISE = (0.02, 1e-4)
 """How large the noise is that stands in the place of zeros; the next one is tried where the model can't run with one."""
@@ -25,17 +25,16 @@ class Proposal:
         batch: Batch,
         axis: int | None,
         samples: int,
-        expanded: Mapping[str, bool],
         seed: int,
     ) -> None:
         self.tracer, self.arguments, self.batch, self.axis, self.samples = tracer, arguments, batch, axis, samples
-        self.expanded, self.draws = expanded, torch.Generator().manual_seed(seed)
+        self.draws = torch.Generator().manual_seed(seed)
         self.stays = False  # whether vectors of integers are left as they are
         self.halves = kept_samples(samples, self.draws)
 
     def compared(self, whole: Trace) -> Comparison:
         """A comparison of the batch's own trace with all halves."""
-        found = Comparison(self.tracer, whole, self.samples, self.axis, self.expanded)
+        found = Comparison(self.tracer, whole, self.samples, self.axis)
         try:
             self._show(found, len(self.halves))
             retry = found.sizes_differ
@@ -55,18 +54,18 @@ class Proposal:
             self.stays = True
             return self.compared(whole)
         if found.depends_on_rounding:
-            self.tracer.show(self.arguments, self.samples, self.expanded, found.see_again)
+            self.tracer.show(self.arguments, whole, found.see_again, lambda fits, x: None)
         return found
 
-    def with_noise(self, opened: Collection[str]) -> list[Comparison]:
+    def with_noise(self, opened: Collection[str], follow: Follow) -> list[Comparison]:
         """A comparison of traces with noise in the place of some parameters, by name; none where there are none, or the
         model can't run with it."""
         for scale in NOISE if opened else ():
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
             noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p) for n, p in like.items()}
             try:
-                whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, self.expanded, noise)
-                found = Comparison(self.tracer, whole, self.samples, self.axis, self.expanded)
+                whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, follow, noise)
+                found = Comparison(self.tracer, whole, self.samples, self.axis)
                 self._show(found, 2, noise)
             except ProbeFailed:
                 raise
@@ -83,7 +82,7 @@ class Proposal:
             other = self.batch.replaced(self.axis, kept, turn // (len(self.halves) // 2 or 1), self.stays)
             if other is not None:
                 comparison.kept = kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]
-                self.tracer.show(other, self.samples, self.expanded, comparison.see, noise)
+                self.tracer.show(other, comparison.whole, comparison.see, comparison.see_meeting, noise)
                 comparison.traces += 1
 
     def _has_orders(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType, NoneType
 from typing import Any
@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.guard import Kept, WriteGuard
-from autograd_hacks.probe.layout import for_each_sample, has_axis_of_one, samples_of_rows
+from autograd_hacks.probe.layout import Fits, samples_of_rows
+from autograd_hacks.probe.meetings import Follow, Meetings, Repeat, Watch
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
-from autograd_hacks.rules.embedding import embedding
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.stores import duplicate
@@ -36,6 +36,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 See = Callable[[Frame, list[Tensor], list[Tensor]], None]
 """``see(frame, inputs, outputs)`` is shown a call that has ended."""
+
+Show = Callable[[Fits, Tensor], None]
+"""``show(fits, x)`` is shown what a tensor of the batch's own trace is in another."""
+
 
 Noise = Mapping[str, Tensor]
 """Values by the name of a parameter, which has them in a trace."""
@@ -68,10 +72,8 @@ class Trace:
     """What one forward has shown."""
 
     tracker: Tracker
+    meetings: Meetings
     calls: dict[Frame, Traced] = field(default_factory=dict)  # in the order in which they ended
-    # By path whether the index has an axis of one for the batch; None where some call is not the same for all samples.
-    lookups: dict[str, bool | None] = field(default_factory=dict)
-    copied: set[str] = field(default_factory=set)  # those of as many rows as there are samples, as an expanded index has
 
     def output_size(self) -> int:
         """How many entries axis 0 of the model's output has."""
@@ -86,6 +88,9 @@ class Tracer:
         self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.owned = {path: {self.names[p] for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
+        trained = {name for p, name in self.names.items() if p.requires_grad}
+        self.trained, ruled = frozenset(trained), {name for names in self.owned.values() for name in names}
+        self.unruled = self.trained - ruled  # by any rule
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
         self._kept: Kept = {}
@@ -97,71 +102,72 @@ class Tracer:
         batch: Batch,
         axis: int | None,
         samples: int,
-        expanded: Mapping[str, bool],
+        follow: Follow,
         noise: Noise | None = None,
     ) -> Trace:
         """Runs the model on copies of arguments, and follows all values.
 
-        batch, axis, samples: where samples are in arguments of this tree    expanded: lookups by path whose output is handed
-        on with a copy for each sample
+        batch, axis, samples: where samples are in arguments of this tree    follow: which parameters through torch's functions
         """
         args, kwargs = copies(arguments)
         leaves = tree_leaves(opened((args, kwargs)), is_packed)
         having = [leaf for leaf, at in zip(leaves, batch.carried(axis, samples)) if at is not None]
         carrying = [leaf.data if is_packed(leaf) else leaf for leaf in having]
+
+        def by_rule(path: str, name: str) -> bool:
+            return path not in follow.unruled and name in self.owned.get(path, ())
+
         with self._with(noise):
             parameters = {name: p for p, name in self.names.items()}
-            tracker = Tracker(parameters, carrying, lambda path, name: name in self.owned.get(path, ()), self._kept)
-            found = Trace(tracker)
+            tracker = Tracker(parameters, carrying, by_rule, self._kept)
+            found = Trace(tracker, Meetings(follow, {name: parameters[name] for name in follow.names}))
+            watch = Watch(found.meetings, tracker, samples, by_rule)
             if any(map(is_packed, leaves)):  # how many rows each sample has is the batch's own
                 tracker.counting.add(Frame("", 0))
 
             def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 tracker.stack = stack
+                watch.begin(stack[-1])
                 plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
                 return _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
 
-            def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 tracker.stack = stack[:-1]
-                path = stack[-1].path
-                call = found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker)
-                rule = rule_for(module)
-                if rule is None or rule.formula is not embedding:
-                    return None
-                index = tensors_of((args, kwargs))[0]
-                has_axis = has_axis_of_one(index)
-                if index.ndim > 1 and index.shape[0] == samples > 1:
-                    found.copied.add(path)
-                is_alike = not call.from_batch and found.lookups.get(path, has_axis) is has_axis
-                found.lookups[path] = has_axis if is_alike else None
-                if path not in expanded:
-                    return None
-                copies = for_each_sample(output, samples, expanded[path])
-                tracker.mark(copies)
-                return copies
+                found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker)
 
-            self._run((args, kwargs), tracker, begins, ended)
+            self._run((args, kwargs), tracker, watch, begins, ended)
         self._differentiates = bool(self._differentiates)
         return found
 
-    def show(
-        self, arguments: Arguments, samples: int, expanded: Mapping[str, bool], see: See, noise: Noise | None = None
-    ) -> None:
-        """Runs the model on copies of arguments, and shows each call to a callable; faster than `trace`."""
+    def show(self, arguments: Arguments, whole: Trace, see: See, show: Show, noise: Noise | None = None) -> None:
+        """Runs the model on copies of arguments, and shows each call to a callable, and what is at `Meetings` to another;
+        faster than `trace`.
+
+        whole: the batch's own
+        """
+        running: list[Stack] = [(Frame("", 0),)]
 
         def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+            running.append(stack)
             return tensors_of((args, kwargs)) if _goes_by_input(module) else []
 
-        def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            running.append(stack[:-1] or stack)
             see(stack[-1], begun, tensors_of(output))
-            path = stack[-1].path
-            return for_each_sample(output, samples, expanded[path]) if path in expanded else None
 
         with self._with(noise):
             guard = WriteGuard({name: p for p, name in self.names.items()}, self._kept)
-            self._run(copies(arguments), guard, begins, ended)
+            repeat = Repeat(whole.meetings, lambda: running[-1][-1], show)
+            self._run(copies(arguments), guard, repeat, begins, ended)
 
-    def _run(self, arguments: Arguments, guard: WriteGuard, begins: Callable[..., Any], ended: Callable[..., Any]) -> None:
+    def _run(
+        self,
+        arguments: Arguments,
+        guard: WriteGuard,
+        mode: Watch | Repeat,
+        begins: Callable[..., Any],
+        ended: Callable[..., None],
+    ) -> None:
         args, kwargs = arguments
         with (
             Switch.paused_here(),
@@ -173,6 +179,7 @@ class Tracer:
             torch.autograd.graph.saved_tensors_hooks(self._save, self._saved),
             self._walking(begins, ended),
             guard.protecting(),
+            mode if mode.values else nullcontext(),
         ):
             self.model(*args, **kwargs)
 
@@ -222,8 +229,7 @@ class Tracer:
     def _walking(self, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:
         """Hooks that note each call; first in line, to see what a module itself was given and returned.
 
-        begins: gets the calls that run, the module and its arguments    ended: gets what that said too, and the output, and
-        may return another one
+        begins: gets the calls that run, the module and its arguments    ended: gets what that said too, and the output
         """
         counts: dict[str, int] = {}
         frames: list[tuple[Frame, Any]] = []
@@ -232,16 +238,17 @@ class Tracer:
             path = self.paths[module]
             counts[path] = counts.get(path, -1) + 1
             stack = (*(frame for frame, _ in frames), Frame(path, counts[path]))
-            frames.append((stack[-1], begins(stack, module, args, kwargs)))
+            with torch._C.DisableTorchFunction():
+                frames.append((stack[-1], begins(stack, module, args, kwargs)))
 
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             path = self.paths[module]
             while frames[-1][0].path != path:
                 frames.pop()  # a call that has ended with an exception
             stack = tuple(frame for frame, _ in frames)
             begun = frames.pop()[1]
-            with _disable_current_modes():
-                return ended(stack, begun, module, args, kwargs, output)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                ended(stack, begun, module, args, kwargs, output)
 
         for module in self.paths:  # `untouched` takes them off
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)

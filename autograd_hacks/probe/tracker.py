@@ -78,6 +78,7 @@ class Tracker(WriteGuard):
         super().__init__(parameters, kept)
         self.stack: Stack = ()
         self.reads: dict[str, set[Stack]] = {}  # where parameters meet the batch but for their rules
+        self.unseen: Callable[[str], None] = lambda name: None  # hears of each that does
         self.uses: set[str] = set()  # the parameters that an operation uses
         self.counting: set[Frame] = set()  # the calls in which sizes or choices are taken from the batch
         self._facts: dict[StorageWeakRef, Facts] = {}
@@ -128,6 +129,7 @@ class Tracker(WriteGuard):
         for parameter, stack in sources.items():
             if not (stack == self.stack and stack and self._by_rule(stack[-1].path, parameter)):
                 self.reads.setdefault(parameter, set()).add(stack)
+                self.unseen(parameter)
 
     def _routes(
         self, func: Any, name: str, args: tuple[Any, ...], order: tuple[int, ...] | None

@@ -1,0 +1,155 @@
+"""The ways to rows by an operation at which values of parameters meet the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from autograd_hacks.capture.cut import no_word_of_speed
+from autograd_hacks.capture.records import OutputGrads, RecordedCall
+from autograd_hacks.capture.values import Value
+from autograd_hacks.forms import Dense, Form, add
+from autograd_hacks.probe.functions import ELEMENTWISE, OPERATIONS, aligned
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import Read
+from autograd_hacks.support.untouched import without_autocast
+
+
+@dataclass(frozen=True, eq=False)
+class ByExpansion:
+    """By the copies of a value that an operation was given, one for each sample: the gradients there are the rows."""
+
+    value: Value
+    layout: Layout  # of the copies
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        return call.samples or 0
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        g = self.layout.samples_first(grads.first.to(self.value.tensor.dtype), call.samples or 0)
+        return _reached([(self.value, Dense(_summed(g, self.value.tensor.shape, self.layout, grads.first.ndim)))], grads)
+
+
+@dataclass(frozen=True, eq=False)
+class ByOperation:
+    """By what the operation was given and the gradient at its output: as a layer's rule does, or by vmap."""
+
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]  # with a `Value` in the place of each; tensors outside the graph
+    kwargs: dict[str, Any]
+    read: Read
+
+    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
+        return call.samples or 0
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        values = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
+        with without_autocast(values[0].tensor):
+            return _reached(self._pairs(grads.first, call.samples or 0, values[0].tensor.dtype), grads)
+
+    def _pairs(self, g: Tensor, samples: int, dtype: torch.dtype) -> Iterator[tuple[Value, Form]]:
+        def ready(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.is_floating_point() and dtype.is_floating_point else x
+
+        layout, ndim, operands = self.read.layout, g.ndim, iter(self.read.operands)
+        assert layout is not None  # or it would be no meeting
+        g = ready(g)
+        first = layout.samples_first(g, samples)
+        wanted: dict[int | str, Value] = {n: x for n, x in enumerate(self.args) if isinstance(x, Value)}
+        wanted |= {name: x for name, x in self.kwargs.items() if isinstance(x, Value)}
+
+        def beside(x: Any) -> Any:  # as the output is
+            if isinstance(x, Value):
+                x = x.tensor
+            if not isinstance(x, Tensor):
+                return x
+            x = ready(x).reshape(aligned(x.shape, ndim))
+            is_own = layout.fits(x, samples) and x.shape[layout.axis] != 1
+            return layout.samples_first(x, samples) if is_own else _without(x, layout)
+
+        def own(x: Any) -> Any:
+            if isinstance(x, Value):
+                return x.tensor
+            if not isinstance(x, Tensor):
+                return x
+            at = next(operands, layout if layout.fits(x, samples) else None)
+            return ready(x) if at is None else at.samples_first(ready(x), samples)
+
+        if self.name in ELEMENTWISE:
+            args, kwargs = tree_map(beside, (self.args, self.kwargs))
+            for place, rows in ELEMENTWISE[self.name](wanted, first, *args, **kwargs).items():
+                yield wanted[place], Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
+            return
+        args, kwargs = tree_map(own, (self.args, self.kwargs))
+        found = OPERATIONS[self.name](wanted, first, *args, **kwargs) if self.name in OPERATIONS else None
+        if found is not None:
+            yield from ((wanted[place], form) for place, form in found.items())
+            return
+        yield from self._by_vmap(g, samples, layout, ready)
+
+    def _by_vmap(
+        self, g: Tensor, samples: int, layout: Layout, ready: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[Value, Form]]:
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        values = [n for n, x in enumerate(leaves) if isinstance(x, Value)]
+        others = [n for n, x in enumerate(leaves) if isinstance(x, Tensor)]
+        places = {n: at for n, at in zip(others, self.read.operands) if at is not None}
+
+        def one(g: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+            def run(*values_here: Tensor) -> Any:
+                own = list(leaves)
+                for n, v in zip(values, values_here):
+                    own[n] = v
+                for n, x in zip(places, parts):
+                    own[n] = places[n].batch_of_one(x)
+                args, kwargs = tree_unflatten(own, spec)
+                return self.func(*args, **kwargs)
+
+            found: tuple[Tensor, ...] = vjp(run, *(leaves[n].tensor for n in values))[1](layout.batch_of_one(g))
+            return found
+
+        parts = [at.samples_first(ready(leaves[n]), samples) for n, at in places.items()]
+        first = layout.samples_first(g, samples)
+        try:
+            with no_word_of_speed():
+                rows = vmap(one)(first, *parts)
+        except RuntimeError:  # what vmap can't run, by torch's own page on its limits
+            each = [one(first[n], *(part[n] for part in parts)) for n in range(samples)]
+            rows = tuple(torch.stack(own) for own in zip(*each))
+        yield from ((leaves[n], Dense(own)) for n, own in zip(values, rows))
+
+
+def _without(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor that has no samples, beside others with samples first."""
+    return x.unsqueeze(0) if layout.fold else x.movedim(layout.axis, 0)
+
+
+def _summed(rows: Tensor, shape: torch.Size, layout: Layout, ndim: int) -> Tensor:
+    """Gradients at copies of a value, samples first, added up along what it was broadcast over.  Returns ``(N, *shape)``.
+
+    shape: the value's    ndim: of what it was broadcast to
+    """
+    sizes = list(aligned(shape, ndim))
+    if not layout.fold:
+        del sizes[layout.axis]
+    else:
+        sizes.insert(layout.axis, 1)  # the positions, where the folded axis was
+    over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
+    return (rows.sum(over) if over else rows).reshape(len(rows), *shape)
+
+
+def _reached(pairs: Iterator[tuple[Value, Form]] | list[tuple[Value, Form]], grads: OutputGrads) -> dict[str, Form]:
+    """{name: form} of the parameters that a pass has reached, from the values' forms."""
+    found: dict[str, Form] = {}
+    for value, form in pairs:
+        for name, own in value.forms(form).items():
+            if name in grads.reached:
+                found[name] = add([found[name], own]) if name in found else own
+    return found

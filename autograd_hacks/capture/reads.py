@@ -1,0 +1,210 @@
+"""Notes the operations at which values of parameters meet the batch, as a forward runs them.  No mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from autograd_hacks.capture.operations import ByExpansion, ByOperation
+from autograd_hacks.capture.records import Way
+from autograd_hacks.capture.values import Step, Value, tensors_in
+from autograd_hacks.probe.functions import ELEMENTWISE, OPERATIONS, QUIET, Following, aligned, is_constant, name_of, opened
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import EXPANDED, VALUE, Plan, Read
+from autograd_hacks.probe.tracker import Frame
+from autograd_hacks.support.restored import leave
+from autograd_hacks.support.trees import version_of
+
+
+class Running(NamedTuple):
+    """A module's call that runs."""
+
+    frame: Frame
+    module: nn.Module
+
+
+class Notes(NamedTuple):
+    """Where what is seen goes."""
+
+    # note(running, way, operands, output, parameters, layout, off): returns the output that is to be used
+    note: Callable[[Running, Way, Sequence[Tensor], Tensor, Mapping[str, Tensor], Layout, bool], Tensor]
+    lose: Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # where it isn't known how a read is to be taken
+    is_off: Callable[[Sequence[Tensor]], bool]  # whether parameters go without ordinary gradients
+
+
+class Reads(Following[Value]):
+    """Is there while the modules run in whose own code parameters meet the batch past rules."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], samples: int, notes: Notes) -> None:
+        wanted = {name: p for name, p in parameters.items() if name in plan.reading.names}
+        own = {id(p): Value(p.detach(), {name: p}, version=version_of(p)) for name, p in wanted.items()}
+        super().__init__(own)
+        self.plan, self.samples, self.notes = plan, samples, notes
+        self.running: list[Running] = []
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name in QUIET:
+            return func(*args, **kwargs)
+        if (inner := opened(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        if name == "__get__":
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
+                self._make(func, args, kwargs, [out])
+            return out
+        running = self.running[-1]
+        key = self.count(running.frame, name)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        read = self.plan.reading.find(running.frame.path, running.frame.call, name, key.number)
+        if read is not None and read.kind == VALUE:
+            out = func(*args, **kwargs)
+            self._make(func, args, kwargs, tensors_in(out))
+            return out
+        parameters = self._parameters(args, kwargs)
+        if not parameters:  # of none that trains
+            return func(*args, **kwargs)
+        if read is None:
+            out = func(*args, **kwargs)
+            return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
+        off = self.notes.is_off(list(parameters.values()))
+        if read.kind == EXPANDED or (off and name in ELEMENTWISE):
+            return self._expand(func, args, kwargs, read, off)
+        return self._record(name, func, args, kwargs, read, off)
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
+        """Knows what was made of values alone."""
+        step: Step | None = None
+        for slot, x in enumerate(made):
+            if id(x) not in self.values and (x.is_floating_point() or x.is_complex()):
+                step = Step.of(func, args, kwargs, self.values) if step is None else step
+                parameters = {n: p for y in self.known((args, kwargs)) for n, p in self.values[id(y)].parameters.items()}
+                self.know(x, Value(x.detach(), parameters, step, slot))
+
+    def _parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """The parameters that train, of all values that a call is given."""
+        found = [self.values[id(x)] for x in self.known((args, kwargs)) if x.requires_grad]
+        return {name: p for value in found for name, p in value.parameters.items() if p.requires_grad}
+
+    def _expand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool) -> Any:
+        """Calls a function that broadcasts with a copy of each value for each sample."""
+        layout, running = read.layout, self.running[-1]
+        assert layout is not None
+        everything = [*self.known((args, kwargs)), *(others := self.others((args, kwargs)))]
+        sizes = [aligned(x.shape, read.ndim)[layout.axis] for x in everything if x.ndim <= read.ndim]
+        size, is_right = max(sizes), len(sizes) == len(everything)
+        is_right &= size % self.samples == 0 if layout.fold else size == self.samples
+        is_right &= all(len(x.shape) == rank or not rank for x, rank in zip(others, read.ranks))
+
+        def expanded(x: Any) -> Any:
+            value = self.values.get(id(x)) if isinstance(x, Tensor) else None
+            if value is None or not x.requires_grad:
+                return x
+            trained = {name: p for name, p in value.parameters.items() if p.requires_grad}
+            shape = list(aligned(x.shape, read.ndim))
+            if not is_right or shape[layout.axis] != 1:
+                return self.notes.lose(x, trained)
+            shape[layout.axis] = size
+            return self.notes.note(running, ByExpansion(value, layout), (), x.expand(shape), trained, layout, off)
+
+        args, kwargs = tree_map(expanded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool) -> Any:
+        parameters, layout = self._parameters(args, kwargs), read.layout
+        assert layout is not None
+        given = (args, kwargs)
+        if off:
+            given = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and id(x) in self.values else x, given)
+        out = func(*given[0], **given[1])
+        others = self.others((args, kwargs))
+        alike = all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
+        if not (isinstance(out, Tensor) and layout.fits(out, self.samples) and alike and out.ndim == (read.ndim or out.ndim)):
+            return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
+        needs = name in OPERATIONS or name not in ELEMENTWISE or name == "mul"
+
+        def keep(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return self.values[id(x)] if id(x) in self.values else x.detach() if needs else None
+
+        kept, named = tree_map(keep, (args, kwargs))
+        way = ByOperation(name, func, kept, named, read)
+        operands = [x.detach() for x in others] if needs else []
+        return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off)
+
+
+class OpenReads:
+    """The modules that run with `Reads` on, or would, one inside the other."""
+
+    def __init__(self) -> None:
+        self.reads: Reads | None = None
+        self._calls: dict[str, int] = {}
+
+    def begin(self, reads: Reads | None) -> None:
+        """A forward begins, or checkpointing runs a part of one again."""
+        self.leave_all()
+        self.reads = reads
+
+    def enter(self, path: str, module: nn.Module, again: bool) -> None:
+        """A module begins.  again: whether checkpointing runs it once more"""
+        if self.reads is not None:
+            number = self._calls[path] = self._calls.get(path, -1) + 1
+            self.reads.running.append(Running(Frame(path, Plan.AGAIN if again else number), module))
+            self._switch()
+
+    def leave(self, path: str) -> None:
+        """A module has ended, or failed."""
+        reads = self.reads
+        if reads is not None and any(running.frame.path == path for running in reads.running):
+            while reads.running.pop().frame.path != path:
+                pass
+            self._switch()
+
+    def leave_all(self) -> None:
+        if self.reads is not None:
+            self.reads.running.clear()
+            leave(self.reads)
+        self.reads, self._calls = None, {}
+
+    def _switch(self) -> None:
+        """Has the mode on in the code of the modules that the plan knows, and off in others."""
+        reads = self.reads
+        assert reads is not None
+        on = bool(reads.running) and reads.running[-1].frame.path in reads.plan.reading.calls
+        top = torch._C._len_torch_function_stack() - 1
+        is_top = top >= 0 and torch._C._get_function_stack_at(top) is reads
+        if not on and is_top:
+            torch._C._pop_torch_function_stack()
+        elif on and not is_top and not _is_there(reads):
+            torch._C._push_on_torch_function_stack(reads)
+        reads.is_paused = not on  # where a mode of the user's stands before it
+
+
+def _is_there(mode: TorchFunctionMode) -> bool:
+    return any(torch._C._get_function_stack_at(n) is mode for n in range(torch._C._len_torch_function_stack()))
+
+
+def children_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The modules by path that a module's own code may call: its children, through containers that are never called."""
+    found = {}
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        found[inner] = child
+        if type(child).forward is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= children_of(inner, child)
+    return found

@@ -1,0 +1,153 @@
+"""Follows parameters through torch's functions, as Python calls them: what comes of parameters alone, and where the batch is
+met."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from autograd_hacks.probe.tracker import Frame
+from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
+
+V = TypeVar("V")
+
+BROADCASTING = frozenset(
+    "where div maximum minimum pow addcmul addcdiv lerp hypot atan2 logaddexp masked_fill cat concat mul_ add_ sub_ div_ "
+    "true_divide clamp".split()
+)
+"""Functions that put tensors of unequal shapes beside each other, the last axis of one by the last of the other."""
+
+BATCHED = frozenset("matmul bmm baddbmm scaled_dot_product_attention".split())
+"""The same but for the last two axes, where no tensor is but a matrix."""
+
+QUIET = frozenset(
+    "size dim numel __len__ __format__ __repr__ is_floating_point is_complex stride element_size data_ptr detach __bool__ item "
+    "tolist requires_grad_ is_contiguous get_device type __hash__ storage_offset __set__ untyped_storage".split()
+)
+"""Functions through which no gradient comes."""
+
+_OTHERS = {torch.embedding, torch.batch_norm, torch.instance_norm, torch.embedding_bag}
+"""They take what functions of the same name in torch.nn.functional do in another order."""
+
+
+_CONSTANT = {torch.Tensor.data, torch.Tensor.grad}
+
+
+class Key(NamedTuple):
+    """A call of a function of torch: in which call of which module, and how many of the same name came before there."""
+
+    frame: Frame
+    function: str
+    number: int
+
+
+def name_of(function: Any) -> str:
+    name = getattr(function, "__name__", "?")
+    return f"torch.{name}" if function in _OTHERS else name
+
+
+def is_constant(getter: Any) -> bool:
+    """Whether a property of a tensor leads no gradient to it."""
+    return getattr(getter, "__self__", None) in _CONSTANT
+
+
+def aligned(shape: Iterable[int], ndim: int) -> tuple[int, ...]:
+    """A shape with as many axes as another, the new ones in front."""
+    shape = tuple(shape)
+    return (*[1] * (ndim - len(shape)), *shape)
+
+
+def broadcasts(name: str, ndim: int, axis: int, values: Iterable[int]) -> bool:
+    """Whether a function gives each sample its own, if its values get one for each.
+
+    ndim: of its output    axis: of the samples there    values: how many axes each value has
+    """
+    if name in BATCHED:
+        return axis < ndim - 2 and all(rank > 2 for rank in values)
+    return name in BROADCASTING or name in ELEMENTWISE
+
+
+@cache
+def opened(function: Any) -> Callable[..., Any] | None:
+    """A function of torch that is Python code, in which those that it calls are seen one by one; None for others.
+
+    It is the same code in a namespace in which torch doesn't ask, once more, who would like to see the function itself.
+    """
+    if type(function) is not FunctionType or function.__module__ != F.__name__ or name_of(function) in OPERATIONS:
+        return None
+    asked = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
+    space = {**vars(F), **dict.fromkeys(asked, lambda *_: False)}
+    made = FunctionType(function.__code__, space, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made if asked else None
+
+
+class Following(TorchFunctionMode, Generic[V]):
+    """Sees the functions of torch that are given parameters, or what follows from them.
+
+    Tensors are known by their identity; who follows them keeps them alive.
+    """
+
+    def __init__(self, parameters: Mapping[int, V]) -> None:
+        super().__init__()
+        self.values: dict[int, V] = dict(parameters)  # by the id of a tensor
+        self.held: list[Tensor] = []  # those tensors
+        self.counts: dict[tuple[Frame, str], int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = self.values
+        for x in args:
+            if id(x) in values:
+                return self.see(func, args, kwargs or {})
+            if type(x) is list or type(x) is tuple:
+                for y in x:
+                    if id(y) in values:
+                        return self.see(func, args, kwargs or {})
+        if not kwargs:
+            return func(*args)
+        for x in kwargs.values():
+            if id(x) in values:
+                return self.see(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @abstractmethod
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function that is given a value, and returns what it returns."""
+
+    def count(self, frame: Frame, name: str) -> Key:
+        number = self.counts[frame, name] = self.counts.get((frame, name), -1) + 1
+        return Key(frame, name, number)
+
+    def know(self, tensor: Tensor, value: V) -> None:
+        self.values[id(tensor)] = value
+        self.held.append(tensor)
+
+    def known(self, tree: Any) -> list[Tensor]:
+        """The tensors of a tree that follow from parameters alone."""
+        return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) in self.values]
+
+    def others(self, tree: Any) -> list[Tensor]:
+        """Its other tensors."""
+        return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) not in self.values]
+
+
+def grown(name: str, before: Iterable[int], after: torch.Size, samples: int) -> int | None:
+    """The axis that a value has got N entries on, in a function without a batch; None where there is none.
+
+    before, after: the value's shape, and its output's
+    """
+    if name not in ELEMENTWISE and name not in BROADCASTING:
+        return None
+    sizes = aligned(before, len(after))
+    return next((n for n, size in enumerate(after) if size == samples != 1 and sizes[n] == 1), None)
+
+

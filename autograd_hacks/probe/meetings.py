@@ -1,0 +1,215 @@
+"""What the traces of a model show of the operations at which parameters meet the batch: where the samples are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autograd_hacks.probe.functions import QUIET, Following, Key, grown, name_of, opened
+from autograd_hacks.probe.guard import comparable
+from autograd_hacks.probe.layout import Fits
+from autograd_hacks.probe.tracker import Frame, Stack, Tracker
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor that follows from parameters alone."""
+
+    names: frozenset[str]
+    grew: tuple[Key, ...] = ()  # the calls on its way that have given it an axis of N entries
+    saving: object = None  # what packed the tensors that autograd saves, as it was made
+
+
+@dataclass(frozen=True)
+class Met:
+    """A call of a function in the batch's own trace that was given something which follows from parameters."""
+
+    meets: bool  # whether it met the batch; else it makes something new that follows from parameters alone
+    stack: Stack
+    names: frozenset[str] = frozenset()
+    values: Sequence[tuple[torch.Size, tuple[Key, ...]]] = ()  # the shape of each value, and where it has grown
+    operands: Sequence[Fits | None] = ()  # the other tensors; None where one doesn't follow from the batch
+    output: Fits | None = None
+    routed: bool = False  # whether the rows were chosen by their values
+    rounds: bool = False
+    axis: int | None = None  # where it makes an axis of samples itself
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Which parameters a trace follows through torch's functions."""
+
+    names: frozenset[str] = frozenset()
+    forced: frozenset[Key] = frozenset()  # calls without a batch that are taken for meetings, since they make an axis for it
+    unruled: frozenset[str] = frozenset()  # the layers by path whose rules can't tell the samples apart
+
+@dataclass
+class Meetings:
+    """What all traces have shown of these calls."""
+
+    follow: Follow
+    wanted: Mapping[str, Tensor]  # the parameters that are followed, by name
+    calls: dict[Key, Met] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)  # parameters that were used where no function of torch is seen: why
+
+
+def _saving() -> object:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else id(hooks[0])
+
+
+class Watch(Following[Known]):
+    """Watches the batch's own trace.
+
+    by_rule: whether a rule covers the parameter of a name where the module at a path reads it
+    """
+
+    def __init__(self, found: Meetings, tracker: Tracker, samples: int, by_rule: Callable[[str, str], bool]) -> None:
+        super().__init__({id(p): Known(frozenset([name])) for name, p in found.wanted.items()})
+        self.found, self.tracker, self.samples, self.by_rule = found, tracker, samples, by_rule
+        self.savings: dict[Frame, object] = {}
+        self.is_seeing = False
+        tracker.unseen = self.note_unseen
+
+    def note_unseen(self, name: str) -> None:
+        """Hears of a parameter that has met the batch."""
+        if not self.is_seeing:  # in an operation that no function of torch was seen to run
+            self._lose([name], "it is used inside compiled code, or in an autograd.Function")
+
+    def _lose(self, names: Collection[str], why: str) -> None:
+        for name in names:
+            self.found.lost.setdefault(name, why)
+
+    def begin(self, frame: Frame) -> None:
+        """Hears of a call that begins."""
+        self.savings[frame] = _saving()
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name in QUIET:
+            return self._call(func, args, kwargs)
+        if (inner := opened(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        held, others = self.known((args, kwargs)), self.others((args, kwargs))
+        values = [self.values[id(x)] for x in held]
+        names = frozenset().union(*(value.names for value in values))
+        if name == "__get__":
+            out = self._call(func, args, kwargs)
+            if isinstance(out, Tensor) and out.requires_grad and id(out) not in self.values:
+                self.know(out, Known(names, values[0].grew, _saving()))
+            return out
+        facts = [self.tracker.facts(x) for x in others]
+        follows = [fact.from_batch for fact in facts]
+        frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
+        picks = name == "__getitem__" and args[0] is held[0] and all(x.numel() == 1 for x in others)
+        meets = any(follows) and not picks
+        key = self.count(frame, name)
+        if meets and all(self.by_rule(frame.path, n) for n in names):
+            return func(*args, **kwargs)
+        kept = [self.tracker.keep(x) for x in others] if meets else []
+        out = self._call(func, args, kwargs)
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+        if self._is_lost(name, meets, out, outs, names, values):
+            return out
+        if not any(x.requires_grad for x in outs):
+            return out
+        self._lose([n for fact in facts for n in fact.sources], "something that was made of it is used past torch's functions")
+        shapes = [(x.shape, value.grew) for x, value in zip(held, values)]
+        if meets:
+            fits = [Fits(x, self.samples) if own else None for x, own in zip(kept, follows)]
+            routed, rounds = any(fact.routed for fact in facts), self.tracker.facts(outs[0]).rounds
+            seen = Fits(self.tracker.keep(outs[0]), self.samples)
+            self.found.calls[key] = Met(True, self.tracker.stack, names, shapes, fits, seen, routed, rounds)
+            return out
+        axis = grown(name, held[0].shape, outs[0].shape, self.samples) if len(outs) == 1 else None
+        if axis is None and name == "embedding" and others and self.samples != 1:  # an index that was expanded
+            axis = next((n for n, size in enumerate(others[0].shape[:1]) if size == self.samples), None)
+        self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, axis=axis)
+        if key in self.found.follow.forced and axis is not None:
+            copy = outs[0].clone()
+            self.tracker.mark(copy)
+            return copy
+        grew = tuple(dict.fromkeys(k for value in values for k in value.grew))
+        for x in outs:
+            if id(x) not in self.values:
+                self.know(x, Known(names, grew if axis is None else (*grew, key), _saving()))
+        return out
+
+    def _is_lost(
+        self, name: str, meets: bool, out: Any, outs: list[Tensor], names: frozenset[str], values: list[Known]
+    ) -> bool:
+        """Whether what a call does can't be followed, or needn't."""
+        writes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        if writes and not meets and torch.is_grad_enabled():
+            self._lose(names, f"it is written into a tensor ({name})")
+        elif meets and not torch.is_grad_enabled():
+            self._lose(names, "it is used under no_grad, as in an autograd.Function")
+        elif writes and meets and not outs:
+            self._lose(names, f"it is written into a tensor ({name})")
+        elif meets and len(outs) > 1:
+            self._lose(names, f"{name} returns several tensors")
+        elif meets and any(saving != _saving() for saving in self._savings(values)):
+            self._lose(names, "checkpointing runs a part of the module that reads it")
+        else:
+            return False
+        return True
+
+    def _savings(self, values: list[Known]) -> list[object]:
+        frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
+        derived = [value.saving for value in values if value.saving is not None]
+        return [self.savings.get(frame, _saving()), *derived]
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_seeing = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_seeing = False
+
+
+class Repeat(Following[None]):
+    """Watches another trace, with samples replaced.
+
+    frame: tells the call that runs    show: is shown what is known of a tensor of the batch's own trace, and what it is here
+    """
+
+    def __init__(self, found: Meetings, frame: Callable[[], Frame], show: Callable[[Fits, Tensor], None]) -> None:
+        super().__init__(dict.fromkeys(map(id, found.wanted.values())))
+        self.found, self.frame, self.show = found, frame, show
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name in QUIET:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and out.requires_grad:
+                self.know(out, None)
+            return out
+        if (inner := opened(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        others, key = self.others((args, kwargs)), self.count(self.frame(), name)
+        met = self.found.calls.get(key)
+        writes = met is not None and met.meets and name.endswith("_")
+        before = [x.detach().clone() for x in others] if writes else others
+        out = func(*args, **kwargs)
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+        if met is None or not outs:
+            return out
+        if not met.meets:
+            for x in () if key in self.found.follow.forced else outs:
+                self.know(x, None)
+            return out
+        if met.output is not None and len(before) == len(met.operands):
+            for fits, x in zip(met.operands, before):
+                if fits is not None:
+                    self.show(fits, comparable(x))
+            self.show(met.output, comparable(outs[0]))
+        return out

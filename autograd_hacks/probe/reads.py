@@ -1,0 +1,105 @@
+"""From what the traces show of meetings to how each is read in the forwards that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.functions import BATCHED, BROADCASTING, ELEMENTWISE, OPERATIONS, Key, broadcasts
+from autograd_hacks.probe.layout import Fits, Layout, Layouts, only_by_sizes
+from autograd_hacks.probe.meetings import Met
+from autograd_hacks.probe.plan import EXPANDED, RECORDED, VALUE, VMAPPED, Read, Reading
+
+
+class ReadDecision:
+    """How the meetings of traces are to be read.
+
+    reading: for the parameters all of whose meetings can be    lost: why others' can't, by name
+    conflicts: calls that make an axis for the samples of something that follows from parameters alone, and must be read there
+    """
+
+    def __init__(self, comparison: Comparison, others: Sequence[Comparison]) -> None:
+        self.comparison, self.all_of = comparison, [comparison, *others]
+        meetings = comparison.whole.meetings
+        self.lost, self.conflicts = dict(meetings.lost), set[Key]()
+        calls = {key: read for key, met in meetings.calls.items() if (read := self._read(key, met)) is not None}
+        names = frozenset(meetings.wanted.keys() & comparison.whole.tracker.uses) - self.lost.keys()
+        kept = {key: read for key, read in calls.items() if meetings.calls[key].names & names}
+        found: dict[str, dict[int, dict[tuple[str, int], Read]]] = {}
+        for key, read in kept.items():
+            found.setdefault(key.frame.path, {}).setdefault(key.frame.call, {})[key.function, key.number] = read
+        self.reading = Reading(names if kept else frozenset(), found)
+
+    def _read(self, key: Key, met: Met) -> Read | None:
+        name = key.function
+        if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.axis is not None:
+            return Read(RECORDED, Layout(met.axis), met.names)
+        if not met.meets:
+            return Read(VALUE, None, met.names)
+        assert met.output is not None
+        ndim, shapes = met.output.real.ndim, [shape for shape, _ in met.values]
+        layout, operands = self._place(key, met)
+        if layout is None:
+            return self._lose(met, f"the samples have no place of their own where it is read ({name} in {key.frame.path!r})")
+        if not broadcasts(name, ndim, layout.axis, map(len, shapes)):
+            kind = RECORDED if name in OPERATIONS else VMAPPED
+        else:
+            kind = RECORDED if name in ELEMENTWISE else EXPANDED
+            for shape, grew in met.values:
+                at = layout.axis - (ndim - len(shape))
+                if at >= 0 and shape[at] != 1:
+                    if not grew or grew[-1] in self.comparison.whole.meetings.follow.forced:
+                        return self._lose(met, f"it has entries along the samples' axis ({name} in {key.frame.path!r})")
+                    self.conflicts.add(grew[-1])
+        if kind == VMAPPED and any(fits is not None and at is None for fits, at in zip(met.operands, operands)):
+            return self._lose(met, f"the samples can't be told apart in all that {name} is given in {key.frame.path!r}")
+        return Read(kind, layout, met.names, operands, ndim, tuple([0 if f is None else f.real.ndim for f in met.operands]))
+
+    def _lose(self, met: Met, why: str) -> None:
+        for name in met.names:
+            self.lost.setdefault(name, why)
+
+    def _place(self, key: Key, met: Met) -> tuple[Layout | None, Layouts]:
+        """Where the samples are in a meeting's output, and in the other tensors that it is given: all must agree."""
+        every = [c.whole.meetings.calls.get(key) for c in self.all_of]
+        seen = [(c, other) for c, other in zip(self.all_of, every) if other is not None and other.output is not None]
+        if met.output is None or met.output.seen < self.comparison.traces:
+            return None, ()
+        real, samples = met.output.real, self.comparison.samples
+        fitting = _common([(other.output, met.rounds) for _, other in seen])
+        is_placed = key.function in (OPERATIONS.keys() | ELEMENTWISE.keys() | BROADCASTING | BATCHED)
+        own: list[list[Layout]] = []
+        for n, operand in enumerate(met.operands):
+            if operand is None or not operand.real.ndim:
+                own.append([])
+                continue
+            found = _common([(other.operands[n], met.rounds) for _, other in seen if n < len(other.operands)])
+            own.append(found)
+            if is_placed and operand.real.ndim == real.ndim:
+                fitting = [at for at in fitting if at in found]
+            elif not found:
+                return None, ()
+        fitting = [at for at in fitting if self._is_trusted(met, at, real.ndim)]
+        if len(fitting) > 1 and samples > 1 and not self.comparison.is_unproven:
+            by_size = only_by_sizes(real.shape, samples, range(real.ndim))
+            fitting = [by_size] if by_size in fitting else []
+        if not fitting:
+            return None, ()
+        return fitting[0], tuple([_chosen(found, fitting[0]) for found in own])
+
+    def _is_trusted(self, met: Met, layout: Layout, ndim: int) -> bool:
+        """As for the outputs of calls: see `Comparison`."""
+        if met.routed and (layout.fold or ndim < 3):
+            return False
+        counting = self.comparison.whole.tracker.counting
+        return not layout.fold or not any(frame in counting for frame in met.stack)
+
+
+def _common(found: Iterable[tuple[Fits | None, bool]]) -> list[Layout]:
+    """The layouts that all comparisons allow."""
+    lists = [fits.layouts(range(fits.real.ndim), not rounds)[0] for fits, rounds in found if fits is not None]
+    return [at for at in lists[0] if all(at in other for other in lists[1:])] if lists else []
+
+
+def _chosen(found: Sequence[Layout], layout: Layout) -> Layout | None:
+    return layout if layout in found else found[0] if len(found) == 1 else None
