@@ -14,39 +14,39 @@ from autograd_hacks.forms.positions import OneHot
 class Lookup(Paired):
     """Row n of J has g[n, t] added at the table's row index[n, t], over T positions: a one-hot left factor.
 
-    index: (N, T) integers in [0, entries)    g: (N, T, D)    The parameter's shape is (entries, D).
+    index: (N, T) integers in [0, entries)    g: (N, T, D)
+    shape: the parameter's, any view of (entries, D), which it is unless told
     """
 
     cuts_well, varies, smallest = True, (0,), 0
 
-    def __init__(self, index: Tensor, g: Tensor, entries: int) -> None:
-        self.index, self.g, self.entries = index, g, entries
-        self.samples, self.shape = len(index), torch.Size((entries, g.shape[2]))
+    def __init__(self, index: Tensor, g: Tensor, entries: int, shape: torch.Size | None = None) -> None:
+        self.index, self.g, self.entries, self.samples = index, g, entries, len(index)
+        self.shape = torch.Size((entries, g.shape[2])) if shape is None else shape
         self.pair, self.held = (OneHot(index, entries), g), (g, index)
 
     def _of(self, *held: Tensor) -> Lookup:
         g, index = held
-        return Lookup(index, g, self.entries)
+        return Lookup(index, g, self.entries, self.shape)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         values, _ = self._times(factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
-        rows.view(self.samples * self.entries, self.shape[1]).index_add_(0, self._slots(), values.flatten(0, 1))
+        rows.view(self.samples * self.entries, self.g.shape[2]).index_add_(0, self._slots(), values.flatten(0, 1))
         return rows
 
     def block(self, rows: slice) -> Form:
         first, last, _ = rows.indices(self.entries)
         inside = (self.index >= first) & (self.index < last)
-        return Lookup(
-            torch.where(inside, self.index - first, 0), self.g.masked_fill(~inside[..., None], 0), max(0, last - first)
-        )
+        index, entries = torch.where(inside, self.index - first, 0), max(0, last - first)
+        return Lookup(index, self.g.masked_fill(~inside[..., None], 0), entries, torch.Size((entries, *self.shape[1:])))
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             for samples, part in self.chunks(budget, self.held_size()):
                 values, _ = part._times(weights[samples].to(total.dtype))
-                each.index_add_(0, part.index.flatten(), values.flatten(0, 1))
+                each.view(self.entries, self.g.shape[2]).index_add_(0, part.index.flatten(), values.flatten(0, 1))
         return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
@@ -56,7 +56,9 @@ class Lookup(Paired):
         for samples, part in self.chunks(budget, 3 * self.held_size()):
             slots, touched = part._touched()
             weights = w[samples][slots // self.entries].to(total.dtype)
-            total.index_add_(0, slots % self.entries, touched.abs().square() * weights[:, None])
+            total.view(self.entries, touched.shape[1]).index_add_(
+                0, slots % self.entries, touched.abs().square() * weights[:, None]
+            )
         return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
@@ -71,7 +73,7 @@ class Lookup(Paired):
         return torch.cat(found)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
-        return v[self.index]
+        return v.reshape(self.entries, self.g.shape[2])[self.index]
 
     def _slots(self) -> Tensor:
         """Where each (sample, position) lands in N tables laid end to end."""
@@ -81,4 +83,4 @@ class Lookup(Paired):
     def _touched(self) -> tuple[Tensor, Tensor]:
         """The slots that were read, and what is there; positions that read the same entry are added up."""
         slots, place = self._slots().unique(return_inverse=True)
-        return slots, self.g.new_zeros(len(slots), self.shape[1]).index_add(0, place, self.g.flatten(0, 1))
+        return slots, self.g.new_zeros(len(slots), self.g.shape[2]).index_add(0, place, self.g.flatten(0, 1))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
-from einops import rearrange
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
@@ -18,17 +17,23 @@ from autograd_hacks.rules.rule import single_input
 def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
     needs_batch(index, at_least=1, layout="(N, ...)")
-    _refuse_scale_by_freq(layer)
-    index, g = rearrange(index.long(), "n ... -> n (...)"), rearrange(g, "n ... d -> n (...) d")
-    if layer.padding_idx is not None:
-        g = g.masked_fill((index == layer.padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
-    return {"weight": Lookup(index, g, layer.num_embeddings)}
+    refuse_scaling_by_frequency(layer.scale_grad_by_freq)
+    return {"weight": lookup(index, g, layer.weight.shape, layer.padding_idx)}
+
+
+def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:
+    """index: N *T    g: N *T *D    shape: the table's, K *D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
+    rows = index.reshape(len(index), index.shape[1:].numel()).long()
+    g = g.reshape(*rows.shape, shape[1:].numel())
+    if padding_idx is not None:
+        g = g.masked_fill((rows == padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
+    return Lookup(rows, g, shape[0], shape)
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     """N bags    g: N D.  Each entry of a bag gets the bag's g: for 'sum' times its weight, for 'mean' divided by the number
     of entries, for 'max' only in the features where it is the largest."""
-    _refuse_scale_by_freq(layer)
+    refuse_scaling_by_frequency(layer.scale_grad_by_freq)
     index, offsets, g = call.argument(0, "input"), call.argument(1, "offsets"), call.grad
     weights = call.argument(2, "per_sample_weights")
     if index.ndim == 2:
@@ -59,8 +64,8 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
     return Lookup(entries.long(), g.diag_embed(), layer.num_embeddings)
 
 
-def _refuse_scale_by_freq(layer: nn.Embedding | nn.EmbeddingBag) -> None:
-    if layer.scale_grad_by_freq:
+def refuse_scaling_by_frequency(scale_grad_by_freq: bool) -> None:
+    if scale_grad_by_freq:
         raise SamplesMixed(
             "divides gradients by how often the whole batch reads an entry (scale_grad_by_freq), so that a sample's "
             "gradient depends on the others. Build it with scale_grad_by_freq=False."

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Dense, Form
+from autograd_hacks.forms import Form
 from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.rules.linear import added
 from autograd_hacks.rules.rule import single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
@@ -64,13 +65,12 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
 
 
 def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
-    """Forms for a weight and a bias.  They lie on the `last` axes of x, or on axis 1, the channels, where `last` is None."""
+    forms = {"weight": scaled(xhat, g, last)}
+    return forms if getattr(layer, "bias", None) is None else forms | {"bias": added(g, last)}
 
-    def sum_positions(values: Tensor) -> Tensor:
-        shared = range(1, values.ndim - last) if last else range(2, values.ndim)
-        return values.sum(tuple(shared)) if len(shared) else values
 
+def scaled(xhat: Tensor, g: Tensor, last: int | None = None) -> Form:
+    """What multiplies x̂, which is overwritten.  It lies on the `last` axes of x̂, or on axis 1, the channels, where `last` is
+    None."""
     # In place where it can be: nobody else holds x̂, and new memory costs more.
-    products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
-    forms: dict[str, Form] = {"weight": Dense(sum_positions(products))}
-    return forms if getattr(layer, "bias", None) is None else forms | {"bias": Dense(sum_positions(g))}
+    return added(g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g), last)

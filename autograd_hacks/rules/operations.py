@@ -1,0 +1,198 @@
+"""What J each torch function has where a value of parameters meets the batch: the layers' formulas, by function."""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.forms import Form
+from autograd_hacks.rules.conv import convolution, transposed_convolution
+from autograd_hacks.rules.embedding import lookup, refuse_scaling_by_frequency
+from autograd_hacks.rules.linear import added, product, product_of_three, slopes
+from autograd_hacks.rules.norm import scaled
+
+Makers = Mapping[str, Callable[[], Any]]
+Formula = Callable[..., Mapping[int | str, Any] | None]
+"""``formula(wanted, g, *args, **kwargs)``: what each wanted argument has, or None for a call that isn't covered.
+
+wanted: positions, or names, of arguments that are values of parameters    g: N ..., the gradient at the output
+args, kwargs: as the function was called, but tensors of the batch have the samples first
+"""
+
+
+def _by_argument(
+    makers_for: Callable[..., Makers], fit: Callable[[Any, Tensor, Tensor], Any], like: Callable[..., Any] | None = None
+) -> Formula:
+    """makers_for(g, ...): what makes each argument's, under the names of the function, which is `like` where that is given.
+
+    fit(made, argument, g): the same, or None where it isn't the argument's
+    """
+    parameters = signature(like or makers_for)
+    names = list(parameters.parameters)[0 if like else 1 :]
+
+    def formula(wanted: Collection[int | str], g: Tensor, *args: Any, **kwargs: Any) -> Mapping[int | str, Any] | None:
+        try:
+            given = parameters.bind(*(() if like else (g,)), *args, **kwargs)
+        except TypeError:  # another function of this name, such as torch.batch_norm beside F.batch_norm
+            return None
+        makers = makers_for(g, **given.arguments) if like else makers_for(*given.args, **given.kwargs)
+        asked = {w: names[w] if isinstance(w, int) else w for w in wanted}
+        found = {w: fit(makers[name](), given.arguments[name], g) for w, name in asked.items() if name in makers}
+        return found if len(found) == len(asked) and all(made is not None for made in found.values()) else None
+
+    return formula
+
+
+def _fitting_form(form: Form | None, argument: Tensor, g: Tensor) -> Form | None:
+    return form if form is not None and (form.samples, *form.shape) == (len(g), *argument.shape) else None
+
+
+def _fitting_term(term: Tensor | None, argument: Tensor, g: Tensor) -> Tensor | None:
+    return term.real if term is not None and term.is_complex() and not argument.is_complex() else term
+
+
+def _map(x: Tensor, g: Tensor, value: Tensor, transposed: bool = False) -> Form | None:
+    """x: N *T I    value: I, or O I, or I O where it is transposed    g: N *T, or N *T O"""
+    outputs = value.shape[1:] if transposed or value.ndim < 2 else value.shape[:1]
+    if value.ndim > 2 or g.shape != (*x.shape[:-1], *outputs):
+        return None
+    if value.ndim == 1:
+        return product(x.conj(), g[..., None], value.shape)
+    return product(x.conj(), g) if transposed else product(g, x.conj())
+
+
+def _matmul(g: Tensor, a: Tensor, b: Tensor, names: tuple[str, str] = ("input", "other")) -> Makers:
+    """a: N *T I beside a value b, I or I O; or a value, I or O I, beside b, N I or N *T I K"""
+    x, at = (b.mT, g.mT if a.ndim > 1 else g) if b.ndim > 2 else (b, g)
+    return {names[0]: lambda: _map(x, at, a), names[1]: lambda: _map(a, g, b, transposed=True)}
+
+
+def _rows(g: Tensor, table: Tensor, index: Any, padding_idx: int | None = None) -> Form | None:
+    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    is_index = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+    if not is_index or g.shape != (*index.shape, *table.shape[1:]):
+        return None
+    return lookup(index % len(table), g, table.shape, padding_idx if padding_idx is None else padding_idx % len(table))
+
+
+def _embedding(g: Tensor, input: Any, weight: Tensor, padding_idx: int | None = None, **given: Any) -> Makers:
+    refuse_scaling_by_frequency(given.get("scale_grad_by_freq", False))
+    return {"weight": lambda: _rows(g, weight, input, padding_idx)}
+
+
+def _norm(function: Callable[..., Tensor], g: Tensor, **given: Any) -> Makers:
+    """x̂ is what the function returns without its weight and bias."""
+    if given.get("training"):
+        raise SamplesMixed(
+            "normalises with statistics of the batch (training=True), so that its samples have no gradients of their own. "
+            "Give it training=False, or use group_norm."
+        )
+    left_out = {"weight", "bias"}
+    if function is F.instance_norm and given.get("use_input_stats", True):
+        left_out |= {"running_mean", "running_var"}  # which it would overwrite
+    last = len(given["normalized_shape"]) if "normalized_shape" in given else None
+    without = {name: value for name, value in given.items() if name not in left_out}
+    return {"weight": lambda: scaled(function(**without), g, last), "bias": lambda: added(g, last)}
+
+
+def _conv(
+    formula: Any,
+    g: Any,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Makers:
+    def each(setting: Any) -> Any:
+        """A word as it is, and a number for each spatial axis"""
+        setting = (setting,) if isinstance(setting, int) else setting
+        return setting if len(setting) > 1 else (*setting,) * (weight.ndim - 2)
+
+    settings = each(stride), each(padding), each(dilation), groups
+    makers = {"weight": lambda: formula(input.conj(), g, weight.shape, *settings), "bias": lambda: added(g)}
+    return makers if input.ndim == weight.ndim else {}
+
+
+def _conv_transpose(
+    g: Any,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Makers:
+    return _conv(transposed_convolution, g, input, weight, bias, stride, padding, dilation, groups)
+
+
+def _scaled_by(g: Tensor, number: complex) -> Tensor:
+    return g if number == 1 else g * number.conjugate()
+
+
+def _times(g: Tensor, factor: Any) -> Tensor | None:
+    """None for a tensor of fewer axes than g: its samples' axis is elsewhere."""
+    return None if isinstance(factor, Tensor) and factor.ndim != g.ndim else g * factor.conj()
+
+
+def _sum(g: Tensor, one: complex, other: complex) -> Makers:
+    return {"input": lambda: _scaled_by(g, one), "other": lambda: _scaled_by(g, other)}
+
+
+def _repeat(g: Tensor, input: Tensor, *repeats: Any) -> Makers:
+    times = repeats if isinstance(repeats[0], int) else repeats[0]
+    return {"input": lambda: g} if all(1 in pair for pair in zip(input.shape[::-1], times[::-1])) else {}
+
+
+_MAKERS: dict[str, Any] = {
+    "linear": lambda g, input, weight, bias=None: {"weight": lambda: _map(input, g, weight), "bias": lambda: added(g, 1)},
+    "matmul": lambda g, input, other: _matmul(g, input, other),
+    "mm": lambda g, input, mat2: _matmul(g, input, mat2, ("input", "mat2")),
+    "mv": lambda g, input, vec: _matmul(g, input, vec, ("input", "vec")),
+    "addmm": lambda g, input, mat1, mat2, *, beta=1, alpha=1: {
+        "input": lambda: added(_scaled_by(g, beta), 1),
+        **_matmul(_scaled_by(g, alpha), mat1, mat2, ("mat1", "mat2")),
+    },
+    "bilinear": lambda g, input1, input2, weight, bias=None: {
+        "weight": lambda: product_of_three(g, input1, input2),
+        "bias": lambda: added(g, 1),
+    },
+    "prelu": lambda g, input, weight: {"weight": lambda: slopes(input, g, weight.numel())},
+    "getitem": lambda g, input, index: {"input": lambda: _rows(g, input, index)},
+    "index_select": lambda g, input, dim, index: (
+        {"input": lambda: _rows(g, input, index)} if dim in (0, -input.ndim) else {}
+    ),
+    **{f"conv{n}d": partial(_conv, convolution) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
+}
+_NORMS = {f.__name__: f for f in (F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)}
+
+OPERATIONS: dict[str, Formula] = {
+    **{name: _by_argument(makers, _fitting_form) for name, makers in _MAKERS.items()},
+    **{name: _by_argument(partial(_norm, function), _fitting_form, function) for name, function in _NORMS.items()},
+    "embedding": _by_argument(_embedding, _fitting_form, F.embedding),
+}
+"""{a torch function's name, without underscores: its formula, of forms}"""
+
+BY_CHANNEL = {name for name in OPERATIONS if "conv" in name} | {"prelu", "group_norm", "batch_norm", "instance_norm"}
+"""Operations whose axis 1 is the channels: positions that were folded into axis 0 stay there, as samples of their own."""
+
+_TERMS: dict[str, Any] = {
+    "mul": lambda g, input, other: {"input": lambda: _times(g, other), "other": lambda: _times(g, input)},
+    "add": lambda g, input, other, *, alpha=1: _sum(g, 1, alpha),
+    "sub": lambda g, input, other, *, alpha=1: _sum(g, 1, -alpha),
+    "rsub": lambda g, input, other, *, alpha=1: _sum(g, -alpha, 1),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda g, input, *size, **named: {"input": lambda: g}),
+    "repeat": _repeat,
+}
+ELEMENTWISE: dict[str, Formula] = {name: _by_argument(makers, _fitting_term) for name, makers in _TERMS.items()}
+"""{a torch function's name: its formula, of tensors of g's shape, not yet summed over what was broadcast}"""

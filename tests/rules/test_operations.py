@@ -1,0 +1,170 @@
+"""Operations where a value of parameters meets the batch: each against one backward per sample, and against the layer's rule."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from torch import Tensor
+from torch.testing import assert_close
+
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.rules import Call, rule_for
+from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
+
+REAL, COMPLEX = torch.float64, torch.complex128
+
+
+@dataclass
+class Case:
+    """A function and how it is called: values of parameters at `wanted`, tensors of the batch at `batch`."""
+
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    wanted: tuple[int | str, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    #: positions and names of the batch's tensors, and the axis of the samples in each
+    batch: dict[int | str, int] = field(default_factory=lambda: {0: 0})
+    #: the samples' axis in the output
+    axis: int = 0
+
+    @property
+    def given(self) -> dict[int | str, Any]:
+        return {**dict(enumerate(self.args)), **self.kwargs}
+
+    def call(self, given: dict[int | str, Any]) -> Tensor:
+        positional = [given[k] for k in range(len(self.args))]
+        return self.function(*positional, **{k: given[k] for k in self.kwargs})
+
+    def rows(self) -> dict[int | str, Tensor]:
+        """One backward for each sample."""
+        rows: dict[int | str, list[Tensor]] = {w: [] for w in self.wanted}
+        samples = self.given[next(iter(self.batch))].shape[next(iter(self.batch.values()))]
+        for n in range(samples):
+            given = {w: v.clone().requires_grad_() if w in self.wanted else v for w, v in self.given.items()}
+            for place, axis in self.batch.items():
+                given[place] = given[place].narrow(axis, n, 1)
+            loss = squares(self.call(given).movedim(self.axis, 0)).sum()
+            for w, row in zip(rows, torch.autograd.grad(loss, [given[w] for w in rows])):
+                rows[w].append(row)
+        return {w: torch.stack(found) for w, found in rows.items()}
+
+    def gradient(self) -> Tensor:
+        out = self.call(self.given).requires_grad_()
+        (g,) = torch.autograd.grad(squares(out.movedim(self.axis, 0)).sum(), out)
+        return g.movedim(self.axis, 0)
+
+    def ask(self, wanted: tuple[int | str, ...]) -> Any:
+        given = self.given
+        for place, axis in self.batch.items():
+            given[place] = given[place].movedim(axis, 0)
+        table = OPERATIONS if self.name in OPERATIONS else ELEMENTWISE
+        args = [given[k] for k in range(len(self.args))]
+        return table[self.name](wanted, self.gradient(), *args, **{k: given[k] for k in self.kwargs})
+
+
+def r(*shape: int, dtype: torch.dtype = REAL) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def cases(n: int, dtype: torch.dtype) -> list[Case]:
+    def t(*shape: int) -> Tensor:
+        return r(*shape, dtype=dtype)
+
+    found = []
+    for lead in [(n,), (n, 4), (n, 2, 3)]:
+        found += [
+            Case("linear", F.linear, (t(*lead, 3), t(2, 3), t(2)), (1, 2)),
+            Case("linear", F.linear, (t(*lead, 3), t(2, 3)), ("bias",), {"bias": t(2)}),
+            Case("linear", F.linear, (), ("weight",), {"input": t(*lead, 3), "weight": t(2, 3)}, {"input": 0}),
+            Case("linear", F.linear, (t(*lead, 3), t(3)), (1,)),
+            Case("matmul", torch.matmul, (t(*lead, 3), t(3, 2)), (1,)),
+            Case("matmul", torch.matmul, (t(*lead, 3), t(3)), (1,)),
+            Case("matmul", torch.matmul, (t(*lead, 3),), ("other",), {"other": t(3, 2)}),
+            Case("matmul", torch.matmul, (t(2, 3), t(*lead, 3, 4)), (0,), batch={1: 0}),
+            Case("matmul", torch.matmul, (t(3), t(*lead, 3, 4)), (0,), batch={1: 0}),
+            Case("bilinear", F.bilinear, (t(*lead, 3), t(*lead, 2), t(4, 3, 2), t(4)), (2, 3), batch={0: 0, 1: 0}),
+            Case("mul", torch.mul, (t(*lead, 3), t(3)), (1,)),
+            Case("mul", torch.mul, (t(*[1] * (len(lead)), 3), t(*lead, 1)), (0,), batch={1: 0}),
+            Case("add", torch.add, (t(*lead, 3), t(3)), (1,), {"alpha": 2.5}),
+            Case("add", torch.add, (t(3), t(*lead, 3)), (0,), batch={1: 0}),
+            Case("sub", torch.sub, (t(*lead, 3), t(3)), (1,), {"alpha": 2}),
+            Case("sub", torch.sub, (t(3),), ("input",), {"other": t(*lead, 3)}, {"other": 0}),
+            Case("rsub", torch.rsub, (t(*lead, 3), t(3)), (1,), {"alpha": 2}),
+            Case("rsub", torch.rsub, (t(3), t(*lead, 3)), (0,), {"alpha": 2}, {1: 0}),
+        ]
+        index = torch.randint(5, lead)
+        for table in [t(5), t(5, 3), t(5, 2, 3)]:
+            found += [
+                Case("getitem", Tensor.__getitem__, (table, index), (0,), batch={1: 0}),
+                Case("getitem", Tensor.__getitem__, (table, index.int() - 5), (0,), batch={1: 0}),
+            ]
+        found += [
+            Case("embedding", F.embedding, (index, t(5, 3)), (1,)),
+            Case("embedding", F.embedding, (index, t(5, 3)), (1,), {"padding_idx": -2}),
+            Case("embedding", F.embedding, (index, t(5, 3), int(index.flatten()[0])), (1,)),
+            Case("embedding", F.embedding, (index,), ("weight",), {"weight": t(5, 3), "sparse": False}),
+        ]
+    found += [
+        Case("matmul", torch.matmul, (t(2, 3), t(3, n)), (0,), batch={1: 1}, axis=1),
+        Case("matmul", torch.matmul, (t(3), t(3, n)), (0,), batch={1: 1}),
+        Case("mm", torch.mm, (t(n, 3), t(3, 2)), (1,)),
+        Case("mm", torch.mm, (t(2, 3), t(3, n)), (0,), batch={1: 1}, axis=1),
+        Case("mv", torch.mv, (t(n, 3), t(3)), (1,)),
+        Case("addmm", torch.addmm, (t(2), t(n, 3), t(3, 2)), (0, 2), {"alpha": 2, "beta": 0.5}, {1: 0}),
+        Case("addmm", torch.addmm, (t(2), t(n, 3)), ("mat2",), {"mat2": t(3, 2)}, {1: 0}),
+        Case("index_select", torch.index_select, (t(5, 3), 0, torch.randint(5, (n,))), (0,), batch={2: 0}),
+        Case("index_select", torch.index_select, (t(5, 2, 3), -3, torch.randint(5, (n,))), (0,), batch={2: 0}),
+        Case("expand", Tensor.expand, (t(1, 3), n, -1), (0,), batch={1: 0}),
+        Case("broadcast_to", torch.broadcast_to, (t(3), (n, 2, 3)), (0,), batch={1: 0}),
+        Case("expand_as", Tensor.expand_as, (t(3), t(n, 2, 3)), (0,), batch={1: 0}),
+        Case("repeat", Tensor.repeat, (t(1, 3), n, 1), (0,), batch={1: 0}),
+        Case("repeat", Tensor.repeat, (t(2, 3), (n, 1, 1)), (0,), batch={1: 0}),
+    ]
+    convs: list[tuple[int, Any, Any]] = [(1, F.conv1d, F.conv_transpose1d), (2, F.conv2d, F.conv_transpose2d)]
+    for d, conv, transposed in [*convs, (3, F.conv3d, F.conv_transpose3d)]:
+        x, w, b = t(n, 4, *[5] * d), t(6, 2, *[2] * d), t(6)
+        found += [
+            Case(f"conv{d}d", conv, (x, w, b, 2, 1, 2, 2), (1, 2)),
+            Case(f"conv{d}d", conv, (x, w), (1,), {"padding": "same", "groups": 2}),
+            Case(f"conv{d}d", conv, (x, t(6, 4, *[1] * d)), (1, "bias"), {"padding": "valid", "bias": b, "stride": (1,)}),
+            Case(f"conv_transpose{d}d", transposed, (x, t(4, 3, *[2] * d), b, 2, 1, 1, 2, 1), (1, 2)),
+            Case(f"conv_transpose{d}d", transposed, (x, t(4, 3, *[2] * d)), (1,), {"dilation": (2,) * d}),
+        ]
+    if dtype == REAL:
+        found += norms(n)
+    return found
+
+
+def norms(n: int) -> list[Case]:
+    found = []
+    for lead in [(n,), (n, 4), (n, 2, 2)]:
+        x = r(*lead, 2, 3)
+        found += [
+            Case("layer_norm", F.layer_norm, (x, (2, 3), r(2, 3), r(2, 3)), (2, 3)),
+            Case("layer_norm", torch.layer_norm, (x, (3,)), ("weight",), {"weight": r(3), "eps": 0.1}),
+            Case("layer_norm", F.layer_norm, (x, [3]), ("bias",), {"bias": r(3)}),
+            Case("rms_norm", F.rms_norm, (x, (3,), r(3)), (2,), {"eps": 0.1}),
+            Case("rms_norm", F.rms_norm, (x, (2, 3)), ("weight",), {"weight": r(2, 3)}),
+        ]
+    for shape in [(n, 4), (n, 4, 5), (n, 4, 2, 3)]:
+        x, mean, var = r(*shape), r(4), r(4).exp()
+        found += [
+            Case("batch_norm", F.batch_norm, (x, mean, var, r(4), r(4)), (3, 4)),
+            Case("batch_norm", F.batch_norm, (x, mean, var), ("bias",), {"bias": r(4), "eps": 0.1}),
+            Case("prelu", F.prelu, (x, r(1)), (1,)),
+            Case("prelu", F.prelu, (x, r(4)), (1,)),
+        ]
+        if len(shape) > 2:
+            found += [
+                Case("group_norm", F.group_norm, (x, 2, r(4), r(4)), (2, 3)),
+                Case("group_norm", F.group_norm, (x, 2), ("weight",), {"weight": r(4), "eps": 0.1}),
+                Case("instance_norm", F.instance_norm, (x, None, None, r(4), r(4)), (3, 4)),
+                Case("instance_norm", F.instance_norm, (x, mean, var), ("weight",), {"weight": r(4), "use_input_stats": False}),
+            ]
+    return found
