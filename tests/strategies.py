@@ -1,6 +1,7 @@
 """Random layers with an input, and random forms.  Valid by construction: nothing is drawn to be thrown away."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -8,7 +9,22 @@ import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autograd_hacks.forms import Concatenation, Convolution, Dense, Form, Grouping, Lookup, Outer, Passes, Zero, add, put
+from autograd_hacks.forms import (
+    Chained,
+    Concatenation,
+    Convolution,
+    Dense,
+    Form,
+    Grouping,
+    Lookup,
+    Outer,
+    Passes,
+    Placed,
+    Zero,
+    add,
+    pull_along,
+    put,
+)
 from autograd_hacks.forms.factored import Factored
 
 small = st.integers(1, 3)
@@ -180,6 +196,9 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
         return Minimal(torch.randn(samples, dtype=torch.float64), torch.randn(shape, dtype=torch.float64))
     if kind == "zero":
         return Zero(samples, torch.Size(shape), torch.zeros(1, dtype=torch.float64))
+    if kind == "outer" and draw(st.booleans()):  # of a parameter that is seen as another matrix
+        g = torch.randn(samples, positions, prod(shape[:-1]), dtype=torch.float64)
+        return Outer(g, torch.randn(samples, positions, shape[-1], dtype=torch.float64), torch.Size(shape))
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
     if kind == "lookup":
@@ -198,7 +217,18 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
 @st.composite
 def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2) -> Form:
     """Any form, made of others up to `depth` times."""
-    kind = draw(st.sampled_from(["leaf", "sum", "grouping", "concatenation", "passes"])) if depth else "leaf"
+    kinds = ["leaf", "sum", "grouping", "concatenation", "passes", "placed", "chained"]
+    kind = draw(st.sampled_from(kinds)) if depth else "leaf"
+    if kind == "placed":
+        ends = sorted(draw(st.sets(st.integers(0, shape[0]), min_size=2, max_size=4)))
+        slices = draw(st.sets(st.sampled_from(list(pairwise(ends))), min_size=1))
+        entries = {(a, b): draw(forms(samples, (b - a, *shape[1:]), depth - 1)) for a, b in sorted(slices)}
+        return Placed(entries, torch.Size(shape))
+    if kind == "chained":
+        theta = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        v = torch.cat([theta.sin(), theta.square()])
+        form = draw(forms(samples, tuple(v.shape), depth - 1))
+        return Chained(form, pull_along(v, theta), theta.shape, theta)
     if kind == "sum":
         return add([draw(forms(samples, shape, depth - 1)), draw(forms(samples, shape, depth - 1))])
     if kind == "grouping" and samples:

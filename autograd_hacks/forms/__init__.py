@@ -4,11 +4,13 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
+from autograd_hacks.forms.chained import Chained, pull_along
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
+from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
 from autograd_hacks.forms.rows import Concatenation, Grouping, group
@@ -16,6 +18,7 @@ from autograd_hacks.forms.sums import Scaled, Sum, add, magnitudes, scale
 
 __all__ = [
     "BUDGET",
+    "Chained",
     "Concatenation",
     "Convolution",
     "Dense",
@@ -24,6 +27,7 @@ __all__ = [
     "Lookup",
     "Outer",
     "Passes",
+    "Placed",
     "RandomMap",
     "Replay",
     "Scaled",
@@ -32,6 +36,7 @@ __all__ = [
     "add",
     "group",
     "magnitudes",
+    "pull_along",
     "put",
     "scale",
 ]

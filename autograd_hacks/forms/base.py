@@ -45,7 +45,7 @@ class Form(Rows, ABC):
 
     @abstractmethod
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        """factor · J written out, ``(N, *shape)``, in memory of its own; into ``out`` where that is given."""
+        """factor · J written out, ``(N, *shape)``, in memory of its own, or into ``out``, of any strides, where given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:

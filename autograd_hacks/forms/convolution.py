@@ -60,7 +60,7 @@ class Convolution(Factored):
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
             return self.x.new_zeros(0, *self.shape) if out is None else out
-        if self.writes_in_place:
+        if self.writes_in_place and (out is None or self.groups == 1 or out.is_contiguous()):
             return self._dense_by_windows(out, factor)
         x, g = self.held
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied

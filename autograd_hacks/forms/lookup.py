@@ -30,6 +30,8 @@ class Lookup(Paired):
         return Lookup(index, g, self.entries, self.shape)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        if out is not None and not out.is_contiguous():
+            return out.copy_(self.dense(factor=factor))
         values, _ = self._times(factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
         rows.view(self.samples * self.entries, self.g.shape[2]).index_add_(0, self._slots(), values.flatten(0, 1))

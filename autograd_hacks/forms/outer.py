@@ -59,10 +59,13 @@ class Outer(Paired):
         return rows.view(self.samples, *self.shape) if out is None else out
 
     def block(self, rows: slice) -> Form:
-        if self.shape[:1] != (self.fan_out,):
-            raise ValueError(f"the first axis of {tuple(self.shape)} is not that of the left factor, {self.fan_out}")
-        left = self.left[..., rows]
-        return Outer(left, self.right, torch.Size((left.shape[2], *self.shape[1:])))
+        entries = self.shape[0]
+        each = self.fan_out // max(1, entries)  # of the left factor's numbers
+        if each * entries != self.fan_out:
+            return super().block(rows)
+        first, last, _ = rows.indices(entries)
+        left = self.left[..., first * each : last * each]
+        return Outer(left, self.right, torch.Size((max(0, last - first), *self.shape[1:])))
 
     def saving(self) -> float:
         shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Dense, Form, Replay, magnitudes
+from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -141,7 +141,7 @@ def agree(
     if difference.max() <= tolerance * expected.abs().max():
         return True
     is_coarse = max(torch.finfo(dtype).eps for dtype in dtypes) > 1e-4
-    is_summed = is_coarse or any(isinstance(leaf, Dense | Replay) for leaf in form.leaves())
+    is_summed = is_coarse or any(isinstance(leaf, Chained | Dense | Replay) for leaf in form.leaves())
     if is_summed and difference.max() <= tolerance * received():
         return True
     if sources:

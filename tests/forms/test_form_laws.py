@@ -83,6 +83,11 @@ def test_dense_fills_the_memory_it_is_given(case: tuple[Form, Form]) -> None:
     memory = torch.full((form.samples, *form.shape), torch.nan, dtype=torch.float64)
     assert form.dense(memory) is memory
     assert_close(memory, form.dense())
+    around = torch.full((form.samples, form.shape[0] + 2, *form.shape[1:]), torch.nan, dtype=torch.float64)
+    form.dense(around[:, 1:-1])
+    assert_close(around[:, 1:-1], memory)
+    assert around[:, 0].isnan().all()
+    assert around[:, -1].isnan().all()
     form.dense().zero_()
     assert_close(memory, form.dense())  # dense() handed out memory of its own
 
