@@ -12,13 +12,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.graph import anchored, attach, edges_of
+from autograd_hacks.capture.graph import anchored, attach, attach_copies, edges_of, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, OpenMaps, has_inner_maps
 from autograd_hacks.capture.param_grad import ParamGrad, asking
+from autograd_hacks.capture.operations import ByExpansion
 from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
+from autograd_hacks.capture.reads import Notes, OpenReads, Reads, Running
 from autograd_hacks.capture.units import OpenUnits
 from autograd_hacks.capture.ways import BY_RULE
-from autograd_hacks.probe.layout import Layouts, for_each_sample, has_axis_of_one
+from autograd_hacks.probe.layout import Layout, Layouts
 from autograd_hacks.probe.plan import UNKNOWN, Plan
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
@@ -38,7 +40,9 @@ class Forward:
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.units = OpenUnits()
         self.inside = OpenMaps()
+        self.reads = OpenReads()
         self._calls: dict[str, int] = {}  # how many there were of each layer, by path
+        self._model = nn.Module()  # the hooked one, whose forward runs
 
     def records(self) -> bool:
         return self._is_on() and torch.is_grad_enabled()
@@ -65,6 +69,7 @@ class Forward:
         """Forgets the calls so far, and what a forward that was interrupted has left."""
         self.param_grad.switch_on()
         self.inside.leave_all()
+        self.reads.leave_all()
         self.units.open, self._calls = [], {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,21 +144,12 @@ class Forward:
         # 2. Without an axis of samples it is not noted; its gradients are, when they arrive unseen.
         if path in plan.unplaced or any(x.is_nested for x in outputs):
             return None
-        # 3. What was looked up once for all samples gets a copy for each, that gradients may arrive apart.
-        if self.samples is not None and (has_axis := plan.expanded_lookups.get(path)) is not None:
-            if has_axis and not has_axis_of_one(tensors_of((args, kwargs))[0]):
-                plan.incomplete = True  # no lookup as it was traced
-                plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
-                return None
-            expand = partial(for_each_sample, samples=self.samples, has_axis=has_axis)
-            output, args, kwargs = (map_tensors(expand, x) for x in (output, args, kwargs))
-            outputs = tensors_of(output)
-        # 4. The plan says where the samples are; of a call that it doesn't know, sizes may tell.
+        # 3. The plan says where the samples are; of a call that it doesn't know, sizes may tell.
         layouts = plan.layouts_of(path, number, layer, outputs, self.samples)
         if layouts and layouts[0] is None:
             plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
             return None
-        # 5. The record, with what its rule will have to read as it was; and hooks in the graph.
+        # 4. The record, with what its rule will have to read as it was; and hooks in the graph.
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
@@ -193,6 +189,57 @@ class Forward:
             call, graph = self._call(path, layer, inputs, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
             noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
         return noted
+
+    def begin_reads(self, model: nn.Module) -> None:
+        """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
+        plan, self._model = self.record.plan, model
+        if plan.reading.names and self.samples and self.records():
+            named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._is_off)
+            self.reads.begin(Reads(plan, named, self.samples, notes))
+
+    def begin_frame(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins in whose own code, or around which, parameters may meet the batch past rules."""
+        again = current_task() != NO_TASK
+        if self._is_on() and again and self.reads.reads is None:
+            self._locate(path, module)
+            self.begin_reads(self._model)
+        if self._is_on():
+            self.reads.enter(path, module, again)
+
+    def end_frame(self, path: str, module: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
+        self.reads.leave(path)
+
+    def _is_off(self, parameters: Sequence[Tensor]) -> bool:
+        off, names = self.param_grad, [self.record.names.get(p) for p in parameters]
+        return off.skips and off.awaited.isdisjoint(names) and all(map(off.may_skip, parameters))
+
+    def _note_read(
+        self,
+        running: Running,
+        way: Way,
+        operands: Sequence[Tensor],
+        output: Tensor,
+        parameters: Mapping[str, Tensor],
+        layout: Layout,
+        off: bool,
+    ) -> Tensor:
+        """Notes an operation at which parameters meet the batch.  Returns its output."""
+        if not off and output.grad_fn is None:
+            return output
+        named, skipped = {name: (name, p) for name, p in parameters.items()}, frozenset(parameters if off else ())
+        path, module, args, layouts = running.frame.path, running.module, tuple(operands), (layout,)
+        call, graph = self._call(path, module, args, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
+        switched = list(parameters.values()) if off else []
+        if isinstance(way, ByExpansion):
+            return attach_copies(call, graph, output, self.backward.receive, switched)
+        noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
+        return noted
+
+    def _lose_read(self, output: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Has gradient that comes by an operation noticed, of which it isn't known where the samples are."""
+        plan = self.record.plan
+        plan.incomplete, plan.refused = True, plan.refused | dict.fromkeys(parameters, UNKNOWN)
+        return hear_at(output, partial(self.backward.note_lost, list(parameters)))
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a module again, where the forward's plan says so."""

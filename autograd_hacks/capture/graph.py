@@ -129,6 +129,25 @@ def attach(
     return output
 
 
+def attach_copies(
+    call: RecordedCall, graph: Graph, copies: Tensor, receive: Receive, parameters: Sequence[Tensor]
+) -> Tensor:
+    """The same for copies of a value, a view that has just been made.  With ``parameters`` the gradients go no further."""
+    at = AtNode(call, graph, receive, 0, 0, copies.shape)
+    if parameters:
+        anchor: Tensor = _Anchor.apply(copies.detach(), at, *parameters)
+        return anchor
+    return hear_at(copies, at)
+
+
+def hear_at(output: Tensor, hear: Hear) -> Tensor:
+    """A tensor at whose node gradients are heard of."""
+    output = output if output.grad_fn is not None else output.view_as(output)
+    if output.grad_fn is not None:
+        output.grad_fn.register_prehook(hear)
+    return output
+
+
 class AtNode:
     """A hook on the node of a layer's output, or of the base that the output is a view of.
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.attached import Guard, Hook, drop, guard, own_hooks
+from autograd_hacks.capture.reads import children_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
@@ -200,8 +201,11 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
     plan = recorder.begin(model, args, kwargs)
     if plan is not None:
         _hook_units(recorder, model, plan)
+        _hook_frames(recorder, model, plan)
         recorder.prove_plan(model, args, kwargs)
         recorder.forward.begin_unit(path, model, args, kwargs)
+        recorder.forward.begin_reads(model)
+        recorder.forward.begin_frame(path, model, args, kwargs)
 
 
 def _hook_units(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
@@ -217,6 +221,23 @@ def _hook_units(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
         if forward.end_unit not in does:
             module.register_forward_hook(Hook(recorder, forward.end_unit, path), prepend=True, with_kwargs=True)
         recorder.units.add(module)
+
+
+def _hook_frames(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
+    """Has modules watched in whose own code parameters meet the batch past rules, and those that they call."""
+    modules, forward = {path: model.get_submodule(path) for path in plan.reading.calls}, recorder.forward
+    first = {module: path for path, module in model.named_modules()} if modules else {}
+    inner = [child for path, module in modules.items() for child in children_of(path, module).values()]
+    for module in [model, *modules.values(), *inner] if modules else []:
+        if module in recorder.frames or isinstance(module, torch.jit.ScriptModule):
+            continue
+        guard(module, recorder)
+        if module is not model:  # for which `_begin` does it, when the plan is known
+            hook = Hook(recorder, forward.begin_frame, first[module])
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        last = Hook(recorder, forward.end_frame, first[module])
+        module.register_forward_hook(last, prepend=True, with_kwargs=True, always_call=True)
+        recorder.frames.add(module)
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:

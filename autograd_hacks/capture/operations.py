@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from autograd_hacks.capture.cut import no_word_of_speed
 from autograd_hacks.capture.records import OutputGrads, RecordedCall
 from autograd_hacks.capture.values import Value
-from autograd_hacks.forms import Dense, Form, add
-from autograd_hacks.probe.functions import ELEMENTWISE, OPERATIONS, aligned
+from autograd_hacks.forms import Dense, Form, add, group
+from autograd_hacks.probe.functions import aligned
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Read
+from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.untouched import without_autocast
 
 
@@ -62,6 +63,7 @@ class ByOperation:
         assert layout is not None  # or it would be no meeting
         g = ready(g)
         first = layout.samples_first(g, samples)
+        is_flat = self.name in BY_CHANNEL and bool(layout.fold)  # positions stay samples of their own
         wanted: dict[int | str, Value] = {n: x for n, x in enumerate(self.args) if isinstance(x, Value)}
         wanted |= {name: x for name, x in self.kwargs.items() if isinstance(x, Value)}
 
@@ -80,7 +82,7 @@ class ByOperation:
             if not isinstance(x, Tensor):
                 return x
             at = next(operands, layout if layout.fits(x, samples) else None)
-            return ready(x) if at is None else at.samples_first(ready(x), samples)
+            return ready(x) if at is None or is_flat else at.samples_first(ready(x), samples)
 
         if self.name in ELEMENTWISE:
             args, kwargs = tree_map(beside, (self.args, self.kwargs))
@@ -88,10 +90,13 @@ class ByOperation:
                 yield wanted[place], Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
             return
         args, kwargs = tree_map(own, (self.args, self.kwargs))
-        found = OPERATIONS[self.name](wanted, first, *args, **kwargs) if self.name in OPERATIONS else None
-        if found is not None:
-            yield from ((wanted[place], form) for place, form in found.items())
-            return
+        if self.name in OPERATIONS and not (self.name in BY_CHANNEL and layout.axis):
+            found = OPERATIONS[self.name](wanted, g if is_flat else first, *args, **kwargs)
+            if found is not None:
+                labels = layout.rows(len(g), samples, g.device) if is_flat else None
+                for place, form in found.items():
+                    yield wanted[place], form if labels is None else group(form, labels, samples)
+                return
         yield from self._by_vmap(g, samples, layout, ready)
 
     def _by_vmap(

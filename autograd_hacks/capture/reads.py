@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map
 from autograd_hacks.capture.operations import ByExpansion, ByOperation
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
-from autograd_hacks.probe.functions import ELEMENTWISE, OPERATIONS, QUIET, Following, aligned, is_constant, name_of, opened
+from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import EXPANDED, VALUE, Plan, Read
 from autograd_hacks.probe.tracker import Frame
+from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.restored import leave
 from autograd_hacks.support.trees import version_of
 
@@ -61,7 +62,7 @@ class Reads(Following[Value]):
         if (inner := opened(func)) is not None:
             with self:
                 return inner(*args, **kwargs)
-        if name == "__get__":
+        if name == "get":
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
                 self._make(func, args, kwargs, [out])
@@ -82,7 +83,7 @@ class Reads(Following[Value]):
             out = func(*args, **kwargs)
             return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
         off = self.notes.is_off(list(parameters.values()))
-        if read.kind == EXPANDED or (off and name in ELEMENTWISE):
+        if read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim):  # the last: it meets the batch itself
             return self._expand(func, args, kwargs, read, off)
         return self._record(name, func, args, kwargs, read, off)
 

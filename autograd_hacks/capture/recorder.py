@@ -45,6 +45,7 @@ class Recorder:
         self.forward = Forward(self.record, self.param_grad, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
         self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
+        self.frames: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in which operations are seen, or around them
         self._followed: Plan | None = None  # by the last forward
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
         self._was_proven = False  # whether it was, before the forward that runs
@@ -95,6 +96,7 @@ class Recorder:
         """A layer was left by what is no Exception, of which its hooks don't hear."""
         self.param_grad.end_layer(layer)
         self.forward.inside.leave(layer)
+        self.forward.reads.leave_all()
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""
@@ -160,6 +162,7 @@ class Recorder:
         if not Switch.on():
             return
         self.forward.is_running = False
+        self.forward.reads.leave_all()
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))

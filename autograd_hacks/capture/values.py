@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import Chained, Dense, Form, Lookup, Outer, Placed
+from autograd_hacks.forms import Chained, Dense, Form, Lookup, Outer, Placed, pull_along
 from autograd_hacks.probe.functions import name_of
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import version_of
@@ -103,7 +102,7 @@ class Value:
             if len(roots) == 1 and (whole := _moved(form, graph, leaf)) is not None:
                 return {name: whole}
             self.check_unchanged()
-            found[name] = Chained(form, partial(_pull, graph, leaf), leaf.shape, leaf.detach())
+            found[name] = Chained(form, pull_along(graph, leaf), leaf.shape, leaf.detach())
         return found
 
     def _looked_up(self, form: Form) -> dict[str, Form] | None:
@@ -148,14 +147,6 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     elif form.shape != shape:
         return None
     return form if count == (leaf.shape[0] if leaf.ndim else 1) else Placed({(start, start + count): form}, leaf.shape)
-
-
-def _pull(graph: Tensor, leaf: Tensor, rows: Tensor, batched: bool) -> Tensor:
-    """The vector-Jacobian product of φ."""
-    (found,) = torch.autograd.grad(
-        graph, leaf, rows.to(graph.dtype), retain_graph=True, is_grads_batched=batched, allow_unused=True, materialize_grads=True
-    )
-    return found
 
 
 def _changed(what: str) -> str:

@@ -30,8 +30,8 @@ BATCHED = frozenset("matmul bmm baddbmm scaled_dot_product_attention".split())
 """The same but for the last two axes, where no tensor is but a matrix."""
 
 QUIET = frozenset(
-    "size dim numel __len__ __format__ __repr__ is_floating_point is_complex stride element_size data_ptr detach __bool__ item "
-    "tolist requires_grad_ is_contiguous get_device type __hash__ storage_offset __set__ untyped_storage".split()
+    "size dim numel len format repr is_floating_point is_complex stride element_size data_ptr detach bool item tolist hash set "
+    "requires_grad_ is_contiguous get_device type storage_offset untyped_storage eq ne lt le gt ge".split()
 )
 """Functions through which no gradient comes."""
 
@@ -51,8 +51,9 @@ class Key(NamedTuple):
 
 
 def name_of(function: Any) -> str:
-    name = getattr(function, "__name__", "?")
-    return f"torch.{name}" if function in _OTHERS else name
+    """A function's name, without the underscores of Python's operators."""
+    name: str = getattr(function, "__name__", "?")
+    return f"torch.{name}" if function in _OTHERS else name.strip("_") if name.startswith("__") else name
 
 
 def is_constant(getter: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.probe.functions import QUIET, Following, Key, grown, name_of, opened
+from autograd_hacks.probe.functions import QUIET, Following, Key, grown, is_constant, name_of, opened
 from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
@@ -99,15 +99,15 @@ class Watch(Following[Known]):
         held, others = self.known((args, kwargs)), self.others((args, kwargs))
         values = [self.values[id(x)] for x in held]
         names = frozenset().union(*(value.names for value in values))
-        if name == "__get__":
+        if name == "get":
             out = self._call(func, args, kwargs)
-            if isinstance(out, Tensor) and out.requires_grad and id(out) not in self.values:
+            if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
                 self.know(out, Known(names, values[0].grew, _saving()))
             return out
         facts = [self.tracker.facts(x) for x in others]
         follows = [fact.from_batch for fact in facts]
         frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
-        picks = name == "__getitem__" and args[0] is held[0] and all(x.numel() == 1 for x in others)
+        picks = name == "getitem" and args[0] is held[0] and all(x.numel() == 1 for x in others)
         meets = any(follows) and not picks
         key = self.count(frame, name)
         if meets and all(self.by_rule(frame.path, n) for n in names):
@@ -145,7 +145,7 @@ class Watch(Following[Known]):
         self, name: str, meets: bool, out: Any, outs: list[Tensor], names: frozenset[str], values: list[Known]
     ) -> bool:
         """Whether what a call does can't be followed, or needn't."""
-        writes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        writes = name == "setitem" or name.endswith("_")
         if writes and not meets and torch.is_grad_enabled():
             self._lose(names, f"it is written into a tensor ({name})")
         elif meets and not torch.is_grad_enabled():
@@ -187,9 +187,9 @@ class Repeat(Following[None]):
         name = name_of(func)
         if name in QUIET:
             return func(*args, **kwargs)
-        if name == "__get__":
+        if name == "get":
             out = func(*args, **kwargs)
-            if isinstance(out, Tensor) and out.requires_grad:
+            if isinstance(out, Tensor) and not is_constant(func):
                 self.know(out, None)
             return out
         if (inner := opened(func)) is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autograd_hacks.probe.compare import Comparison
-from autograd_hacks.probe.functions import BATCHED, BROADCASTING, ELEMENTWISE, OPERATIONS, Key, broadcasts
+from autograd_hacks.probe.functions import BATCHED, BROADCASTING, Key, broadcasts
 from autograd_hacks.probe.layout import Fits, Layout, Layouts, only_by_sizes
 from autograd_hacks.probe.meetings import Met
 from autograd_hacks.probe.plan import EXPANDED, RECORDED, VALUE, VMAPPED, Read, Reading
+from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 
 
 class ReadDecision:
