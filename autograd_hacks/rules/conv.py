@@ -38,14 +38,7 @@ def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
 
 
 def convolution(
-    x: Tensor,
-    g: Tensor,
-    shape: torch.Size,
-    stride: _Ints,
-    padding: Any,
-    dilation: _Ints,
-    groups: int,
-    mode: str = "zeros",
+    x: Tensor, g: Tensor, shape: torch.Size, stride: _Ints, padding: Any, dilation: _Ints, groups: int, mode: str = "zeros"
 ) -> Form:
     """x̄: N C *S    g: N O *L    shape: the weight's.  Sample n's gradient is the ordinary weight gradient of x[n] and g[n].
 

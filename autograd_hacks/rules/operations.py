@@ -101,51 +101,21 @@ def _norm(function: Callable[..., Tensor], g: Tensor, **given: Any) -> Makers:
 
 
 def _conv(
-    formula: Any,
-    g: Any,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    formula: Any, order: str, g: Tensor, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> Makers:
-    def each(setting: Any) -> Any:
-        """A word as it is, and a number for each spatial axis"""
-        setting = (setting,) if isinstance(setting, int) else setting
-        return setting if len(setting) > 1 else (*setting,) * (weight.ndim - 2)
-
-    settings = each(stride), each(padding), each(dilation), groups
-    makers = {"weight": lambda: formula(input.conj(), g, weight.shape, *settings), "bias": lambda: added(g)}
+    """order: of the settings by position"""
+    given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | dict(zip(order.split(), rest)) | named
+    each = [(given[key],) if isinstance(given[key], int) else given[key] for key in ("stride", "padding", "dilation")]
+    settings = [s if len(s) > 1 else (*s,) * (weight.ndim - 2) for s in each]  # a word, or a number for each spatial axis
+    makers = {"weight": lambda: formula(input.conj(), g, weight.shape, *settings, given["groups"]), "bias": lambda: added(g)}
     return makers if input.ndim == weight.ndim else {}
 
 
-def _conv_transpose(
-    g: Any,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Makers:
-    return _conv(transposed_convolution, g, input, weight, bias, stride, padding, dilation, groups)
-
-
-def _scaled_by(g: Tensor, number: complex) -> Tensor:
-    return g if number == 1 else g * number.conjugate()
-
-
-def _times(g: Tensor, factor: Any) -> Tensor | None:
+def _times(g: Tensor, factor: Any) -> Any:
     """None for a tensor of fewer axes than g: its samples' axis is elsewhere."""
-    return None if isinstance(factor, Tensor) and factor.ndim != g.ndim else g * factor.conj()
-
-
-def _sum(g: Tensor, one: complex, other: complex) -> Makers:
-    return {"input": lambda: _scaled_by(g, one), "other": lambda: _scaled_by(g, other)}
+    if isinstance(factor, Tensor):
+        return g * factor.conj() if factor.ndim == g.ndim else None
+    return g if factor == 1 else g * factor.conjugate()
 
 
 def _repeat(g: Tensor, input: Tensor, *repeats: Any) -> Makers:
@@ -159,8 +129,8 @@ _MAKERS: dict[str, Any] = {
     "mm": lambda g, input, mat2: _matmul(g, input, mat2, ("input", "mat2")),
     "mv": lambda g, input, vec: _matmul(g, input, vec, ("input", "vec")),
     "addmm": lambda g, input, mat1, mat2, *, beta=1, alpha=1: {
-        "input": lambda: added(_scaled_by(g, beta), 1),
-        **_matmul(_scaled_by(g, alpha), mat1, mat2, ("mat1", "mat2")),
+        "input": lambda: added(_times(g, beta), 1),
+        **_matmul(_times(g, alpha), mat1, mat2, ("mat1", "mat2")),
     },
     "bilinear": lambda g, input1, input2, weight, bias=None: {
         "weight": lambda: product_of_three(g, input1, input2),
@@ -171,8 +141,11 @@ _MAKERS: dict[str, Any] = {
     "index_select": lambda g, input, dim, index: (
         {"input": lambda: _rows(g, input, index)} if dim in (0, -input.ndim) else {}
     ),
-    **{f"conv{n}d": partial(_conv, convolution) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
+    **{f"conv{n}d": partial(_conv, convolution, "stride padding dilation groups") for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": partial(_conv, transposed_convolution, "stride padding output_padding groups dilation")
+        for n in (1, 2, 3)
+    },
 }
 _NORMS = {f.__name__: f for f in (F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)}
 
@@ -188,9 +161,9 @@ BY_CHANNEL = {name for name in OPERATIONS if "conv" in name} | {"prelu", "group_
 
 _TERMS: dict[str, Any] = {
     "mul": lambda g, input, other: {"input": lambda: _times(g, other), "other": lambda: _times(g, input)},
-    "add": lambda g, input, other, *, alpha=1: _sum(g, 1, alpha),
-    "sub": lambda g, input, other, *, alpha=1: _sum(g, 1, -alpha),
-    "rsub": lambda g, input, other, *, alpha=1: _sum(g, -alpha, 1),
+    "add": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, alpha)},
+    "sub": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, -alpha)},
+    "rsub": lambda g, input, other, *, alpha=1: {"input": lambda: _times(g, -alpha), "other": lambda: g},
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda g, input, *size, **named: {"input": lambda: g}),
     "repeat": _repeat,
 }
