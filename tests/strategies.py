@@ -187,7 +187,7 @@ class Minimal(Form):
 @st.composite
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
-    kind = draw(st.sampled_from(["dense", "minimal", "zero", "outer", "convolution" if len(shape) == 3 else "lookup"]))
+    kind = draw(st.sampled_from(["dense", "minimal", "zero", "outer", "lookup", *["convolution"] * (len(shape) == 3)]))
     positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
     g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
     if kind == "dense":
@@ -202,9 +202,9 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
     if kind == "lookup":
-        entries, features = shape
-        index = torch.randint(entries, (samples, positions))
-        return Lookup(index, torch.randn(samples, positions, features, dtype=torch.float64), entries)
+        index = torch.randint(shape[0], (samples, positions))
+        g = torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64)
+        return Lookup(index, g, shape[0], torch.Size(shape))
     _, channels, kernel = shape
     # Without groups, so that one shape fits all kinds; the laws of rules draw the groups.
     stride, padding, dilation = draw(small), draw(st.integers(0, 2)), draw(small)

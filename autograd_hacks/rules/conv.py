@@ -15,15 +15,16 @@ from autograd_hacks.rules.rule import single_input
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-_Ints = Sequence[int]
+_Settings = tuple[Sequence[int], Any, Sequence[int], int]
 
 
 @single_input
 def conv(layer: _Conv, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x: N C *S    g: N O *L."""
     needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
-    settings = layer.stride, layer.padding, layer.dilation, layer.groups
-    weight = convolution(x.conj(), g, layer.weight.shape, *settings, layer.padding_mode)
+    weight = convolution(
+        x.conj(), g, layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups), layer.padding_mode
+    )
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": added(g)}
 
 
@@ -32,26 +33,18 @@ def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
     x, g = call.argument(0, "input"), call.grad
     needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
     weight = transposed_convolution(
-        x.conj(), g, layer.weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups
+        x.conj(), g, layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups)
     )
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": added(g)}
 
 
-def convolution(
-    x: Tensor,
-    g: Tensor,
-    shape: torch.Size,
-    stride: _Ints,
-    padding: Any,
-    dilation: _Ints,
-    groups: int,
-    mode: str = "zeros",
-) -> Form:
+def convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings, mode: str = "zeros") -> Form:
     """x̄: N C *S    g: N O *L    shape: the weight's.  Sample n's gradient is the ordinary weight gradient of x[n] and g[n].
 
-    padding: as torch has it, or that before and after each spatial axis, negative to cut off
+    settings: stride, padding, dilation, groups; padding may say before and after an axis, negative to cut off
     Zeros of equal number on both sides are left to the convolution, which needs no copy; else x itself is padded.
     """
+    stride, padding, dilation, groups = settings
     if padding == "same":
         totals = [rate * (size - 1) for rate, size in zip(dilation, shape[2:])]
         padding = [(total // 2, total - total // 2) for total in totals]
@@ -64,16 +57,14 @@ def convolution(
     return Convolution(x, g, shape, stride, before, dilation, groups)
 
 
-def transposed_convolution(
-    x: Tensor, g: Tensor, shape: torch.Size, stride: _Ints, padding: Any, dilation: _Ints, groups: int
-) -> Form:
+def transposed_convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings) -> Form:
     """x̄: N C *S    g: N O *L.  The operation is a convolution's input gradient, so x and g change places.
 
     That convolution takes L to S.  Its padding after L is smaller than that before by output_padding.
     """
-    spread = zip(x.shape[2:], g.shape[2:], shape[2:], stride, padding, dilation)
+    spread = zip(x.shape[2:], g.shape[2:], shape[2:], *settings[:3])
     sides = [
         (int(pad), (size - 1) * stride + dilation * (kernel - 1) + 1 - int(pad) - length)
         for size, length, kernel, stride, pad, dilation in spread
     ]
-    return convolution(g, x, shape, stride, sides, dilation, groups)
+    return convolution(g, x, shape, (settings[0], sides, *settings[2:]))

@@ -25,13 +25,8 @@ args, kwargs: as the function was called, but tensors of the batch have the samp
 """
 
 
-def _by_argument(
-    makers_for: Callable[..., Makers], fit: Callable[[Any, Tensor, Tensor], Any], like: Callable[..., Any] | None = None
-) -> Formula:
-    """makers_for(g, ...): what makes each argument's, under the names of the function, which is `like` where that is given.
-
-    fit(made, argument, g): the same, or None where it isn't the argument's
-    """
+def _by_argument(makers_for: Callable[..., Makers], like: Callable[..., Any] | None = None) -> Formula:
+    """makers_for(g, ...): what makes each argument's, by the names of the function, which is `like` where that is given."""
     parameters = signature(like or makers_for)
     names = list(parameters.parameters)[0 if like else 1 :]
 
@@ -40,20 +35,16 @@ def _by_argument(
             given = parameters.bind(*(() if like else (g,)), *args, **kwargs)
         except TypeError:  # another function of this name, such as torch.batch_norm beside F.batch_norm
             return None
-        makers = makers_for(g, **given.arguments) if like else makers_for(*given.args, **given.kwargs)
-        asked = {w: names[w] if isinstance(w, int) else w for w in wanted}
-        found = {w: fit(makers[name](), given.arguments[name], g) for w, name in asked.items() if name in makers}
-        return found if len(found) == len(asked) and all(made is not None for made in found.values()) else None
+        makers, found = makers_for(g, **given.arguments) if like else makers_for(*given.args, **given.kwargs), {}
+        for place in wanted:
+            name = names[place] if isinstance(place, int) else place
+            made, value = makers[name]() if name in makers else None, given.arguments[name]
+            if made is None or (isinstance(made, Form) and (made.samples, *made.shape) != (len(g), *value.shape)):
+                return None
+            found[place] = made.real if isinstance(made, Tensor) and made.is_complex() and not value.is_complex() else made
+        return found
 
     return formula
-
-
-def _fitting_form(form: Form | None, argument: Tensor, g: Tensor) -> Form | None:
-    return form if form is not None and (form.samples, *form.shape) == (len(g), *argument.shape) else None
-
-
-def _fitting_term(term: Tensor | None, argument: Tensor, g: Tensor) -> Tensor | None:
-    return term.real if term is not None and term.is_complex() and not argument.is_complex() else term
 
 
 def _map(x: Tensor, g: Tensor, value: Tensor, transposed: bool = False) -> Form | None:
@@ -66,7 +57,7 @@ def _map(x: Tensor, g: Tensor, value: Tensor, transposed: bool = False) -> Form 
     return product(x.conj(), g) if transposed else product(g, x.conj())
 
 
-def _matmul(g: Tensor, a: Tensor, b: Tensor, names: tuple[str, str] = ("input", "other")) -> Makers:
+def _matmul(g: Tensor, a: Tensor, b: Tensor, names: tuple[str, str] = ("input", "other")) -> dict[str, Callable[[], Any]]:
     """a: N *T I beside a value b, I or I O; or a value, I or O I, beside b, N I or N *T I K"""
     x, at = (b.mT, g.mT if a.ndim > 1 else g) if b.ndim > 2 else (b, g)
     return {names[0]: lambda: _map(x, at, a), names[1]: lambda: _map(a, g, b, transposed=True)}
@@ -101,51 +92,20 @@ def _norm(function: Callable[..., Tensor], g: Tensor, **given: Any) -> Makers:
 
 
 def _conv(
-    formula: Any,
-    g: Any,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    formula: Any, order: str, g: Tensor, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> Makers:
-    def each(setting: Any) -> Any:
-        """A word as it is, and a number for each spatial axis"""
-        setting = (setting,) if isinstance(setting, int) else setting
-        return setting if len(setting) > 1 else (*setting,) * (weight.ndim - 2)
-
-    settings = each(stride), each(padding), each(dilation), groups
-    makers = {"weight": lambda: formula(input.conj(), g, weight.shape, *settings), "bias": lambda: added(g)}
+    given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | dict(zip(order.split(), rest)) | named
+    each = [(given[key],) if isinstance(given[key], int) else given[key] for key in ("stride", "padding", "dilation")]
+    settings = *(s if len(s) > 1 else (*s,) * (weight.ndim - 2) for s in each), given["groups"]  # words as they are
+    makers = {"weight": lambda: formula(input.conj(), g, weight.shape, settings), "bias": lambda: added(g)}
     return makers if input.ndim == weight.ndim else {}
 
 
-def _conv_transpose(
-    g: Any,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Makers:
-    return _conv(transposed_convolution, g, input, weight, bias, stride, padding, dilation, groups)
-
-
-def _scaled_by(g: Tensor, number: complex) -> Tensor:
-    return g if number == 1 else g * number.conjugate()
-
-
-def _times(g: Tensor, factor: Any) -> Tensor | None:
+def _times(g: Tensor, factor: Any) -> Any:
     """None for a tensor of fewer axes than g: its samples' axis is elsewhere."""
-    return None if isinstance(factor, Tensor) and factor.ndim != g.ndim else g * factor.conj()
-
-
-def _sum(g: Tensor, one: complex, other: complex) -> Makers:
-    return {"input": lambda: _scaled_by(g, one), "other": lambda: _scaled_by(g, other)}
+    if isinstance(factor, Tensor):
+        return g * factor.conj() if factor.ndim == g.ndim else None
+    return g if factor == 1 else g * factor.conjugate()
 
 
 def _repeat(g: Tensor, input: Tensor, *repeats: Any) -> Makers:
@@ -153,33 +113,32 @@ def _repeat(g: Tensor, input: Tensor, *repeats: Any) -> Makers:
     return {"input": lambda: g} if all(1 in pair for pair in zip(input.shape[::-1], times[::-1])) else {}
 
 
+_TRANSPOSED = "stride padding output_padding groups dilation"
 _MAKERS: dict[str, Any] = {
     "linear": lambda g, input, weight, bias=None: {"weight": lambda: _map(input, g, weight), "bias": lambda: added(g, 1)},
     "matmul": lambda g, input, other: _matmul(g, input, other),
     "mm": lambda g, input, mat2: _matmul(g, input, mat2, ("input", "mat2")),
     "mv": lambda g, input, vec: _matmul(g, input, vec, ("input", "vec")),
-    "addmm": lambda g, input, mat1, mat2, *, beta=1, alpha=1: {
-        "input": lambda: added(_scaled_by(g, beta), 1),
-        **_matmul(_scaled_by(g, alpha), mat1, mat2, ("mat1", "mat2")),
-    },
-    "bilinear": lambda g, input1, input2, weight, bias=None: {
-        "weight": lambda: product_of_three(g, input1, input2),
-        "bias": lambda: added(g, 1),
-    },
+    "addmm": lambda g, input, mat1, mat2, *, beta=1, alpha=1: (
+        {"input": lambda: added(_times(g, beta), 1)} | _matmul(_times(g, alpha), mat1, mat2, ("mat1", "mat2"))
+    ),
+    "bilinear": lambda g, input1, input2, weight, bias=None: (
+        {"weight": lambda: product_of_three(g, input1, input2), "bias": lambda: added(g, 1)}
+    ),
     "prelu": lambda g, input, weight: {"weight": lambda: slopes(input, g, weight.numel())},
     "getitem": lambda g, input, index: {"input": lambda: _rows(g, input, index)},
     "index_select": lambda g, input, dim, index: (
         {"input": lambda: _rows(g, input, index)} if dim in (0, -input.ndim) else {}
     ),
-    **{f"conv{n}d": partial(_conv, convolution) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
+    **{f"conv{n}d": partial(_conv, convolution, "stride padding dilation groups") for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": partial(_conv, transposed_convolution, _TRANSPOSED) for n in (1, 2, 3)},
 }
 _NORMS = {f.__name__: f for f in (F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)}
 
 OPERATIONS: dict[str, Formula] = {
-    **{name: _by_argument(makers, _fitting_form) for name, makers in _MAKERS.items()},
-    **{name: _by_argument(partial(_norm, function), _fitting_form, function) for name, function in _NORMS.items()},
-    "embedding": _by_argument(_embedding, _fitting_form, F.embedding),
+    **{name: _by_argument(makers) for name, makers in _MAKERS.items()},
+    **{name: _by_argument(partial(_norm, function), function) for name, function in _NORMS.items()},
+    "embedding": _by_argument(_embedding, F.embedding),
 }
 """{a torch function's name, without underscores: its formula, of forms}"""
 
@@ -188,11 +147,11 @@ BY_CHANNEL = {name for name in OPERATIONS if "conv" in name} | {"prelu", "group_
 
 _TERMS: dict[str, Any] = {
     "mul": lambda g, input, other: {"input": lambda: _times(g, other), "other": lambda: _times(g, input)},
-    "add": lambda g, input, other, *, alpha=1: _sum(g, 1, alpha),
-    "sub": lambda g, input, other, *, alpha=1: _sum(g, 1, -alpha),
-    "rsub": lambda g, input, other, *, alpha=1: _sum(g, -alpha, 1),
+    "add": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, alpha)},
+    "sub": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, -alpha)},
+    "rsub": lambda g, input, other, *, alpha=1: {"input": lambda: _times(g, -alpha), "other": lambda: g},
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda g, input, *size, **named: {"input": lambda: g}),
     "repeat": _repeat,
 }
-ELEMENTWISE: dict[str, Formula] = {name: _by_argument(makers, _fitting_term) for name, makers in _TERMS.items()}
+ELEMENTWISE: dict[str, Formula] = {name: _by_argument(makers) for name, makers in _TERMS.items()}
 """{a torch function's name: its formula, of tensors of g's shape, not yet summed over what was broadcast}"""
