@@ -60,7 +60,7 @@ def test_norms_of_slices_overflow_only_where_the_true_norm_does() -> None:
     ],
 )
 def test_placed_refuses_slices_that_do_not_fit(entries: dict[tuple[int, int], Form]) -> None:
-    with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\); expected disjoint slices"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\); expected forms of disjoint slices"):
         Placed(entries, torch.Size((4, 2)))
 
 
@@ -129,6 +129,12 @@ def test_what_torch_can_not_do_for_many_rows_is_done_row_by_row() -> None:
     form = Chained(Dense(g), pull_along(Stubborn.apply(theta), theta), theta.shape, theta)
     assert_close(form.dense(), 2 * g)
     assert_close(form.weighted_sum(torch.ones(2, 3)), 2 * g.sum(0).expand(2, 4, 2))
+
+
+def test_large_rows_are_brought_back_in_turn() -> None:
+    theta, g = torch.randn(300, 2, requires_grad=True), torch.randn(3, 300, 300)
+    v = theta @ torch.randn(2, 300)
+    assert_close(Chained(Dense(g), pull_along(v, theta), theta.shape, theta).dense(), one_by_one(v, theta, g))
 
 
 def test_an_error_of_the_way_back_is_not_hidden() -> None:

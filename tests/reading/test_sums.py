@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import HigherOrderError, PerSampleGradientError, UnseenGradient
-from autograd_hacks.forms import Dense, Form, Scaled
+from autograd_hacks.forms import Chained, Dense, Form, Outer, Scaled, pull_along
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.rules import RULES, Call
 
@@ -218,3 +218,12 @@ def test_a_number_that_is_none_hides_no_wrong_one() -> None:
     rows = torch.tensor([[1.0, float("inf")], [2.0, 1.0]])
     assert agree(Dense(rows), torch.ones(2), torch.tensor([3.0, float("inf")]), (), lambda: 0.0)
     assert not agree(Dense(rows), torch.ones(2), torch.tensor([3.1, float("inf")]), (), lambda: 0.0)
+
+
+def test_the_way_back_from_a_value_is_a_sum_that_may_cancel() -> None:
+    theta = torch.randn(2, 1, requires_grad=True)
+    inner = Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 2))
+    form = Chained(inner, pull_along(theta @ torch.tensor([[1e4, -1e4]]), theta), theta.shape, theta)
+    expected = torch.full((2, 1), 1e-3)  # of terms of 1e4
+    assert agree(form, torch.ones(3), expected, (), lambda: 1e4)
+    assert not agree(form, torch.ones(3), expected, (), lambda: 1.0)
