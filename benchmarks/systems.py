@@ -20,13 +20,18 @@ Found = dict[str, Tensor]
 Step = Callable[[Batch], Found]
 Maker = Callable[[Workload, nn.Module], Step]
 
-GRAD1, CLIPPED = "grad1", "clipped"
+GRAD1, CLIPPED, REAL = "grad1", "clipped", "architectures"
 PLAIN, WRITE, HOOKS, LOOP = "plain", "write once", "hooks alone", "one backward per sample"
 DEFAULT, SKIPPED, STREAMED = "autograd_hacks", "autograd_hacks, param_grad=False", "autograd_hacks, streaming"
 WITH_PASSES = "autograd_hacks, with its passes"  # of curvature
+CLIPPING = "autograd_hacks, clipped step"  # with param_grad=False
 REFERENCES = (PLAIN, WRITE, HOOKS)  # they make no per-sample gradients
-OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES)
+OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES, CLIPPING)
 MAX_NORM = 1.0
+
+
+def trainable(model: nn.Module) -> Found:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def gradients(model: nn.Module) -> Found:
@@ -53,7 +58,7 @@ def write_once(workload: Workload, model: nn.Module) -> Step:
     def step(batch: Batch) -> Found:
         if not buffers:
             samples = len(next(iter(batch.values())))
-            buffers.extend(p.new_empty(samples, *p.shape, requires_grad=False) for p in model.parameters())
+            buffers.extend(p.new_empty(samples, *p.shape, requires_grad=False) for p in trainable(model).values())
         for buffer in buffers:
             buffer.fill_(0.0)
         return {}
@@ -74,7 +79,7 @@ def hooked(workload: Workload, model: nn.Module, read: Callable[[nn.Module], Fou
 
 def written(model: nn.Module) -> Found:
     autograd_hacks.compute_grad1(model)
-    return {name: p.grad1 for name, p in model.named_parameters() if p.grad1 is not None}
+    return {name: p.grad1 for name, p in trainable(model).items() if p.grad1 is not None}
 
 
 def clipped(model: nn.Module) -> Found:
@@ -100,7 +105,7 @@ def streamed_clip(workload: Workload, model: nn.Module) -> Step:
 
 
 def loop(workload: Workload, model: nn.Module) -> Step:
-    parameters = dict(model.named_parameters())
+    parameters = trainable(model)
 
     def step(batch: Batch) -> Found:
         rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
@@ -117,8 +122,23 @@ def loop(workload: Workload, model: nn.Module) -> Step:
     return step
 
 
+def each_loss(workload: Workload, model: nn.Module) -> Step:
+    """One forward, and a backward pass from each sample's loss: where random numbers are drawn."""
+    parameters = trainable(model)
+
+    def step(batch: Batch) -> Found:
+        losses = workload.losses(model, batch)
+        rows = [
+            torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, materialize_grads=True)
+            for loss in losses
+        ]
+        return {name: torch.stack(own) for name, own in zip(parameters, zip(*rows))}
+
+    return step
+
+
 def loop_clip(workload: Workload, model: nn.Module) -> Step:
-    parameters = list(model.parameters())
+    parameters = list(trainable(model).values())
 
     def step(batch: Batch) -> Found:
         model.zero_grad()
@@ -161,4 +181,5 @@ SYSTEMS: dict[str, dict[str, Maker]] = {
         STREAMED: streamed_clip,
     },
 }
+SYSTEMS[REAL] = SYSTEMS[GRAD1] | {CLIPPING: SYSTEMS[CLIPPED][SKIPPED]}
 """{task: {system: its maker}}"""
