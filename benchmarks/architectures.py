@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -65,7 +65,7 @@ def with_dropout(make: Make) -> Make:
 
     def build(size: Size) -> Workload:
         own = make(size)
-        return Workload(lambda: own.model().train(), own.batch, seeded(own.losses), own.kind, drawn=True)
+        return replace(own, model=lambda: own.model().train(), losses=seeded(own.losses), drawn=True)
 
     return build
 
@@ -205,6 +205,12 @@ def clip(size: Size) -> Workload:
     return Workload(build, batch, outputs("image_embeds"), ARCHITECTURE)
 
 
+def mixtral(size: Size) -> Workload:
+    """By grouped products, which torch has for single precision."""
+    build = hugging_face("MixtralForCausalLM", "MixtralConfig", **grouped(size, num_local_experts=4))
+    return replace(one_by_one(size), model=build, dtype=torch.float32)
+
+
 def lora(size: Size) -> Workload:
     """Low-rank adapters, random ones, of a frozen Llama."""
     base = llama(size)
@@ -237,6 +243,11 @@ vit = timm("vit_tiny_patch16_224", lambda size: plain_vit(size) | {"proj_drop_ra
 convnext = timm(
     "convnext_atto",
     lambda size: {"dims": size.dims, "depths": (1, 1, 2, 1), "patch_size": 2, "ls_init_value": 0.1, "drop_path_rate": 0.1},
+)
+one_by_one = text(
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    lambda size: grouped(size, num_local_experts=4, experts_implementation="eager"),
 )
 bert = text("BertForMaskedLM", "BertConfig", sizes)
 llama = text("LlamaForCausalLM", "LlamaConfig", grouped)
@@ -291,12 +302,8 @@ ARCHITECTURES: dict[str, Make] = {
         "OPTConfig",
         lambda size: sizes(size, ffn_dim=3 * size.width, word_embed_proj_dim=size.width),
     ),
-    "mixtral": text("MixtralForCausalLM", "MixtralConfig", lambda size: grouped(size, num_local_experts=4)),
-    "mixtral, one expert after the other": text(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        lambda size: grouped(size, num_local_experts=4, experts_implementation="eager"),
-    ),
+    "mixtral": mixtral,
+    "mixtral, one expert after the other": one_by_one,
     "t5": t5,
     "t5, dropout": with_dropout(t5),
     "mamba": text(

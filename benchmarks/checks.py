@@ -30,9 +30,9 @@ def checked(
     loop = each_loss if workload.drawn else peers.ORACLES[task]
     left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
     ours = {s: left.pop(s) for s in OURS if s in left}
-    wrong = differing(name, workload, ours, loop, None, device, torch.float64, errors)
+    wrong = differing(name, workload, ours, loop, None, device, workload.dtype, errors)
     failures: dict[str, str] = {}
-    for dtype in () if workload.drawn else (torch.float64, torch.float32):
+    for dtype in () if workload.drawn else (workload.dtype, torch.float32):
         failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
         left = {system: left[system] for system in failures}
     return wrong | failures

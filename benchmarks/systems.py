@@ -6,7 +6,7 @@ rows (N, *shape) of the task grad1, or the mean of the clipped ones (*shape) of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -105,36 +105,33 @@ def streamed_clip(workload: Workload, model: nn.Module) -> Step:
 
 
 def loop(workload: Workload, model: nn.Module) -> Step:
-    parameters = trainable(model)
-
-    def step(batch: Batch) -> Found:
-        rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-        reached = set()
-        for n in range(len(next(iter(batch.values())))):
-            loss = workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
-            own = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for (name, p), g in zip(parameters.items(), own):
-                rows[name].append(torch.zeros_like(p) if g is None else g)
-                if g is not None:
-                    reached.add(name)
-        return {name: torch.stack(rows[name]) for name in parameters if name in reached}
-
-    return step
+    """Each sample alone."""
+    return partial(rows_of, trainable(model), partial(alone, workload, model))
 
 
 def each_loss(workload: Workload, model: nn.Module) -> Step:
     """One forward, and a backward pass from each sample's loss: where random numbers are drawn."""
-    parameters = trainable(model)
+    return partial(rows_of, trainable(model), partial(workload.losses, model), retain_graph=True)
 
-    def step(batch: Batch) -> Found:
-        losses = workload.losses(model, batch)
-        rows = [
-            torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, materialize_grads=True)
-            for loss in losses
-        ]
-        return {name: torch.stack(own) for name, own in zip(parameters, zip(*rows))}
 
-    return step
+def alone(workload: Workload, model: nn.Module, batch: Batch) -> Iterator[Tensor]:
+    for n in range(len(next(iter(batch.values())))):
+        yield workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
+
+
+def rows_of(
+    parameters: Found, losses: Callable[[Batch], Iterable[Tensor]], batch: Batch, retain_graph: bool = False
+) -> Found:
+    """A backward pass from each loss, by parameters that some loss reached."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    reached = set()
+    for loss in losses(batch):
+        own = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=retain_graph)
+        for (name, p), g in zip(parameters.items(), own):
+            rows[name].append(torch.zeros_like(p) if g is None else g)
+            if g is not None:
+                reached.add(name)
+    return {name: torch.stack(rows[name]) for name in parameters if name in reached}
 
 
 def loop_clip(workload: Workload, model: nn.Module) -> Step:
@@ -143,8 +140,7 @@ def loop_clip(workload: Workload, model: nn.Module) -> Step:
     def step(batch: Batch) -> Found:
         model.zero_grad()
         samples = len(next(iter(batch.values())))
-        for n in range(samples):
-            loss = workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
+        for loss in alone(workload, model, batch):
             own = torch.autograd.grad(loss, parameters)
             weight = clip_weights(torch.stack([g.norm() for g in own]).norm()) / samples
             for p, g in zip(parameters, own):

@@ -23,6 +23,7 @@ NARROW, ARCHITECTURE = "narrow", "architecture"
 class Workload:
     """model: makes one    batch: of a step's number    losses: N, of the model and a batch    kind: which aims hold
     drawn: whether the model draws random numbers, by which a sample's loss differs from that of the sample alone
+    dtype: in which this library is compared with one backward pass per sample
     """
 
     model: Callable[[], nn.Module]
@@ -30,6 +31,7 @@ class Workload:
     losses: Callable[[Model, Batch], Tensor]
     kind: str = "main"
     drawn: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 class TutorialNet(nn.Module):
