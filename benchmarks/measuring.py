@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 import resource
 import statistics
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from systems import SKIPPED, SYSTEMS, Maker, Step
+from systems import DEFAULT, GRAD1, SKIPPED, SYSTEMS, Maker, Step, trainable
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +29,7 @@ import autograd_hacks
 
 Numbers = list[float]
 SIZES = {"N": [8, 16, 32, 64, 128, 256, 512], "T": [16, 32, 64, 128, 256, 512]}
+READ = re.compile(r"(?:^| and )(rule|operation|run again|replay|frozen|refused|wrong)\b")
 FIXED = {"N": 16, "T": 8}  # the other one's size
 
 
@@ -160,9 +163,9 @@ def warm(workload: Workload, step: Step, device: torch.device) -> Step:
     return step
 
 
-def first_step_beyond(workload: Workload, device: torch.device, times: int = 3) -> float:
-    """Seconds that a model's first step takes more than its second, the median of a few models."""
-    extra = []
+def first_steps(workload: Workload, device: torch.device, times: int = 3) -> list[tuple[float, float]]:
+    """Seconds of the first step and of the second, of a few new models."""
+    found = []
     batch = batch_of(workload, 0, device)
     for _ in tqdm(range(times), desc="first steps", leave=False):
         model = workload.model().to(device)
@@ -176,8 +179,20 @@ def first_step_beyond(workload: Workload, device: torch.device, times: int = 3) 
         first = seconds(step, device)
         for p in model.parameters():
             p.grad1 = None
-        extra.append(first - seconds(step, device))
-    return max(0.0, statistics.median(extra))
+        found.append((first, seconds(step, device)))
+    return found
+
+
+def reads(workload: Workload, device: torch.device) -> dict[str, int]:
+    """{by what they are read: of how many parameters}, after a step.  A word of `describe`, or a few."""
+    model = workload.model().to(device)
+    SYSTEMS[GRAD1][DEFAULT](workload, model)(batch_of(workload, 0, device))
+    return dict(Counter(" and ".join(dict.fromkeys(READ.findall(row.how))) for row in autograd_hacks.describe(model).rows))
+
+
+def rows_megabytes(workload: Workload) -> float:
+    samples = len(next(iter(workload.batch(0).values())))
+    return samples * sum(p.numel() * p.element_size() for p in trainable(workload.model()).values()) / 1e6
 
 
 def resident_growth(steps: int = 1000) -> dict[str, Numbers]:

@@ -9,7 +9,21 @@ import importlib.util
 import curved
 import torch.nn as nn
 from curved import BACKPACK, CURVLINOPS
-from systems import CLIPPED, GRAD1, LOOP, MAX_NORM, Found, Maker, Step, gradients, loop, loop_clip, mean_of_clipped
+from systems import (
+    CLIPPED,
+    GRAD1,
+    LOOP,
+    MAX_NORM,
+    REAL,
+    Found,
+    Maker,
+    Step,
+    gradients,
+    loop,
+    loop_clip,
+    mean_of_clipped,
+    trainable,
+)
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from workloads import Batch, Workload
@@ -33,11 +47,12 @@ class Sample(nn.Module):
 
 def torch_func(workload: Workload, model: nn.Module) -> Step:
     sample = Sample(workload, model)
-    weights = {name: p.detach() for name, p in sample.named_parameters()}
+    weights = {name: p.detach() for name, p in trainable(sample).items()}
+    gradient = grad(lambda weights, one: functional_call(sample, weights, (one,)))
+    rows_of = vmap(gradient, (None, 0), randomness="different" if workload.drawn else "error")
 
     def step(batch: Batch) -> Found:
-        rows = vmap(grad(lambda weights, one: functional_call(sample, weights, (one,))), (None, 0))(weights, batch)
-        return {name.removeprefix("model."): own for name, own in rows.items()}
+        return {name.removeprefix("model."): own for name, own in rows_of(weights, batch).items()}
 
     return step
 
@@ -122,11 +137,12 @@ PEERS: dict[str, dict[str, Maker]] = {
         GHOST: ghost_clipping,
         BACKPACK: clipping(backpack),
     },
+    REAL: {LOOP: loop, VMAP: torch_func},
     **curved.PEERS,
 }
 """{task: {system: its maker}}"""
 
-ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, **curved.ORACLES}
+ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, REAL: loop, **curved.ORACLES}
 """{task: what the systems are compared with}"""
 
 

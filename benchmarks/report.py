@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 from aims import Aim, all_aims, medians, proof_costs, ratios
 from curved import BACKPACK, CURVLINOPS, DIAGONAL, FACTORS, FUNC, MATVEC
 from peers import EXPANDED, GHOST, OPACUS, VMAP
-from systems import CLIPPED, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, SKIPPED, STREAMED, WITH_PASSES, WRITE
+from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, REAL, SKIPPED, STREAMED, WITH_PASSES, WRITE
 
 Data = dict[str, Any]
 
 COLOURS = {
     PLAIN: "#999999", WRITE: "#cccccc", HOOKS: "#bbbbbb", SKIPPED: "#0b6e4f", DEFAULT: "#2a9d6f", STREAMED: "#7fc8a9",
-    WITH_PASSES: "#7fc8a9", FUNC: "#3b6fb6", CURVLINOPS: "#d98a29",
+    WITH_PASSES: "#7fc8a9", CLIPPING: "#7fc8a9", FUNC: "#3b6fb6", CURVLINOPS: "#d98a29",
     LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a", BACKPACK: "#7a4fa3",
 }  # fmt: skip
 ORDER = list(COLOURS)
 SHORT = {
     SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
-    GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", FUNC: "jvp and vjp",
+    GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", CLIPPING: "ours, clipped step", FUNC: "jvp and vjp",
 }  # fmt: skip
 TITLES = {
     GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients",
+    REAL: "Architectures: rows, and a clipped step",
     MATVEC: "A product with the Gauss-Newton matrix", DIAGONAL: "The Gauss-Newton matrix's diagonal, exact",
     FACTORS: "Kronecker factors, from one drawn label for each sample",
 }  # fmt: skip
@@ -79,6 +81,7 @@ def text(data: Data) -> str:
                 if system in peaks:
                     line += f"{peaks[system]:9.1f}{peaks[system] / peaks[PLAIN]:10.2f}"
                 lines.append((line + (f"  of {old[system]}" if system in old else "")).rstrip())
+            lines += [f"    {what}: {said}" for what, said in beside(result).items()]
             for system, why in failures(data, task, workload).items():
                 lines.append(f"    {system:42} fails: {why[:90]}" + (f"  of {old[system]}" if system in old else ""))
         lines.append("")
@@ -86,8 +89,20 @@ def text(data: Data) -> str:
     lines += [f"Aims, {sum(aim.met for aim in aims)} of {len(aims)} met:"]
     for aim in sorted(aims, key=lambda aim: (aim.task, aim.what, aim.system)):
         subject = f"{aim.task}, {aim.system}: {aim.what}"
-        lines.append(f"{subject:88}{aim.workload:50}{aim.figure:7.2f}  {bound(aim):14} {verdict(aim)}")
+        lines.append(f"{subject:92}{aim.workload:50}{aim.figure:7.2f}  {bound(aim):14} {verdict(aim)}")
     return "\n".join(lines) + "\n"
+
+
+def beside(result: Data) -> dict[str, str]:
+    """{what: in words}, of an architecture: by what its parameters are read, the largest error, and the first step"""
+    if "reads" not in result:
+        return {}
+    first = [1 / medians(result)[PLAIN] * first for first, _ in result["first steps"]]
+    return {
+        "parameters read by": ", ".join(f"{how} {count}" for how, count in sorted(result["reads"].items())),
+        "largest relative error": f"{max(result['errors'].values(), default=0.0):.1e}",
+        "first step, in plain steps": f"{statistics.median(first):.1f}",
+    }
 
 
 PROOFS = {
@@ -142,6 +157,9 @@ def page(data: Data, charts: dict[str, str]) -> str:
         lines += [TITLES[task], "~" * len(TITLES[task]), "", f".. image:: {charts[task]}", "   :width: 100%", ""]
         lines += ["Times in plain steps, and aims; **bold** is an aim missed.", ""]
         lines += matrix(data, task, aims)
+        rows = [[workload, *beside(result).values()] for workload, result in results.items() if beside(result)]
+        if rows:
+            lines += list_table(["Workload", *beside(next(filter(beside, results.values())))], rows)
         said = [
             [workload, system, f"``{literal(why)}``"]
             for workload in results

@@ -3,6 +3,7 @@
     python benchmarks/run.py --output bench-output                  this library, in its ways
     python benchmarks/run.py --output bench-output --peers          and what else there is
     python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
+    python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
 
 Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
 the tables have medians, and ratios to the plain forward and backward pass of the same run.  Every system is first compared
@@ -30,25 +31,37 @@ import curved
 import peers
 import report
 import torch
+from architectures import ARCHITECTURES, FULL
+from checks import checked, reason
 from measuring import (
     FIXED,
     SIZES,
-    batch_of,
     build,
-    first_step_beyond,
+    first_steps,
     interleaved,
     peak,
+    reads,
     resident_growth,
+    rows_megabytes,
     scaling,
     warm,
 )
 from proofs import MODELS, proofs
-from systems import CLIPPED, GRAD1, LOOP, OURS, PLAIN, REFERENCES, SYSTEMS, WRITE, Found, Maker, Step
+from systems import (
+    CLIPPED,
+    DEFAULT,
+    GRAD1,
+    PLAIN,
+    REAL,
+    SYSTEMS,
+    WRITE,
+    Maker,
+    Step,
+)
 from tqdm import tqdm
-from workloads import CURVED, MAIN, OTHER, RECURRENT, TINY, WORKLOADS, Batch, Workload, transformer
+from workloads import ARCHITECTURE, CURVED, MAIN, NARROW, OTHER, RECURRENT, TINY, WORKLOADS, Workload, transformer
 
 ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 20, 5, 5
-PEER_SAMPLES = 4
 
 Data = dict[str, Any]
 
@@ -58,16 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     main_only = (MAIN, RECURRENT)
+    quick = (*main_only, CURVED, ARCHITECTURE)
     chosen = {
         name: workload
-        for name, workload in WORKLOADS.items()
-        if is_chosen(name, options.workload) and (workload.kind in (*main_only, CURVED) or not options.quick)
+        for name, workload in known(options.architectures).items()
+        if is_chosen(name, options.workload) and (workload.kind in quick or not options.quick)
     }
-    file = options.output / f"{device.type}.json" if options.output else None
+    stem = f"{device.type}-architectures" if options.architectures else device.type
+    file = options.output / f"{stem}.json" if options.output else None
     old = json.loads(file.read_text()) if file and file.exists() else {}
     data: Data = {"about": about(options, device), "results": {}}
-    for task in (GRAD1, CLIPPED, *curved.TASKS):
-        kinds = {GRAD1: (*main_only, OTHER, TINY), CLIPPED: main_only}.get(task, (CURVED,))
+    for task in (GRAD1, CLIPPED, *curved.TASKS, REAL):
+        kinds = {GRAD1: (*main_only, OTHER, TINY, NARROW), CLIPPED: main_only, REAL: (ARCHITECTURE,)}.get(task, (CURVED,))
         in_task = {name: workload for name, workload in chosen.items() if workload.kind in kinds}
         if not in_task:
             continue
@@ -75,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, workload in tqdm(in_task.items(), desc=task, unit="workload"):
             results[name] = timed(task, name, workload, options, device)
             save(data, old, file)  # so that a run that is broken off has left what it found
-    if not options.system:
+    if not (options.system or options.architectures):
         proven = {name: workload for name, workload in chosen.items() if workload.kind != CURVED}
         for name, workload in tqdm(proven.items(), desc="proofs", unit="workload"):
             data.setdefault("proofs", {})[name] = proofs(workload, device, 1 if options.quick else MODELS)
             save(data, old, file)
-    if not (options.quick or options.workload or options.system):
+    if not (options.quick or options.workload or options.system or options.architectures):
         rounds = min(options.rounds, SCALING_ROUNDS)
         data["scaling"] = {
             "N": scaling("N", SIZES["N"], lambda size: transformer(size, FIXED["N"]), rounds, device),
@@ -99,6 +114,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", action="append", help="only workloads with this in their name; may be repeated")
     parser.add_argument("--system", action="append", help="only systems with this in their name, and plain; may be repeated")
+    parser.add_argument("--architectures", action="store_true", help="models that people train, in the place of the others")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {QUICK_ROUNDS} with --quick, if not given")
@@ -113,11 +129,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
         parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU")
     systems = {system for tasks in (SYSTEMS, curved.SYSTEMS, peers.PEERS) for own in tasks.values() for system in own}
-    for kind, parts, known in (("workload", options.workload, WORKLOADS), ("system", options.system, systems)):
+    workloads = known(options.architectures)
+    for kind, parts, names in (("workload", options.workload, workloads), ("system", options.system, systems)):
         for part in parts or ():
-            if not any(part in name for name in known):
-                parser.error(f"--{kind} {part}: expected a part of one of {', '.join(map(repr, sorted(known)))}")
+            if not any(part in name for name in names):
+                parser.error(f"--{kind} {part}: expected a part of one of {', '.join(map(repr, sorted(names)))}")
     return options
+
+
+def known(architectures: bool) -> dict[str, Workload]:
+    return {name: make(FULL) for name, make in ARCHITECTURES.items()} if architectures else WORKLOADS
 
 
 def is_chosen(name: str, parts: list[str] | None) -> bool:
@@ -133,84 +154,30 @@ def makers(task: str, options: argparse.Namespace) -> dict[str, Maker]:
 def timed(task: str, name: str, workload: Workload, options: argparse.Namespace, device: torch.device) -> Data:
     """What a workload's run gave: seconds of each round, why systems fail, and peaks of memory."""
     chosen = makers(task, options)
-    failures = checked(task, name, workload, chosen, device)
+    errors: dict[str, float] = {}
+    failures = checked(task, name, workload, chosen, device, errors)
     steps: dict[str, Step] = {}
     for system in [system for system in chosen if system not in failures]:
         try:
             steps[system] = warm(workload, build(workload, chosen[system], device), device)
         except Exception as error:  # in single precision; whatever a peer raises
-            failures[system] = reason(system, error)
-    result: Data = {"kind": workload.kind, "failures": failures}
+            failures[system] = reason(system, error, workload)
+    result: Data = {"kind": workload.kind, "failures": failures, "errors": errors}
     result["seconds"] = interleaved(workload, steps, options.rounds, device, name)
     del steps
     gc.collect()
     if workload.kind == OTHER:
-        result["first step beyond"] = first_step_beyond(workload, device)
-    elif not options.quick and task in (GRAD1, CLIPPED):
-        sound = [system for system in result["seconds"] if system != WRITE]
+        found = first_steps(workload, device)
+        result["first step beyond"] = max(0.0, statistics.median(first - second for first, second in found))
+    elif workload.kind == ARCHITECTURE and DEFAULT in result["seconds"]:
+        result["first steps"] = first_steps(workload, device)
+        result |= {"reads": reads(workload, device), "rows MB": rows_megabytes(workload)}
+    if workload.kind != OTHER and not options.quick and task in (GRAD1, CLIPPED, REAL):
+        sound = [s for s in result["seconds"] if s != WRITE and not (task == REAL and s in peers.PEERS[REAL])]
         result["peak MB"] = {
             system: peak(workload, chosen[system], device) for system in tqdm(sound, desc=f"memory, {name}", leave=False)
         }
     return result
-
-
-def checked(task: str, name: str, workload: Workload, chosen: dict[str, Maker], device: torch.device) -> dict[str, str]:
-    """{system: why it fails}, each compared with the loop in double precision.  Raises where this library is wrong.
-
-    Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
-    """
-    loop = peers.ORACLES[task]
-    left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
-    differing(name, workload, {s: left.pop(s) for s in OURS if s in left}, loop, None, device, torch.float64)
-    failures: dict[str, str] = {}
-    for dtype in (torch.float64, torch.float32):
-        failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
-        left = {system: left[system] for system in failures}
-    return failures
-
-
-def differing(
-    name: str,
-    workload: Workload,
-    chosen: dict[str, Maker],
-    loop: Maker,
-    samples: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, str]:
-    """{system: why it fails}, on the first samples of a batch."""
-    if not chosen:
-        return {}
-    batch = {key: x[:samples] for key, x in batch_of(workload, 0, device, dtype).items()}
-    expected = build(workload, loop, device, dtype)(batch)
-    failures = {}
-    for system, maker in tqdm(chosen.items(), desc=f"checks, {name}", leave=False):
-        try:
-            compare_twice(build(workload, maker, device, dtype), batch, expected)
-        except Exception as error:  # whatever a peer raises
-            failures[system] = reason(system, error)
-        gc.collect()  # hooked models are cycles that hold large tensors
-    return failures
-
-
-def compare_twice(step: Step, batch: Batch, expected: Found) -> None:
-    for _ in range(2):  # the library's first step is another one
-        compare(step(batch), expected)
-
-
-def compare(found: Found, expected: Found) -> None:
-    for name, right in expected.items():
-        if name not in found:
-            raise ValueError(f"nothing for the parameter {name}")
-        largest = float(right.abs().max())
-        torch.testing.assert_close(found[name], right, rtol=1e-3, atol=1e-3 * largest + 1e-6, msg=f"wrong on {name}")
-
-
-def reason(system: str, error: Exception) -> str:
-    """The error's first line; this library's own errors are raised again."""
-    if system in OURS:
-        raise error
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def about(options: argparse.Namespace, device: torch.device) -> Data:

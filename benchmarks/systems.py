@@ -6,7 +6,7 @@ rows (N, *shape) of the task grad1, or the mean of the clipped ones (*shape) of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -20,13 +20,18 @@ Found = dict[str, Tensor]
 Step = Callable[[Batch], Found]
 Maker = Callable[[Workload, nn.Module], Step]
 
-GRAD1, CLIPPED = "grad1", "clipped"
+GRAD1, CLIPPED, REAL = "grad1", "clipped", "architectures"
 PLAIN, WRITE, HOOKS, LOOP = "plain", "write once", "hooks alone", "one backward per sample"
 DEFAULT, SKIPPED, STREAMED = "autograd_hacks", "autograd_hacks, param_grad=False", "autograd_hacks, streaming"
 WITH_PASSES = "autograd_hacks, with its passes"  # of curvature
+CLIPPING = "autograd_hacks, clipped step"  # with param_grad=False
 REFERENCES = (PLAIN, WRITE, HOOKS)  # they make no per-sample gradients
-OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES)
+OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES, CLIPPING)
 MAX_NORM = 1.0
+
+
+def trainable(model: nn.Module) -> Found:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def gradients(model: nn.Module) -> Found:
@@ -53,7 +58,7 @@ def write_once(workload: Workload, model: nn.Module) -> Step:
     def step(batch: Batch) -> Found:
         if not buffers:
             samples = len(next(iter(batch.values())))
-            buffers.extend(p.new_empty(samples, *p.shape, requires_grad=False) for p in model.parameters())
+            buffers.extend(p.new_empty(samples, *p.shape, requires_grad=False) for p in trainable(model).values())
         for buffer in buffers:
             buffer.fill_(0.0)
         return {}
@@ -74,7 +79,7 @@ def hooked(workload: Workload, model: nn.Module, read: Callable[[nn.Module], Fou
 
 def written(model: nn.Module) -> Found:
     autograd_hacks.compute_grad1(model)
-    return {name: p.grad1 for name, p in model.named_parameters() if p.grad1 is not None}
+    return {name: p.grad1 for name, p in trainable(model).items() if p.grad1 is not None}
 
 
 def clipped(model: nn.Module) -> Found:
@@ -100,31 +105,42 @@ def streamed_clip(workload: Workload, model: nn.Module) -> Step:
 
 
 def loop(workload: Workload, model: nn.Module) -> Step:
-    parameters = dict(model.named_parameters())
+    """Each sample alone."""
+    return partial(rows_of, trainable(model), partial(alone, workload, model))
 
-    def step(batch: Batch) -> Found:
-        rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-        reached = set()
-        for n in range(len(next(iter(batch.values())))):
-            loss = workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
-            own = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for (name, p), g in zip(parameters.items(), own):
-                rows[name].append(torch.zeros_like(p) if g is None else g)
-                if g is not None:
-                    reached.add(name)
-        return {name: torch.stack(rows[name]) for name in parameters if name in reached}
 
-    return step
+def each_loss(workload: Workload, model: nn.Module) -> Step:
+    """One forward, and a backward pass from each sample's loss: where random numbers are drawn."""
+    return partial(rows_of, trainable(model), partial(workload.losses, model), retain_graph=True)
+
+
+def alone(workload: Workload, model: nn.Module, batch: Batch) -> Iterator[Tensor]:
+    for n in range(len(next(iter(batch.values())))):
+        yield workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
+
+
+def rows_of(
+    parameters: Found, losses: Callable[[Batch], Iterable[Tensor]], batch: Batch, retain_graph: bool = False
+) -> Found:
+    """A backward pass from each loss, by parameters that some loss reached."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    reached = set()
+    for loss in losses(batch):
+        own = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=retain_graph)
+        for (name, p), g in zip(parameters.items(), own):
+            rows[name].append(torch.zeros_like(p) if g is None else g)
+            if g is not None:
+                reached.add(name)
+    return {name: torch.stack(rows[name]) for name in parameters if name in reached}
 
 
 def loop_clip(workload: Workload, model: nn.Module) -> Step:
-    parameters = list(model.parameters())
+    parameters = list(trainable(model).values())
 
     def step(batch: Batch) -> Found:
         model.zero_grad()
         samples = len(next(iter(batch.values())))
-        for n in range(samples):
-            loss = workload.losses(model, {name: x[n : n + 1] for name, x in batch.items()}).sum()
+        for loss in alone(workload, model, batch):
             own = torch.autograd.grad(loss, parameters)
             weight = clip_weights(torch.stack([g.norm() for g in own]).norm()) / samples
             for p, g in zip(parameters, own):
@@ -161,4 +177,5 @@ SYSTEMS: dict[str, dict[str, Maker]] = {
         STREAMED: streamed_clip,
     },
 }
+SYSTEMS[REAL] = SYSTEMS[GRAD1] | {CLIPPING: SYSTEMS[CLIPPED][SKIPPED]}
 """{task: {system: its maker}}"""

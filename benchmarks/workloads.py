@@ -16,16 +16,22 @@ Batch = dict[str, Tensor]
 Model = Callable[..., Any]
 
 MAIN, RECURRENT, OTHER, TINY, CURVED = "main", "recurrent", "other", "tiny", "second order"
+NARROW, ARCHITECTURE = "narrow", "architecture"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """model: makes one    batch: of a step's number    losses: N, of the model and a batch    kind: which aims hold"""
+    """model: makes one    batch: of a step's number    losses: N, of the model and a batch    kind: which aims hold
+    drawn: whether the model draws random numbers, by which a sample's loss differs from that of the sample alone
+    dtype: in which this library is compared with one backward pass per sample
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     losses: Callable[[Model, Batch], Tensor]
     kind: str = "main"
+    drawn: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 class TutorialNet(nn.Module):
@@ -110,6 +116,31 @@ class Bag(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embed(x).mean(1))
+
+
+class UNet(nn.Module):
+    """Denoises images.  Returns each sample's loss; noise and times are drawn inside, unless they are given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(16, width), nn.SiLU(), nn.Linear(width, 2 * width))
+        self.into, self.down = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, 2, padding=1)
+        self.norm1, self.norm2 = nn.GroupNorm(4, 2 * width), nn.GroupNorm(4, width)
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.out = nn.Conv2d(2 * width, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x: Tensor, time: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        time = torch.rand_like(x[:, 0, 0, 0]) if time is None else time
+        noise = torch.randn_like(x) if noise is None else noise
+        t = time[:, None, None, None]
+        angles = time[:, None] * torch.arange(1, 9, device=x.device, dtype=x.dtype)
+        h = self.into((1 - t) * x + t * noise)
+        low = self.down(F.silu(h)) + self.time(torch.cat([angles.sin(), angles.cos()], 1))[:, :, None, None]
+        low = low + self.middle(F.silu(self.norm1(low)))
+        found = self.out(torch.cat([h, F.silu(self.norm2(self.up(low)))], 1)) * self.scale
+        return (found - noise).square().flatten(1).mean(1)
 
 
 def classification(model: Model, batch: Batch) -> Tensor:
@@ -208,6 +239,9 @@ WORKLOADS = {
     "LSTM 64-128, T 64, N 64": Workload(LastState, of_shape(64, 64, 64), classification, RECURRENT),
     "Embedding 10,000 x 64, T 32, N 32": Workload(lambda: Bag(10_000, 64), sentences(32, 32, 10_000), classification),
     "50 linear layers of width 16, N 8": Workload(multilayer(*[16] * 51), of_shape(8, 16), classification, TINY),
+    "80 linear layers of width 64, N 16": Workload(
+        multilayer(*[64] * 80, 10), of_shape(16, 64), classification, NARROW
+    ),
     "Transformer d 128, a new length each step, N 16": Workload(
         lambda: Classifier(128, 2), vectors(16, 128), classification, OTHER
     ),

@@ -1,0 +1,46 @@
+"""The benchmark's architectures in a small size, over three steps of an optimizer: rows and every verb against one backward
+pass per sample, each alone unless random numbers are drawn."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, TINY
+from measuring import batch_of
+from oracle import assert_rows
+from quantities import assert_quantities
+from systems import each_loss, loop, trainable
+
+import autograd_hacks
+
+COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "t5")
+"""Of names of models that compute in part in single precision, whatever they are given."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("param_grad", [True, False], ids=["default", "param_grad=False"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_three_steps(name: str, param_grad: bool) -> None:
+    workload = ARCHITECTURES[name](TINY)
+    try:
+        model = workload.model().to(workload.dtype)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} isn't installed")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    coarse = torch.float32 if name.startswith(COARSE) else None
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for step in range(3):
+            batch = batch_of(workload, step, torch.device("cpu"), workload.dtype)
+
+            optimizer.zero_grad()
+            workload.losses(model, batch).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            with autograd_hacks.pause_hooks():
+                found = (each_loss if workload.drawn else loop)(workload, model)(batch)
+            rows = {key: found.get(key) for key in trainable(model)}
+            assert_rows(model, rows, inside=coarse)
+            if step == 2:
+                assert_quantities(model, rows, **({"rtol": 1e-3, "atol": 1e-5} if coarse else {}))
+            if not param_grad:
+                for key, p in trainable(model).items():
+                    p.grad = found[key].mean(0) if key in found else None
+            optimizer.step()
+            autograd_hacks.clear_backprops(model)
