@@ -142,10 +142,8 @@ def _summed(rows: Tensor, shape: torch.Size, layout: Layout, ndim: int) -> Tenso
     shape: the value's    ndim: of what it was broadcast to
     """
     sizes = list(aligned(shape, ndim))
-    if not layout.fold:
+    if not layout.fold:  # else the positions stand where the folded axis was
         del sizes[layout.axis]
-    else:
-        sizes.insert(layout.axis, 1)  # the positions, where the folded axis was
     over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
     return (rows.sum(over) if over else rows).reshape(len(rows), *shape)
 

@@ -158,6 +158,8 @@ class Decision:
         )
 
     def _why(self, name: str, path: str) -> str:
+        if (lost := self.read.lost.get(name)) is not None:
+            return lost
         if name in self.unplaced:
             return "its layer can't tell the samples apart"
         readers = sorted({stack[-1].path for stack in self.reads[name]})

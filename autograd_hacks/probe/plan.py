@@ -69,6 +69,17 @@ class Reading:
     # By path, by the number of the module's call, by the function's name and number there.
     calls: Mapping[str, Mapping[int, Mapping[tuple[str, int], Read]]] = field(default_factory=dict)
 
+    def readers(self, name: str) -> list[str]:
+        """The operations that read a parameter, for people."""
+        found = {
+            f"{function} in {path!r}" if path else f"{function} in the model itself"
+            for path, calls in self.calls.items()
+            for of in calls.values()
+            for (function, _), read in of.items()
+            if read.kind != VALUE and name in read.names
+        }
+        return sorted(found)
+
     def find(self, path: str, call: int, function: str, number: int) -> Read | None:
         """What is known of a call of a function; of one more than there were, what all there were agree in."""
         calls = self.calls.get(path, {})

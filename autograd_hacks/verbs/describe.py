@@ -121,9 +121,10 @@ def _how(
         return f"wrong: {reason}"
     units = [(path, unit) for path, unit in plan.units.items() if name in unit.parameters.values()]
     if units and not is_known:
-        return "replay, of what module the first step finds out"
-    parts = [f"replay of {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    if rule is not None and (not units or name in plan.by_rule):
+        return "operation, or run again: the first step finds out"
+    parts = [f"run again, {where(path, modules[path])}: {unit.why}" for path, unit in units]
+    parts += [f"operation {reader}" for reader in plan.reading.readers(name)]
+    if rule is not None and (not parts or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
     scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
     return " and ".join(parts) + scaled
