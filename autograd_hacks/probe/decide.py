@@ -29,7 +29,8 @@ class Decision:
         for call in self.compared:
             self.calls.setdefault(call.path, []).append(call)
             if not call.placed and (call.missing or call.traced.from_batch):
-                for name in call.owned - self.read.reading.names:
+                past = call.path in comparison.whole.meetings.follow.unruled or not call.traced.from_batch
+                for name in call.owned - (self.read.reading.names if past else set()):
                     self.unplaced.setdefault(name, set()).add(call.traced.stack)
         self.chosen = {
             name: units

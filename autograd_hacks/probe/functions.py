@@ -4,7 +4,7 @@ met."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 
@@ -141,14 +142,22 @@ class Following(TorchFunctionMode, Generic[V]):
         return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) not in self.values]
 
 
-def grown(name: str, before: Iterable[int], after: torch.Size, samples: int) -> int | None:
-    """The axis that a value has got N entries on, in a function without a batch; None where there is none.
+def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, samples: int) -> Layout | None:
+    """Where a value has got N entries, in a function without a batch, that may be the samples'; None where it has not.
 
-    before, after: the value's shape, and its output's
+    others: the tensors beside it, an index that was expanded, say
     """
-    if name not in ELEMENTWISE and name not in BROADCASTING:
+    if samples == 1:
         return None
-    sizes = aligned(before, len(after))
-    return next((n for n, size in enumerate(after) if size == samples != 1 and sizes[n] == 1), None)
+    after, before = out.shape, aligned(value.shape, out.ndim)
+    if name == "repeat":
+        folds = (n for n, size in enumerate(after) if size == samples * before[n] != samples)
+        if (axis := next(folds, None)) is not None:
+            return Layout(axis, "N·T")
+    if name in ELEMENTWISE or name in BROADCASTING:
+        axis = next((n for n, size in enumerate(after) if size == samples and before[n] == 1), None)
+        return None if axis is None else Layout(axis)
+    has = name in OPERATIONS and after[:1] == (samples,) and any(x.shape[:1] == (samples,) for x in others)
+    return Layout(0) if has else None
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.probe.functions import QUIET, Following, Key, grown, is_constant, name_of, opened
 from autograd_hacks.probe.guard import comparable
-from autograd_hacks.probe.layout import Fits
+from autograd_hacks.probe.layout import Fits, Layout
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 
 
@@ -37,7 +37,7 @@ class Met:
     output: Fits | None = None
     routed: bool = False  # whether the rows were chosen by their values
     rounds: bool = False
-    axis: int | None = None  # where it makes an axis of samples itself
+    grew_to: Layout | None = None  # where it makes an axis for the samples itself
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ class Watch(Following[Known]):
             seen = Fits(self.tracker.keep(outs[0]), self.samples)
             self.found.calls[key] = Met(True, self.tracker.stack, names, shapes, fits, seen, routed, rounds)
             return out
-        axis = grown(name, held[0].shape, outs[0].shape, self.samples) if len(outs) == 1 else None
-        if axis is None and name == "embedding" and others and self.samples != 1:  # an index that was expanded
-            axis = next((n for n, size in enumerate(others[0].shape[:1]) if size == self.samples), None)
-        self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, axis=axis)
-        if key in self.found.follow.forced and axis is not None:
+        grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None
+        is_own = key in self.found.follow.forced and grew_to is not None
+        if not (is_own and all(self.by_rule(frame.path, n) for n in names)):
+            self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, grew_to=grew_to)
+        if is_own:
             copy = outs[0].clone()
             self.tracker.mark(copy)
             return copy
         grew = tuple(dict.fromkeys(k for value in values for k in value.grew))
         for x in outs:
             if id(x) not in self.values:
-                self.know(x, Known(names, grew if axis is None else (*grew, key), _saving()))
+                self.know(x, Known(names, grew if grew_to is None else (*grew, key), _saving()))
         return out
 
     def _is_lost(

@@ -24,17 +24,17 @@ class ReadDecision:
         meetings = comparison.whole.meetings
         self.lost, self.conflicts = dict(meetings.lost), set[Key]()
         calls = {key: read for key, met in meetings.calls.items() if (read := self._read(key, met)) is not None}
-        names = frozenset(meetings.wanted.keys() & comparison.whole.tracker.uses) - self.lost.keys()
+        names = frozenset(n for read in calls.values() if read.kind != VALUE for n in read.names) - self.lost.keys()
         kept = {key: read for key, read in calls.items() if meetings.calls[key].names & names}
         found: dict[str, dict[int, dict[tuple[str, int], Read]]] = {}
         for key, read in kept.items():
             found.setdefault(key.frame.path, {}).setdefault(key.frame.call, {})[key.function, key.number] = read
-        self.reading = Reading(names if kept else frozenset(), found)
+        self.reading = Reading(names, found)
 
     def _read(self, key: Key, met: Met) -> Read | None:
         name = key.function
-        if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.axis is not None:
-            return Read(RECORDED, Layout(met.axis), met.names)
+        if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.grew_to is not None:
+            return Read(RECORDED, met.grew_to, met.names)
         if not met.meets:
             return Read(VALUE, None, met.names)
         assert met.output is not None
