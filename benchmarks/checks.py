@@ -21,16 +21,19 @@ def checked(
     chosen: dict[str, Maker],
     device: torch.device,
     errors: dict[str, float] | None = None,
+    samples: int | None = None,
 ) -> dict[str, str]:
     """{system: why it fails}, each compared with the loop in double precision.  Raises where this library is wrong.
 
     Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
-    Where a model draws random numbers they would draw others, and are not compared.  errors: gets those of this library.
+    Where a model draws random numbers they would draw others, and are not compared.
+
+    errors: gets those of this library    samples: so many for it, all if None
     """
     loop = each_loss if workload.drawn else peers.ORACLES[task]
     left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
     ours = {s: left.pop(s) for s in OURS if s in left}
-    wrong = differing(name, workload, ours, loop, None, device, workload.dtype, errors)
+    wrong = differing(name, workload, ours, loop, samples, device, workload.dtype, errors)
     failures: dict[str, str] = {}
     for dtype in () if workload.drawn else (workload.dtype, torch.float32):
         failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
