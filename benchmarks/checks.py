@@ -21,16 +21,19 @@ def checked(
     chosen: dict[str, Maker],
     device: torch.device,
     errors: dict[str, float] | None = None,
+    samples: int | None = None,
 ) -> dict[str, str]:
     """{system: why it fails}, each compared with the loop in double precision.  Raises where this library is wrong.
 
     Peers get a few samples, which tell as much and take less time; those that fail in double precision get single.
-    Where a model draws random numbers they would draw others, and are not compared.  errors: gets those of this library.
+    Where a model draws random numbers they would draw others, and are not compared.
+
+    errors: gets those of this library    samples: so many for it, all if None
     """
     loop = each_loss if workload.drawn else peers.ORACLES[task]
     left = {system: maker for system, maker in chosen.items() if system not in (*REFERENCES, LOOP)}
     ours = {s: left.pop(s) for s in OURS if s in left}
-    wrong = differing(name, workload, ours, loop, None, device, workload.dtype, errors)
+    wrong = differing(name, workload, ours, loop, samples, device, workload.dtype, errors)
     failures: dict[str, str] = {}
     for dtype in () if workload.drawn else (workload.dtype, torch.float32):
         failures = differing(name, workload, left, loop, PEER_SAMPLES, device, dtype)
@@ -71,14 +74,14 @@ def compare_twice(step: Step, batch: Batch, expected: Found) -> float:
 
 
 def compare(found: Found, expected: Found) -> float:
-    """The largest error, in the largest entry of its parameter."""
-    worst = 0.0
+    """The largest error, in its parameter's largest entry, or 1e-6 of all if that is zero but for rounding."""
+    worst, floor = 0.0, 1e-6 * max(1e-20, *(float(right.abs().max()) for right in expected.values()))
     for name, right in expected.items():
         if name not in found:
             raise ValueError(f"nothing for the parameter {name}")
         largest = float(right.abs().max())
         torch.testing.assert_close(found[name], right, rtol=1e-3, atol=1e-3 * largest + 1e-6, msg=f"wrong on {name}")
-        worst = max(worst, float((found[name] - right).abs().max()) / max(largest, 1e-30))
+        worst = max(worst, float((found[name] - right).abs().max()) / max(largest, floor))
     return worst
 
 

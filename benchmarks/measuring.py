@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from systems import DEFAULT, GRAD1, SKIPPED, SYSTEMS, Maker, Step, trainable
+from systems import SKIPPED, SYSTEMS, Maker, Step, trainable
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -163,8 +163,13 @@ def warm(workload: Workload, step: Step, device: torch.device) -> Step:
     return step
 
 
-def first_steps(workload: Workload, device: torch.device, times: int = 3) -> list[tuple[float, float]]:
-    """Seconds of the first step and of the second, of a few new models."""
+def first_steps(
+    workload: Workload, device: torch.device, times: int = 3
+) -> tuple[list[tuple[float, float]], dict[str, int]]:
+    """Seconds of the first step and of the second, of a few new models, and {by what they are read: of how many parameters}.
+
+    What `describe` says stands for the latter: a word, or a few.
+    """
     found = []
     batch = batch_of(workload, 0, device)
     for _ in tqdm(range(times), desc="first steps", leave=False):
@@ -180,14 +185,8 @@ def first_steps(workload: Workload, device: torch.device, times: int = 3) -> lis
         for p in model.parameters():
             p.grad1 = None
         found.append((first, seconds(step, device)))
-    return found
-
-
-def reads(workload: Workload, device: torch.device) -> dict[str, int]:
-    """{by what they are read: of how many parameters}, after a step.  A word of `describe`, or a few."""
-    model = workload.model().to(device)
-    SYSTEMS[GRAD1][DEFAULT](workload, model)(batch_of(workload, 0, device))
-    return dict(Counter(" and ".join(dict.fromkeys(READ.findall(row.how))) for row in autograd_hacks.describe(model).rows))
+    rows = autograd_hacks.describe(model).rows
+    return found, dict(Counter(" and ".join(dict.fromkeys(READ.findall(row.how))) for row in rows))
 
 
 def rows_megabytes(workload: Workload) -> float:

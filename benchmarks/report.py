@@ -9,6 +9,7 @@ from typing import Any
 
 from aims import Aim, all_aims, medians, proof_costs, ratios
 from curved import BACKPACK, CURVLINOPS, DIAGONAL, FACTORS, FUNC, MATVEC
+from jaxed import JAX
 from peers import EXPANDED, GHOST, OPACUS, VMAP
 from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, LOOP, PLAIN, REAL, SKIPPED, STREAMED, WITH_PASSES, WRITE
 
@@ -18,6 +19,7 @@ COLOURS = {
     PLAIN: "#999999", WRITE: "#cccccc", HOOKS: "#bbbbbb", SKIPPED: "#0b6e4f", DEFAULT: "#2a9d6f", STREAMED: "#7fc8a9",
     WITH_PASSES: "#7fc8a9", CLIPPING: "#7fc8a9", FUNC: "#3b6fb6", CURVLINOPS: "#d98a29",
     LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a", BACKPACK: "#7a4fa3",
+    JAX: "#3ba6b6",
 }  # fmt: skip
 ORDER = list(COLOURS)
 SHORT = {

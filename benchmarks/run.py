@@ -23,16 +23,20 @@ import os
 import platform
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import curved
+import jaxed
 import peers
 import report
 import torch
-from architectures import ARCHITECTURES, FULL
-from checks import checked, reason
+from architectures import ARCHITECTURES
+from checks import PEER_SAMPLES, checked, reason
+from families import FULL
+from jaxed import JAX
 from measuring import (
     FIXED,
     SIZES,
@@ -40,7 +44,6 @@ from measuring import (
     first_steps,
     interleaved,
     peak,
-    reads,
     resident_growth,
     rows_megabytes,
     scaling,
@@ -116,6 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", action="append", help="only systems with this in their name, and plain; may be repeated")
     parser.add_argument("--architectures", action="store_true", help="models that people train, in the place of the others")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
+    parser.add_argument("--jax", default=sys.executable, help="a Python with JAX, if not this one, for --peers")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {QUICK_ROUNDS} with --quick, if not given")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -128,7 +132,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --threads: expected 1 or more")
     if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
         parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU")
-    systems = {system for tasks in (SYSTEMS, curved.SYSTEMS, peers.PEERS) for own in tasks.values() for system in own}
+    tables = (SYSTEMS, curved.SYSTEMS, peers.PEERS, {GRAD1: {JAX: None}})
+    systems = {system for tasks in tables for own in tasks.values() for system in own}
     workloads = known(options.architectures)
     for kind, parts, names in (("workload", options.workload, workloads), ("system", options.system, systems)):
         for part in parts or ():
@@ -155,7 +160,7 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
     """What a workload's run gave: seconds of each round, why systems fail, and peaks of memory."""
     chosen = makers(task, options)
     errors: dict[str, float] = {}
-    failures = checked(task, name, workload, chosen, device, errors)
+    failures = checked(task, name, workload, chosen, device, errors, PEER_SAMPLES if options.quick else None)
     steps: dict[str, Step] = {}
     for system in [system for system in chosen if system not in failures]:
         try:
@@ -166,14 +171,27 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
     result["seconds"] = interleaved(workload, steps, options.rounds, device, name)
     del steps
     gc.collect()
+    if (
+        options.peers
+        and device.type == "cpu"
+        and task == GRAD1
+        and name in jaxed.WORKLOADS
+        and is_chosen(JAX, options.system)
+    ):
+        try:
+            parameters = sum(p.numel() for p in workload.model().parameters())
+            result["seconds"][JAX] = jaxed.measured(name, options.rounds, options.threads, options.jax, parameters)
+        except (OSError, RuntimeError) as error:
+            failures[JAX] = str(error)
     if workload.kind == OTHER:
-        found = first_steps(workload, device)
+        found, _ = first_steps(workload, device)
         result["first step beyond"] = max(0.0, statistics.median(first - second for first, second in found))
     elif workload.kind == ARCHITECTURE and DEFAULT in result["seconds"]:
-        result["first steps"] = first_steps(workload, device)
-        result |= {"reads": reads(workload, device), "rows MB": rows_megabytes(workload)}
+        result["first steps"], result["reads"] = first_steps(workload, device, 1 if options.quick else 3)
+        result["rows MB"] = rows_megabytes(workload)
     if workload.kind != OTHER and not options.quick and task in (GRAD1, CLIPPED, REAL):
-        sound = [s for s in result["seconds"] if s != WRITE and not (task == REAL and s in peers.PEERS[REAL])]
+        others = (WRITE, JAX, *(peers.PEERS[REAL] if task == REAL else ()))
+        sound = [system for system in result["seconds"] if system not in others]
         result["peak MB"] = {
             system: peak(workload, chosen[system], device) for system in tqdm(sound, desc=f"memory, {name}", leave=False)
         }
@@ -219,7 +237,7 @@ def kept(old: Data, new: Data) -> Data:
             result = old["results"].get(task, {}).get(workload, {"seconds": {}, "failures": {}})
             fresh = new["results"].get(task, {}).get(workload, {"seconds": {}, "failures": {}})
             own = dict(old.get("kept", {}).get(task, {}).get(workload, {}))
-            for peer in names:
+            for peer in (*names, JAX):
                 if peer in result["seconds"]:
                     ratio = statistics.median(result["seconds"][peer]) / statistics.median(result["seconds"][PLAIN])
                     own[peer] = {"date": old["about"]["date"], "ratio": ratio}

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jaxed
 import measuring
 import peers
 import pytest
@@ -10,8 +11,10 @@ import report
 import run
 import torch
 from aims import all_aims, proof_costs, ratios
-from systems import CLIPPED, DEFAULT, GRAD1, LOOP, PLAIN, SKIPPED, SYSTEMS
-from workloads import MAIN, Workload, classification, multilayer, of_shape
+from architectures import ARCHITECTURES
+from families import TINY
+from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, LOOP, PLAIN, REAL, SKIPPED, SYSTEMS
+from workloads import ARCHITECTURE, MAIN, Workload, classification, multilayer, of_shape
 
 CPU = torch.device("cpu")
 TINY_MODEL = Workload(
@@ -91,6 +94,47 @@ def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
         assert f"of {first['about']['date']}" in report.text(later)
     again = measured(tmp_path, "--peers")
     assert again["kept"] == {}
+
+
+def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
+    name = "UNet, noise drawn inside"
+    monkeypatch.setattr(run, "ARCHITECTURES", {name: lambda size: ARCHITECTURES[name](TINY)})
+    monkeypatch.setattr(report, "chart", lambda data, task, path: None)
+    run.main(["--architectures", "--peers", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)])
+    data = json.loads((tmp_path / "cpu-architectures.json").read_text())
+    result = data["results"][REAL][name]
+    assert {SKIPPED, DEFAULT, CLIPPING, LOOP, peers.VMAP} <= set(result["seconds"])
+    assert set(result["errors"]) == {SKIPPED, DEFAULT, CLIPPING}
+    assert max(result["errors"].values()) < 1e-9
+    assert sum(result["reads"].values()) == len(list(ARCHITECTURES[name](TINY).model().parameters()))
+    for words in (report.text(data), report.page(data, {REAL: "a.png"})):
+        assert all(part in words for part in (name, "parameters read by", "largest relative error", "first step"))
+    found = {aim.what: aim.bound for aim in all_aims(data) if aim.system == CLIPPING}
+    assert found == {"clipped step / plain": 1.5, "peak memory without rows / plain's": 1.3}
+
+
+def test_architectures_that_fail_are_said():
+    workload = Workload(TINY_MODEL.model, TINY_MODEL.batch, TINY_MODEL.losses, ARCHITECTURE)
+    failures = run.checked(REAL, WORKLOAD, workload, {SKIPPED: wrong, DEFAULT: broken}, CPU)
+    assert failures == {SKIPPED: "AssertionError: wrong on 0.weight", DEFAULT: "NotImplementedError: not for this"}
+    result = {"kind": ARCHITECTURE, "seconds": {PLAIN: [1.0]}, "failures": failures}
+    aims = all_aims({"results": {REAL: {WORKLOAD: result}}})
+    assert [(aim.system, aim.what, aim.met) for aim in aims] == [(SKIPPED, "fails", False), (DEFAULT, "fails", False)]
+
+
+def test_the_last_word_of_another_process_is_said(tmp_path):
+    def python(*lines):
+        file = tmp_path / "python"
+        file.write_text("\n".join(["#!/bin/sh", *lines]))
+        file.chmod(0o755)
+        return str(file)
+
+    with pytest.raises(RuntimeError, match="No module named 'jax'"):
+        jaxed.measured(WORKLOAD, 1, 1, python("echo \"No module named 'jax'\" >&2", "exit 1"), 7)
+    told = python("""echo '{"seconds": [0.5], "parameters": 7, "version": "1"}'""")
+    assert jaxed.measured(WORKLOAD, 1, 1, told, 7) == [0.5]
+    with pytest.raises(RuntimeError, match="7 parameters, where torch's model has 8"):
+        jaxed.measured(WORKLOAD, 1, 1, told, 8)
 
 
 def test_aims():

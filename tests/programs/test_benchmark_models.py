@@ -3,7 +3,8 @@ pass per sample, each alone unless random numbers are drawn."""
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, TINY
+from architectures import ARCHITECTURES
+from families import TINY
 from measuring import batch_of
 from oracle import assert_rows
 from quantities import assert_quantities
