@@ -86,9 +86,10 @@ class ByOperation:
 
         if self.name in ELEMENTWISE:
             args, kwargs = tree_map(beside, (self.args, self.kwargs))
-            for place, rows in ELEMENTWISE[self.name](wanted, first, *args, **kwargs).items():
-                yield wanted[place], Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
-            return
+            if (terms := ELEMENTWISE[self.name](wanted, first, *args, **kwargs)) is not None:
+                for place, rows in terms.items():
+                    yield wanted[place], Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
+                return
         args, kwargs = tree_map(own, (self.args, self.kwargs))
         if self.name in OPERATIONS and not (self.name in BY_CHANNEL and layout.axis):
             found = OPERATIONS[self.name](wanted, g if is_flat else first, *args, **kwargs)

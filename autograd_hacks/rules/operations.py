@@ -108,11 +108,6 @@ def _times(g: Tensor, factor: Any) -> Any:
     return g if factor == 1 else g * factor.conjugate()
 
 
-def _repeat(g: Tensor, input: Tensor, *repeats: Any) -> Makers:
-    times = repeats if isinstance(repeats[0], int) else repeats[0]
-    return {"input": lambda: g} if all(1 in pair for pair in zip(input.shape[::-1], times[::-1])) else {}
-
-
 _TRANSPOSED = "stride padding output_padding groups dilation"
 _MAKERS: dict[str, Any] = {
     "linear": lambda g, input, weight, bias=None: {"weight": lambda: _map(input, g, weight), "bias": lambda: added(g, 1)},
@@ -150,8 +145,9 @@ _TERMS: dict[str, Any] = {
     "add": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, alpha)},
     "sub": lambda g, input, other, *, alpha=1: {"input": lambda: g, "other": lambda: _times(g, -alpha)},
     "rsub": lambda g, input, other, *, alpha=1: {"input": lambda: _times(g, -alpha), "other": lambda: g},
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda g, input, *size, **named: {"input": lambda: g}),
-    "repeat": _repeat,
+    **dict.fromkeys(
+        ("expand", "expand_as", "broadcast_to", "repeat"), lambda g, input, *size, **named: {"input": lambda: g}
+    ),
 }
 ELEMENTWISE: dict[str, Formula] = {name: _by_argument(makers) for name, makers in _TERMS.items()}
 """{a torch function's name: its formula, of tensors of g's shape, not yet summed over what was broadcast}"""

@@ -35,7 +35,6 @@ STATS = (r(4), r(4).exp())
         ("instance_norm", (1, 2), r(3, 4, 5), (r(3, 4, 5), r(4), r(4), *STATS, True, 0.1, 1e-5, True), {}),
         ("mul", (0,), r(3, 3, 2), (r(3, 1, 1), r(3, 2)), {}),  # of x the samples are no longer where they were in g
         ("add", (0,), r(3, 2), (r(2), r(3, 2)), {"out": r(3, 2)}),
-        ("repeat", (0,), r(3, 4), (r(1, 2), 3, 2), {}),
     ],
 )
 def test_calls_that_are_not_covered(name: str, wanted: Any, g: Tensor, args: Any, kwargs: Any) -> None:
