@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autograd_hacks.forms.cost import warm
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
@@ -90,8 +91,8 @@ class Form(Rows, ABC):
     sums_cheaply = False
     """Whether a weighted sum takes less time than reading rows that are written out."""
 
-    def saving(self) -> float:
-        """Multiplications for a sample and an entry that are saved by writing the rows once for norms and weighted sum."""
+    def saving(self, fresh: bool = False) -> float:
+        """What writing rows once for norms and weighted sum saves for a number, as `cost` says.  fresh: into new memory"""
         return 0.0
 
     def row_size(self) -> int:
@@ -148,10 +149,8 @@ class Form(Rows, ABC):
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
         row: how many numbers are written for a sample, `row_size` unless told"""
-        each = self.row_size() if row is None else row
-        if self.like.dtype != self.sum_dtype:
-            each += self.held_size()
-        each = max(1, each) * self.sum_dtype.itemsize
+        copied = 0 if self.like.dtype == self.sum_dtype else self.held_size()
+        each = max(1, (self.row_size() if row is None else row) + copied) * self.sum_dtype.itemsize
         for piece in stretches(self.samples, budget // each):
             part = self if piece == slice(0, self.samples) else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
@@ -168,8 +167,9 @@ class Form(Rows, ABC):
 
     def _written(self, budget: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest)."""
-        for samples, part in self.chunks(budget // 2):  # while the next is written, who asked still has the one before
-            for rows, block in part.blocks(budget // 2):
+        budget = warm(budget // 2, self.like)  # while the next is written, who asked still has the one before
+        for samples, part in self.chunks(budget):
+            for rows, block in part.blocks(budget):
                 yield samples, rows, block.matrix()
 
     # The verbs.
@@ -190,8 +190,7 @@ class Form(Rows, ABC):
         """
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
-        entries = self.shape[0] if self.shape else 1
-        sums = total.view(len(weights), entries, self.shape[1:].numel())
+        sums = total.view(len(weights), self.shape[:1].numel(), self.shape[1:].numel())
         for samples, rows, written in self._written(budget):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
@@ -202,9 +201,10 @@ class Form(Rows, ABC):
         total = self.new_sums(entries, self.shape[1:].numel()).abs()
         about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
         for samples, rows, written in self._written(budget // 2):
-            deviation = written if about is None else written - about[rows].flatten()
-            size = deviation.abs() if deviation.is_complex() else deviation
-            total[rows] += (w[samples].to(total.dtype) @ size.square()).view(-1, total.shape[1])
+            size = written if about is None else written - about[rows].flatten()
+            size = size.abs() if size.is_complex() else size
+            squares = size.square() if size is written or size.requires_grad else size.square_()
+            total[rows] += (w[samples].to(total.dtype) @ squares).view(-1, total.shape[1])
         return total.view(self.shape)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
@@ -234,7 +234,7 @@ class Form(Rows, ABC):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
-        found = []
+        found, budget = [], warm(budget, self.like)
         for _, part in self.chunks(budget):
             blocks = [row_norms(block.matrix()) for _, block in part.blocks(budget)]
             found.append(blocks[0] if len(blocks) == 1 else row_norms(torch.stack(blocks, dim=1)))
