@@ -14,10 +14,10 @@ from torch import Tensor
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.graph import anchored, attach, attach_copies, edges_of, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, OpenMaps, has_inner_maps
-from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.operations import ByExpansion
-from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
+from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.reads import Notes, OpenReads, Reads, Running
+from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
 from autograd_hacks.capture.units import OpenUnits
 from autograd_hacks.capture.ways import BY_RULE
 from autograd_hacks.probe.layout import Layout, Layouts
@@ -193,7 +193,7 @@ class Forward:
     def begin_reads(self, model: nn.Module) -> None:
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
-        if plan.reading.names and self.samples and self.records():
+        if plan.reading.names and self.samples is not None and self.records():
             named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._is_off)
             self.reads.begin(Reads(plan, named, self.samples, notes))
 

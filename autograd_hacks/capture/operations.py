@@ -57,6 +57,7 @@ class ByOperation:
 
     def _pairs(self, g: Tensor, samples: int, dtype: torch.dtype) -> Iterator[tuple[Value, Form]]:
         def ready(x: Tensor) -> Tensor:
+            x = x if x.layout == torch.strided else x.to_dense()
             return x.to(dtype) if x.is_floating_point() and dtype.is_floating_point else x
 
         layout, ndim, operands = self.read.layout, g.ndim, iter(self.read.operands)

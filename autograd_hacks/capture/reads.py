@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.capture.operations import ByExpansion, ByOperation
 from autograd_hacks.capture.records import Way
@@ -20,7 +20,7 @@ from autograd_hacks.probe.plan import EXPANDED, VALUE, Plan, Read
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.restored import leave
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import plain, version_of
 
 
 class Running(NamedTuple):
@@ -107,8 +107,8 @@ class Reads(Following[Value]):
         assert layout is not None
         everything = [*self.known((args, kwargs)), *(others := self.others((args, kwargs)))]
         sizes = [aligned(x.shape, read.ndim)[layout.axis] for x in everything if x.ndim <= read.ndim]
-        size, is_right = max(sizes), len(sizes) == len(everything)
-        is_right &= size % self.samples == 0 if layout.fold else size == self.samples
+        size, is_right = self.samples if 0 in sizes else max(sizes), len(sizes) == len(everything)
+        is_right &= size % max(1, self.samples) == 0 if layout.fold else size == self.samples
         is_right &= all(len(x.shape) == rank or not rank for x, rank in zip(others, read.ranks))
 
         def expanded(x: Any) -> Any:
@@ -134,18 +134,23 @@ class Reads(Following[Value]):
         out = func(*given[0], **given[1])
         others = self.others((args, kwargs))
         alike = all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
-        if not (isinstance(out, Tensor) and layout.fits(out, self.samples) and alike and out.ndim == (read.ndim or out.ndim)):
+        if not (
+            isinstance(out, Tensor)
+            and (layout.fits(out, self.samples) or not self.samples)
+            and alike
+            and out.ndim == (read.ndim or out.ndim)
+        ):
             return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
         needs = name in OPERATIONS or name not in ELEMENTWISE or name == "mul"
 
         def keep(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            return self.values[id(x)] if id(x) in self.values else x.detach() if needs else None
+            return self.values[id(x)] if id(x) in self.values else plain(x) if needs else None
 
         kept, named = tree_map(keep, (args, kwargs))
         way = ByOperation(name, func, kept, named, read)
-        operands = [x.detach() for x in others] if needs else []
+        operands = [x for x in tree_leaves((kept, named)) if isinstance(x, Tensor)]
         return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autograd_hacks.forms.cost import warm
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
@@ -90,8 +91,8 @@ class Form(Rows, ABC):
     sums_cheaply = False
     """Whether a weighted sum takes less time than reading rows that are written out."""
 
-    def saving(self) -> float:
-        """Multiplications for a sample and an entry that are saved by writing the rows once for norms and weighted sum."""
+    def saving(self, fresh: bool = False) -> float:
+        """What writing rows once for norms and weighted sum saves for a number, as `cost` says.  fresh: into new memory"""
         return 0.0
 
     def row_size(self) -> int:
@@ -106,9 +107,7 @@ class Form(Rows, ABC):
 
     def to(self, dtype: torch.dtype) -> Form:
         """The same rows, computed in another dtype; the form itself where it has that."""
-        if self.like.dtype == dtype:
-            return self
-        return Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
+        return self if self.like.dtype == dtype else Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
 
     def wide(self) -> Self:
         """The form in the dtype that its verbs add up in."""
@@ -148,29 +147,37 @@ class Form(Rows, ABC):
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
         row: how many numbers are written for a sample, `row_size` unless told"""
-        each = self.row_size() if row is None else row
-        if self.like.dtype != self.sum_dtype:
-            each += self.held_size()
-        each = max(1, each) * self.sum_dtype.itemsize
+        copied = 0 if self.like.dtype == self.sum_dtype else self.held_size()
+        each = max(1, (self.row_size() if row is None else row) + copied) * self.sum_dtype.itemsize
         for piece in stretches(self.samples, budget // each):
             part = self if piece == slice(0, self.samples) else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
         """The entries of the parameter's first axis with their forms, as many at a time as can be written out."""
-        entries = self.shape[0] if self.shape else 1
+        entries = self.shape[:1].numel()
         numbers = max(1, self.samples * self.row_size()) * self.like.element_size()
-        if entries < 2 or numbers <= budget:
-            yield slice(0, entries), self
-            return
-        for rows in stretches(entries, budget * entries // numbers):
-            yield rows, self.block(rows)
+        fits = entries < 2 or numbers <= budget
+        for rows in stretches(entries, entries if fits else budget * entries // numbers):
+            yield rows, self if fits else self.block(rows)
 
-    def _written(self, budget: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest)."""
-        for samples, part in self.chunks(budget // 2):  # while the next is written, who asked still has the one before
-            for rows, block in part.blocks(budget // 2):
-                yield samples, rows, block.matrix()
+    def _written(self, budget: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).  A piece is
+        written into the last one's memory unless the form, or what meets it (others), leads back to something."""
+        budget = warm(budget // 2, self.like)  # while the next is written, who asked still has the one before
+        used = [*others, *(tensor for leaf in self.leaves() for tensor in leaf.held)]
+        memory, leads_back = None, any(tensor is not None and tensor.requires_grad for tensor in used)
+        for samples, part in self.chunks(budget):
+            for rows, block in part.blocks(budget):
+                size, is_own = block.samples * block.shape.numel(), type(block).matrix is not Form.matrix
+                if memory is None or size > memory.numel() or is_own or not block.writes_in_place:
+                    written = block.matrix()
+                    memory = None if is_own or leads_back or written.requires_grad else written.flatten()
+                else:
+                    written = block.dense(memory[:size].view(block.samples, *block.shape)).view(
+                        block.samples, block.shape.numel()
+                    )
+                yield samples, rows, written
 
     # The verbs.
 
@@ -178,7 +185,7 @@ class Form(Rows, ABC):
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
         v = v.to(self.sum_dtype).reshape(self.shape if self.shape else (1,))
         found = self.new_sums(self.samples)
-        for samples, rows, written in self._written(budget):
+        for samples, rows, written in self._written(budget, v):
             found[samples] += written @ v[rows].flatten()
         return found
 
@@ -190,21 +197,20 @@ class Form(Rows, ABC):
         """
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
-        entries = self.shape[0] if self.shape else 1
-        sums = total.view(len(weights), entries, self.shape[1:].numel())
-        for samples, rows, written in self._written(budget):
+        sums = total.view(len(weights), self.shape[:1].numel(), self.shape[1:].numel())
+        for samples, rows, written in self._written(budget, w):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
-        entries = self.shape[0] if self.shape else 1
-        total = self.new_sums(entries, self.shape[1:].numel()).abs()
+        total = self.new_sums(self.shape[:1].numel(), self.shape[1:].numel()).abs()
         about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
-        for samples, rows, written in self._written(budget // 2):
-            deviation = written if about is None else written - about[rows].flatten()
-            size = deviation.abs() if deviation.is_complex() else deviation
-            total[rows] += (w[samples].to(total.dtype) @ size.square()).view(-1, total.shape[1])
+        for samples, rows, written in self._written(budget // 2, w, about):
+            size = written if about is None else written - about[rows].flatten()
+            size = size.abs() if size.is_complex() else size
+            squares = size.square() if size is written or size.requires_grad else size.square_()
+            total[rows] += (w[samples].to(total.dtype) @ squares).view(-1, total.shape[1])
         return total.view(self.shape)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
@@ -214,8 +220,7 @@ class Form(Rows, ABC):
             return other.gram(self, budget).mH
         # Written out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
         # written twice; or else some samples.
-        mine, theirs = self.samples * self.row_size(), other.samples * other.row_size()
-        width = self.sum_dtype.itemsize
+        mine, theirs, width = self.samples * self.row_size(), other.samples * other.row_size(), self.sum_dtype.itemsize
         size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
         room = budget - max(0, size - whole)  # beside what is copied for each block anew
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
@@ -234,17 +239,15 @@ class Form(Rows, ABC):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
-        found = []
-        for _, part in self.chunks(budget):
-            blocks = [row_norms(block.matrix()) for _, block in part.blocks(budget)]
-            found.append(blocks[0] if len(blocks) == 1 else row_norms(torch.stack(blocks, dim=1)))
-        return torch.cat(found)
+        found: dict[int, list[Tensor]] = {}
+        for samples, _, written in self._written(budget):
+            found.setdefault(samples.start, []).append(row_norms(written))
+        return torch.cat([cut[0] if len(cut) == 1 else row_norms(torch.stack(cut, dim=1)) for cut in found.values()])
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         """J R, for a map R that is drawn and not stored; see `RandomMap`.  Returns (N, dim)."""
         found = self.new_sums(self.samples, random.dim)
-        row = self.row_size() + RandomMap.COLUMNS * min(random.fans)
-        for samples, part in self.chunks(budget, row):
+        for samples, part in self.chunks(budget, self.row_size() + RandomMap.COLUMNS * min(random.fans)):
             for rows, block in part.blocks(budget):
                 random.add_to(found[samples], block.matrix(), rows)
         return found
@@ -253,8 +256,9 @@ class Form(Rows, ABC):
         """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for
         parameters of P and Q numbers."""
         total = self.new_sums(self.shape.numel(), other.shape.numel())
-        both = max(1, self.row_size() + other.row_size()) * self.sum_dtype.itemsize
-        for piece in stretches(self.samples, budget // both):
+        for piece in stretches(
+            self.samples, budget // max(1, (self.row_size() + other.row_size()) * self.sum_dtype.itemsize)
+        ):
             whole = piece == slice(0, self.samples)
             mine, theirs = ((form if whole else form[piece]).wide().matrix() for form in (self, other))
             total.addmm_(mine.mT, theirs.to(total.dtype))
@@ -262,16 +266,12 @@ class Form(Rows, ABC):
 
 
 class Dense(Form):
-    """J itself: for small parameters such as biases and affine norms.
-
-    values: ``(N, *shape)``
-    """
+    """J itself, values ``(N, *shape)``: for small parameters such as biases and affine norms."""
 
     cuts_well = True
 
     def __init__(self, values: Tensor) -> None:
-        self.values, self.samples, self.shape = values, values.shape[0], values.shape[1:]
-        self.held = (values,)
+        self.values, self.held, self.samples, self.shape = values, (values,), values.shape[0], values.shape[1:]
 
     @property
     def like(self) -> Tensor:

@@ -7,15 +7,16 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import grad as weight_gradients
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.cost import cuts_windows, saving
+from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.outer import Outer
-from autograd_hacks.forms.positions import Positions, cost_of_products
+from autograd_hacks.forms.positions import Positions, Windows
 from autograd_hacks.forms.projection import RandomMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -48,6 +49,8 @@ class Convolution(Factored):
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
         self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
         self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
+        self.windows = Windows(x, self.kernel, self.stride, self.padding, self.dilation, tuple(g.shape[2:]))
+        self.pair = (g.flatten(2).mT, self.windows) if groups == 1 else None
 
     def _of(self, *held: Tensor) -> Convolution:
         x, g = held
@@ -65,9 +68,22 @@ class Convolution(Factored):
         x, g = self.held
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
             (x, g), factor = self._times(factor), 1.0
-        # One ordinary weight gradient in which every sample is a group of its own.
-        x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
-        return put(self._weight_gradient(x, g, self.samples).view(self.samples, *self.shape), out, factor)
+        # One operation in which every sample is a group of its own.
+        if self.is_depthwise:  # x is convolved with g: the numbers of a window are as far apart as it is dilated
+            x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
+            g = rearrange(g, "n o ... -> (n o) 1 ...")
+            rows = _FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
+            for axis, size in enumerate(self.kernel, start=2):
+                rows = rows.narrow(axis, 0, size)  # past these it is what the stride leaves over
+        else:
+            x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
+            rows = self._weight_gradient(x, g, self.samples)
+        return put(rows.reshape(self.samples, *self.shape), out, factor)
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each group has one input channel, so that its rows are a convolution of that with each gradient."""
+        return self.groups > 1 and self.shape[1] == 1
 
     def block(self, rows: slice) -> Form:
         if self.groups > 1:
@@ -78,12 +94,13 @@ class Convolution(Factored):
         forward = _FORWARD[len(self.kernel)]
         return forward(self.x, v, None, self.stride, self.padding, self.dilation, self.groups)
 
-    def saving(self) -> float:
-        return self.positions * min(1.0, self._cost_of_products())
+    def saving(self, fresh: bool = False) -> float:
+        return float(self.positions) if self.pair is None else saving([self.pair], fresh)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum.
-        if w.ndim == 2 or self.like.is_complex():
+        # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum, or a
+        # tenth of it for depthwise ones (16 samples, 40 channels, 56×56, 7×7: 29 ms and 340).
+        if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
             return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
             x, g = part._times(w[samples].to(self.sum_dtype))
@@ -93,19 +110,13 @@ class Convolution(Factored):
         return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        if self._cost_of_products() >= 1:
-            return super().norms(budget)
-        return torch.cat([product.norms(budget) for _, product in self._products(budget)])
+        by_positions = norms_by_positions(self, budget)
+        return super().norms(budget) if by_positions is None else by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        if self._cost_of_products() >= 1:
+        if self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():
             return super().project(random, budget)
         return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
-
-    def _cost_of_products(self) -> float:
-        """As `cost_of_products` says it; as much as writing out where groups don't allow them."""
-        fans = self.shape[0], self.shape[1:].numel()
-        return cost_of_products(self.positions, fans) if self.groups == 1 else 1.0
 
     def factors(self, others: Sequence[Form] = ()) -> Positions | None:
         if self.groups > 1:
@@ -115,15 +126,11 @@ class Convolution(Factored):
 
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
-        n, sides = len(self.kernel), [pad for pad in reversed(self.padding) for _ in range(2)]
+        n = len(self.kernel)
         for piece in stretches(self.samples, budget // self._window_size()):
-            x = F.pad(self.x[piece], sides)
-            for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
-                x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-            x = x.unflatten(1, (self.groups, -1)).flatten(0, 1)  # N·G C/G *L *K
-            windows = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # N·G C/G *K *L, the cheapest to copy
-            left = self.g[piece].unflatten(1, (self.groups, -1)).flatten(0, 1).flatten(2)
-            yield piece, Outer(left.mT, windows.flatten(1, 1 + n).flatten(2).mT)
+            both = self.g[piece], self.windows[piece].cut()
+            left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
+            yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
 
     def _window_size(self) -> int:
         """Bytes of a sample's windows, at the most."""
@@ -131,17 +138,8 @@ class Convolution(Factored):
 
     @property
     def writes_in_place(self) -> bool:  # type: ignore[override]
-        """Whether J is written through windows and a matrix product, or else by a grouped convolution.
-
-        Both do the same multiplications, so the numbers that they move decide, for a sample: the C·K·L of its windows
-        against its input, its output gradient and three times its J, which the grouped kernel reorders.  Measured on two
-        cores, windows against grouped: 256 -> 256 channels at 8×8, 12 ms and 29; 1 -> 32 at 26×26, 0.4 and 1.0; 32 -> 64
-        at 26×26, 7.4 and 5.4; 64 -> 64 at 16×16, 1.6 and 1.1.
-        """
-        if all(size == 1 for size in self.kernel):
-            return True  # windows of one number are a view
-        windows = self.groups * self.shape[1:].numel() * self.positions
-        return windows <= self.x.shape[1:].numel() + self.g.shape[1:].numel() + 3 * self.shape.numel()
+        """Whether J is written through windows and a matrix product, or else by a grouped convolution."""
+        return not self.is_depthwise and cuts_windows(self.windows.shape[1:].numel(), self.held_size(), self.shape.numel())
 
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.positions import Pair, gram_of_pairs, multiplications, norms_of_pairs, prefer_products
+from autograd_hacks.forms.cost import by_products, by_writing, memory_of_products
+from autograd_hacks.forms.positions import Windows, Written, gram_of_pairs, multiplications, norms_of_pairs
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -22,10 +23,13 @@ def norms_by_positions(form: Form, budget: int) -> Tensor | None:
 
     Rows whose positions cancel are written out.
     """
-    pairs, found = [term.pair for term in form.parts or [form]], []
-    if not prefer_products(pairs):
+    pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
+    if len(pairs) < max(1, len(form.parts)) or form.like.is_complex() or by_products(pairs) > by_writing(pairs):
         return None
-    for _, part in form.chunks(budget, 2 * sum(right.shape[1] for _, right in pairs) ** 2):
+    memory = memory_of_products(pairs)
+    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:
+        return None  # they can't be taken in pieces
+    for _, part in form.chunks(budget, memory):
         norms, exact = norms_of_pairs([term.pair for term in part.parts or [part] if term.pair is not None], budget)
         written = (~exact).nonzero()[:, 0]
         found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
@@ -89,7 +93,7 @@ class Factored(Form):
 class Paired(Factored):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all factors in ``held``."""
 
-    pair: Pair
+    pair: Written
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.cost import saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
-from autograd_hacks.forms.positions import Positions, cost_of_products
+from autograd_hacks.forms.positions import Positions
 
 
 class Outer(Paired):
@@ -67,9 +68,8 @@ class Outer(Paired):
         left = self.left[..., first * each : last * each]
         return Outer(left, self.right, torch.Size((max(0, last - first), *self.shape[1:])))
 
-    def saving(self) -> float:
-        shared = self.positions * min(1.0, cost_of_products(self.positions, (self.fan_out, self.fan_in)))
-        return 0.0 if self.positions == 1 else shared
+    def saving(self, fresh: bool = False) -> float:
+        return 0.0 if self.positions == 1 else saving([self.pair], fresh)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.

@@ -4,17 +4,15 @@ is written.  Tensors alone; forms write out the rows that cancel."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.numerics import accumulation_dtype, stretches
-
-PRODUCTS = 3
-"""How much longer a multiplication takes in products of positions than in writing out.  Measured on two cores, for norms by
-positions and by writing out: 16 samples of 128 positions, 1024 × 256, 6.5 ms and 3.9; of 64, 128 × 1152, 4.8 and 1.9."""
 
 
 @dataclass(frozen=True)
@@ -28,48 +26,100 @@ class OneHot:
     def shape(self) -> torch.Size:
         return torch.Size((*self.index.shape, self.entries))
 
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> OneHot:
+    def __getitem__(self, index: slice | Tensor | tuple[slice, slice]) -> OneHot:
         return OneHot(self.index[index], self.entries)
 
     def __matmul__(self, matrix: Tensor) -> Tensor:
         return matrix[self.index]
 
 
-Factor = Tensor | OneHot
+@dataclass(frozen=True)
+class Windows:
+    """A convolution's windows, cut only where that saves something: their products are sums of those of pixels.
+
+    x: (N, C, *S)    kernel, stride, padding, dilation: a number for each spatial dimension    counts: *L, how many windows
+    """
+
+    x: Tensor
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    counts: Sequence[int]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.x), prod(self.counts), self.x.shape[1] * prod(self.kernel)))
+
+    @property
+    def shifts(self) -> int:
+        """How many numbers are added up for a sample's products, once those of pixels are known."""
+        sizes, count = [size + 2 * pad for size, pad in zip(self.x.shape[2:], self.padding)], 0
+        for axis, (size, windows) in enumerate(zip(self.kernel, self.counts)):
+            count += prod(sizes) ** 2 if axis == 0 else 0  # padding
+            sizes[axis] = windows
+            count += size * prod(sizes) ** 2
+        return count
+
+    @property
+    def overlap(self) -> bool:
+        """Whether products of all pixels are fewer than those of all numbers of the windows."""
+        return prod(self.x.shape[2:]) ** 2 < prod(self.counts) ** 2 * prod(self.kernel)
+
+    def __getitem__(self, index: slice | Tensor) -> Windows:
+        return replace(self, x=self.x[index])
+
+    def cut(self) -> Tensor:
+        """The windows, N C *K *L, in the order that is the cheapest to copy: a view where nothing is padded."""
+        n, x = len(self.kernel), F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
+        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
+            x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        return x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+
+    def products(self, other: Windows) -> Tensor:
+        """⟨a[n, t], b[n, s]⟩, N T S, for windows of one kind."""
+        n = len(self.kernel)
+        if not (self.overlap and other.overlap):
+            mine, theirs = (w.cut().flatten(1, 1 + n).flatten(2) for w in (self, other))
+            return mine.mT @ theirs
+        # Of each two windows the products of the pixels at the same place are added up, axis by axis.
+        total = (self.x.flatten(2).mT @ other.x.flatten(2)).view(-1, *self.x.shape[2:], *other.x.shape[2:])
+        total = F.pad(total, [pad for w in (other, self) for pad in reversed(w.padding) for _ in range(2)])
+        for axis in range(n):
+            places = (self._at(other._at(total, axis, n, place), axis, 0, place) for place in range(self.kernel[axis]))
+            total = sum(places, start=next(places))
+        return total.reshape(-1, self.shape[1], other.shape[1])
+
+    def _at(self, values: Tensor, axis: int, skipped: int, place: int) -> Tensor:
+        """What all windows have at one place along an axis of theirs, ``1 + skipped + axis`` of values."""
+        start, stride = place * self.dilation[axis], self.stride[axis]
+        inside = slice(start, start + (self.counts[axis] - 1) * stride + 1, stride)
+        return values[(slice(None),) * (1 + skipped + axis) + (inside,)]
+
+
+Factor = Tensor | OneHot | Windows
 """(N, T, F), for T positions of N samples."""
 
-Pair = tuple[Factor, Tensor]
+Pair = tuple[Factor, Factor]
 """A left and a right factor: row n of J is Σₜ left[n, t] ⊗ right[n, t]."""
+
+Written = tuple[Tensor | OneHot, Tensor]
+"""A pair without windows."""
 
 Positions = tuple[Sequence[Tensor], Tensor, Tensor | None]
 """For each of K passes a left factor (M, T, O); the right factor of all, (M, T, I); and the sample of each of the M rows, if
 several of them are one's.  Row k · N + n of J is Σₘₜ lefts[k][m, t] ⊗ right[m, t] over the m of sample n."""
 
 
-def multiplications(pair: Pair) -> int:
+def multiplications(pair: Written) -> int:
     """Multiplications for one position's products, O + I; a one-hot factor's is a look-up."""
     return pair[1].shape[2] + (1 if isinstance(pair[0], OneHot) else pair[0].shape[2])
 
 
-def cost_of_products(positions: int, fans: tuple[int, int]) -> float:
-    """How long products between T positions take, where writing the row out takes 1.
-
-    Multiplications for a sample: T·T·(O + I) for products, each `PRODUCTS` times as long; T·O·I to write out.  fans: O and I
-    """
-    return PRODUCTS * positions * sum(fans) / max(1, fans[0] * fans[1])
-
-
-def prefer_products(pairs: Sequence[Pair | None]) -> TypeGuard[Sequence[Pair]]:
-    """Whether the norms of a sum of forms are best taken from products between all their positions."""
-    known = [pair for pair in pairs if pair is not None]
-    if len(known) < len(pairs) or known[0][1].is_complex():
-        return False
-    fans, positions = {_fans(pair) for pair in known}, sum(right.shape[1] for _, right in known)
-    return len(fans) == 1 and cost_of_products(positions, min(fans)) < 1
-
-
 def own_products(a: Factor, b: Factor) -> Tensor:
     """⟨a[n, t], b[n, s]⟩ for two factors of the same samples.  Returns N T S."""
+    if isinstance(a, Windows) or isinstance(b, Windows):
+        return a.products(b)  # type: ignore[union-attr, arg-type]  # windows meet windows alone
     if isinstance(b, OneHot):
         return a.index[:, :, None] == b.index[:, None, :] if isinstance(a, OneHot) else own_products(b, a).mT
     if isinstance(a, OneHot):
@@ -77,7 +127,7 @@ def own_products(a: Factor, b: Factor) -> Tensor:
     return a @ b.mT
 
 
-def all_products(a: Factor, b: Factor) -> Tensor:
+def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     """⟨a[n, t], b[m, s]⟩ for the factors of N and of M samples.  Returns N T M S."""
     if isinstance(b, OneHot):
         return a.index[:, :, None, None] == b.index if isinstance(a, OneHot) else all_products(b, a).permute(2, 3, 0, 1)
@@ -89,29 +139,37 @@ def all_products(a: Factor, b: Factor) -> Tensor:
 def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
     """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' can be trusted.
 
-    The products carry an error of about eps·(Σₜ‖lₜ‖‖rₜ‖)².  Where the square isn't far above it the difference of large
-    numbers has no digits left (nearly equal positions of opposite sign: 100 % off in float32); nor where the square has
-    left the range of numbers.  Returns N and N booleans.
+    Products carry an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on their diagonals: eps·(Σaₜ)² at the worst, about
+    eps·Σaₜ² if errors are independent.  Where the square isn't far above both, the difference of large numbers has no digits
+    left (nearly equal positions of opposite sign: 100 % off in float32).  Nor may it have left the range of numbers, or be
+    so small that lengths below √tiny, whose squares have, would count.  Returns N and N booleans.
     """
-    dense = pairs[0][1]
-    square, size = dense.new_zeros(dense.shape[0]), dense.new_zeros(dense.shape[0])
-    nothing = torch.ones(dense.shape[0], dtype=torch.bool, device=dense.device)
-    for number, (left, right) in enumerate(pairs):
-        size = size + (_lengths(left) * _lengths(right)).sum(1).detach()
-        nothing &= _is_zero(left) | _is_zero(right)
-        for twice, (other_left, other_right) in zip([1, *[2] * len(pairs)], pairs[number:]):
-            each = 2 * dense.shape[0] * other_left.shape[1] * dense.element_size()
-            for positions in stretches(left.shape[1], budget // max(1, each)):
-                lefts = own_products(left[:, positions], other_left)
-                square = square + twice * (lefts * own_products(right[:, positions], other_right)).sum((1, 2))
+    like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
+    square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
+    for number, pair in enumerate(pairs):
+        positions = pair[0].shape[1]
+        for later, (other_left, other_right) in enumerate(pairs[number:]):
+            each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
+            for piece in stretches(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
+                left, right = pair if piece == slice(0, positions) else (pair[0][:, piece], pair[1][:, piece])  # type: ignore[index]
+                lefts, rights = own_products(left, other_left), own_products(right, other_right)
+                square = square + (2 if later else 1) * (lefts * rights).sum((1, 2))
+                if not later:
+                    own, others = (p.detach().diagonal(piece.start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
+                    lengths, reach = own * others, reach + (own + others).sum(1)
+                    size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
     info, found = torch.finfo(square.dtype), square.detach()
-    exact = (found > 1e4 * info.eps * size**2) & (found > info.tiny / info.eps**2) & (found <= info.max)
+    exact = (found > info.eps * 2e3 * size.square()) & (found > info.eps * 1e4 * spread) & (found <= info.max)
+    exact &= found > info.tiny * (1 / info.eps + 1e5 * reach).square()
+    nothing, blank = torch.zeros_like(exact), (found == 0).nonzero()[:, 0]
+    if len(blank):
+        nothing[blank] = torch.stack([_is_zero((left[blank], right[blank])) for left, right in pairs]).all(0)
     return torch.where(exact, square, torch.ones_like(square)).sqrt() * ~nothing, exact | nothing
 
 
-def gram_of_pairs(mine: Pair | None, theirs: Pair | None, numbers: int, budget: int) -> Tensor | None:
+def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int) -> Tensor | None:
     """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None where writing rows of so many numbers out is cheaper, or positions cancel."""
-    if mine is None or theirs is None or _fans(mine) != _fans(theirs) or mine[1].is_complex():
+    if theirs is None or not _is_written(theirs) or _fans(mine) != _fans(theirs) or mine[1].is_complex():
         return None
     (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
     # Multiplications: N·M·T·S·(O + I) by positions; N·T·O·I and M·S·O·I to write out, and N·M·O·I for the product.
@@ -131,23 +189,18 @@ def _fans(pair: Pair) -> tuple[int, int]:
     return pair[0].shape[2], pair[1].shape[2]
 
 
-def _wide(pair: Pair) -> Pair:
+def _is_written(pair: Pair) -> TypeGuard[Written]:
+    return not any(isinstance(factor, Windows) for factor in pair)
+
+
+def _wide(pair: Written) -> Written:
     """In the dtype that sums are taken in."""
     left, right = pair
     dtype = accumulation_dtype(right.dtype)
     return pair if right.dtype == dtype else (left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype))
 
 
-def _lengths(factor: Factor) -> Tensor:
-    """The 2-norm of each position, N T."""
-    if isinstance(factor, OneHot):
-        return torch.ones(factor.index.shape, device=factor.index.device)
-    return torch.linalg.vector_norm(factor, dim=2)
-
-
-def _is_zero(factor: Factor) -> Tensor:
-    """For which samples nothing of a factor is other than zero, N."""
-    if isinstance(factor, OneHot) or not factor.shape[1:].numel():
-        device = factor.index.device if isinstance(factor, OneHot) else factor.device
-        return torch.full(factor.shape[:1], 0 in factor.shape[1:], device=device)
-    return torch.linalg.vector_norm(factor.detach().flatten(1), torch.inf, dim=1) == 0
+def _is_zero(pair: Pair) -> Tensor:
+    """For which samples one of the factors is zero everywhere, N."""
+    sizes = [f.x if isinstance(f, Windows) else f for f in pair if not isinstance(f, OneHot)]
+    return torch.stack([(size == 0).flatten(1).all(1) for size in sizes]).any(0)

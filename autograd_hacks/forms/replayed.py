@@ -54,7 +54,7 @@ class Replay(Form):
     def sources(self) -> Sequence[Source]:
         return [self.source]
 
-    def saving(self) -> float:
+    def saving(self, fresh: bool = False) -> float:
         return float("inf")  # the module is run once and not twice
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:

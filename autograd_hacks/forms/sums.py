@@ -72,8 +72,8 @@ class Scaled(Composite):
     def writes_in_place(self) -> bool:  # type: ignore[override]
         return self.form.writes_in_place
 
-    def saving(self) -> float:
-        return self.form.saving()
+    def saving(self, fresh: bool = False) -> float:
+        return self.form.saving(fresh)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         return self.form.dense(out, self.factor * factor)
@@ -115,8 +115,8 @@ class Sum(Composite):
     def row_size(self) -> int:
         return max(self.shape.numel(), super().row_size())
 
-    def saving(self) -> float:
-        return sum(part.saving() for part in self.parts)
+    def saving(self, fresh: bool = False) -> float:
+        return sum(part.saving(fresh) for part in self.parts)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         total = self.parts[0].dense(out, factor)

@@ -22,17 +22,66 @@ from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 V = TypeVar("V")
 
 BROADCASTING = frozenset(
-    "where div maximum minimum pow addcmul addcdiv lerp hypot atan2 logaddexp masked_fill cat concat mul_ add_ sub_ div_ "
-    "true_divide clamp".split()
+    [
+        "where",
+        "div",
+        "maximum",
+        "minimum",
+        "pow",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "hypot",
+        "atan2",
+        "logaddexp",
+        "masked_fill",
+        "cat",
+        "concat",
+        "mul_",
+        "add_",
+        "sub_",
+        "div_",
+        "true_divide",
+        "clamp",
+    ]
 )
 """Functions that put tensors of unequal shapes beside each other, the last axis of one by the last of the other."""
 
-BATCHED = frozenset("matmul bmm baddbmm scaled_dot_product_attention".split())
+BATCHED = frozenset(["matmul", "bmm", "baddbmm", "scaled_dot_product_attention"])
 """The same but for the last two axes, where no tensor is but a matrix."""
 
 QUIET = frozenset(
-    "size dim numel len format repr is_floating_point is_complex stride element_size data_ptr detach bool item tolist hash set "
-    "requires_grad_ is_contiguous get_device type storage_offset untyped_storage eq ne lt le gt ge".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "len",
+        "format",
+        "repr",
+        "is_floating_point",
+        "is_complex",
+        "stride",
+        "element_size",
+        "data_ptr",
+        "detach",
+        "bool",
+        "item",
+        "tolist",
+        "hash",
+        "set",
+        "requires_grad_",
+        "is_contiguous",
+        "get_device",
+        "type",
+        "storage_offset",
+        "untyped_storage",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ]
 )
 """Functions through which no gradient comes."""
 
@@ -159,5 +208,3 @@ def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, sampl
         return None if axis is None else Layout(axis)
     has = name in OPERATIONS and after[:1] == (samples,) and any(x.shape[:1] == (samples,) for x in others)
     return Layout(0) if has else None
-
-

@@ -48,6 +48,7 @@ class Follow:
     forced: frozenset[Key] = frozenset()  # calls without a batch that are taken for meetings, since they make an axis for it
     unruled: frozenset[str] = frozenset()  # the layers by path whose rules can't tell the samples apart
 
+
 @dataclass
 class Meetings:
     """What all traces have shown of these calls."""
@@ -119,7 +120,9 @@ class Watch(Following[Known]):
             return out
         if not any(x.requires_grad for x in outs):
             return out
-        self._lose([n for fact in facts for n in fact.sources], "something that was made of it is used past torch's functions")
+        self._lose(
+            [n for fact in facts for n in fact.sources], "something that was made of it is used past torch's functions"
+        )
         shapes = [(x.shape, value.grew) for x, value in zip(held, values)]
         if meets:
             fits = [Fits(x, self.samples) if own else None for x, own in zip(kept, follows)]

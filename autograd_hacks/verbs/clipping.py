@@ -20,9 +20,6 @@ BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
 read twice, whose memory is kept for the next step."""
 
-READING = 1
-"""Measured on two cores: 16 rows of 128 × 1152 took 1.6 ms to write and 0.25 to read; a weighted sum without them 1.2."""
-
 
 @torch.no_grad()
 def clip_grad1_norm_(
@@ -139,16 +136,15 @@ def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> 
 def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tuple[PerSampleGrads, dict[str, Tensor]]:
     """The same, with some rows written out: those of which norms and weighted sums both are best taken so; and these.
 
-    Two readings of a row and its writing cost about as much as ``READING`` multiplications for each number.
-
     pool: of memory to write into: fresh memory costs more
     """
     found, left, written = dict(grads), budget, dict[str, Tensor]()
     with grads.reading():
-        for name in sorted(grads, key=lambda name: grads[name].saving(), reverse=True):
+        saved = {name: form.saving(fresh=form.like.is_cpu and not pool.reuse) for name, form in grads.items()}
+        for name in sorted(grads, key=lambda name: saved[name], reverse=True):
             form = grads[name]
             size = form.samples * form.shape.numel() * form.like.element_size()
-            if form.saving() > READING and size <= left:
+            if saved[name] > 0 and size <= left:
                 key = f"clipped rows of {name}"
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
                 found[name], left = form.written(written[key]), left - size

@@ -1,0 +1,103 @@
+"""What verbs cost, so that they take the cheaper way: the one place for it.
+
+The unit is a multiplication in a matrix product of floats, about 0.02 ns on one core.  ``benchmarks/choices.py`` compares
+what is chosen with the clock, over the shapes of common models.
+"""
+
+from collections.abc import Sequence
+from math import inf, prod
+
+from torch import Tensor
+
+from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows
+
+SHORT = 1.3
+"""A multiplication in products between positions, whose results are small."""
+
+KERNEL = 0.6
+"""A multiplication in a convolution's own kernel."""
+
+WRITE = 20
+"""To write a number of a row into memory that is held."""
+
+READ = 5
+"""To read it some time later, for its norm or a weighted sum."""
+
+FRESH = 75
+"""To write it into memory that is new to the process, beside `WRITE`."""
+
+MAPPED = 32 * 2**20
+"""Bytes above which malloc always asks the system for new memory."""
+
+PAIR = 40
+"""To multiply and add up the products of two positions."""
+
+SHIFT = 10
+"""To add a product of two pixels to another, or to write a number of a window."""
+
+CALL = 2e6
+"""The operations of norms by products, beside those of writing; for all samples together."""
+
+
+def by_products(pairs: Sequence[Pair]) -> float:
+    """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds."""
+    if len({(left.shape[2], right.shape[2], isinstance(right, Windows)) for left, right in pairs}) > 1:
+        return inf
+    each = PAIR * _positions(pairs) ** 2 + CALL / max(1, pairs[0][0].shape[0])
+    return each + sum(SHORT * _multiplications(list(factors)) for factors in zip(*pairs))
+
+
+def by_writing(pairs: Sequence[Pair]) -> float:
+    """A sample's norm, from its row, which is read at once."""
+    left, right = pairs[0]
+    numbers, cut = left.shape[2] * right.shape[2], 0
+    if isinstance(right, Windows):
+        cut, others = right.shape[1:].numel(), right.x.shape[1:].numel() + left.shape[1:].numel()
+        if not cuts_windows(cut, others, numbers):
+            return numbers * (KERNEL * _positions(pairs) + 3 * WRITE)
+    return numbers * (_positions(pairs) + WRITE) + SHIFT * cut * len(pairs)
+
+
+def saving(pairs: Sequence[Pair], fresh: bool) -> float:
+    """What is saved for a number by a row that is written once for its norm and a weighted sum, beside each by itself.
+    fresh: whether it is written to new memory"""
+    (left, right), written = pairs[0], by_writing(pairs)
+    numbers = max(1, left.shape[2] * right.shape[2])
+    new = FRESH if fresh and 4 * left.shape[0] * numbers > MAPPED else 0
+    own_sum = _positions(pairs) * (KERNEL if isinstance(right, Windows) else 1)
+    return (min(by_products(pairs), written) - written) / numbers + own_sum - 2 * READ - new
+
+
+def warm(budget: int, like: Tensor) -> int:
+    """So much of a budget that malloc has the memory again at once, which stays in the cache, too."""
+    return min(budget, MAPPED // 4) if like.is_cpu else budget
+
+
+def cuts_windows(windows: int, others: int, row: int) -> bool:
+    """Whether a convolution's rows are written through windows and a matrix product, or else by a grouped convolution.
+
+    Both do the same multiplications, so the numbers that they move decide, for a sample: those of its windows against its
+    input, its output gradient (others) and three times its row, which the grouped kernel reorders.  Measured on two cores,
+    windows against grouped: 256 -> 256 channels at 8×8, 12 ms and 29; 1 -> 32 at 26×26, 0.4 and 1.0; 32 -> 64 at 26×26, 7.4
+    and 5.4; 64 -> 64 at 16×16, 1.6 and 1.1.
+    """
+    return windows <= others + 3 * row
+
+
+def memory_of_products(pairs: Sequence[Pair]) -> int:
+    """Numbers that are held for a sample's products."""
+    cut = (max(right.shifts, right.shape[1:].numel()) for _, right in pairs if isinstance(right, Windows))
+    return 2 * _positions(pairs) ** 2 + sum(cut)
+
+
+def _positions(pairs: Sequence[Pair]) -> int:
+    return sum(left.shape[1] for left, _ in pairs)
+
+
+def _multiplications(factors: Sequence[Factor]) -> float:
+    """Of the products between all positions of factors of one kind."""
+    positions, first = sum(factor.shape[1] for factor in factors), factors[0]
+    if isinstance(first, Windows) and first.overlap:
+        return len(factors) ** 2 * (prod(first.x.shape[1:]) * prod(first.x.shape[2:]) + SHIFT * first.shifts)
+    cut = SHIFT * first.shape[1:].numel() if isinstance(first, Windows) else 0
+    return positions**2 * (1 if isinstance(first, OneHot) else first.shape[2]) + cut
