@@ -134,6 +134,7 @@ class Reads(Following[Value]):
         out = func(*given[0], **given[1])
         others = self.others((args, kwargs))
         alike = all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
+        alike &= isinstance(out, Tensor) and (layout.fits(out, self.samples) or not self.samples)
         if not (
             isinstance(out, Tensor)
             and (layout.fits(out, self.samples) or not self.samples)

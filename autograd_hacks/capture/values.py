@@ -135,7 +135,7 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     if not graph.is_contiguous():
         return None
     each = leaf.stride(0) if leaf.ndim else 1
-    start, left = divmod(graph.storage_offset() - leaf.storage_offset(), each or 1)
+    start, left = divmod(int(graph.storage_offset() - leaf.storage_offset()), each or 1)
     count, rest = divmod(graph.numel(), each or 1)
     if left or rest:
         return None
@@ -151,6 +151,6 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
 
 def _changed(what: str) -> str:
     return (
-        f"{what} has changed since the forward pass, and per-sample gradients depend on it: something was made of it before it "
-        "met the batch. Read them before optimizer.step(), and before another forward in training mode."
+        f"{what} has changed since the forward pass, and per-sample gradients depend on it: something was made of it before "
+        "it met the batch. Read them before optimizer.step(), and before another forward in training mode."
     )

@@ -52,7 +52,7 @@ class Chained(Form):
     def sources(self) -> Sequence[Source]:
         return self.form.sources
 
-    def saving(self) -> float:
+    def saving(self, fresh: bool = False) -> float:
         return self.form.saving()
 
     def row_size(self) -> int:

@@ -42,7 +42,7 @@ class Placed(Composite):
     def _of(self, parts: Sequence[Form]) -> Form:
         return Placed(dict(zip(self.entries, parts)), self.shape)
 
-    def saving(self) -> float:
+    def saving(self, fresh: bool = False) -> float:
         return max(part.saving() for part in self.parts)
 
     def row_size(self) -> int:

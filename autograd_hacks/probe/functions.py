@@ -21,69 +21,23 @@ from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 
 V = TypeVar("V")
 
-BROADCASTING = frozenset(
-    [
-        "where",
-        "div",
-        "maximum",
-        "minimum",
-        "pow",
-        "addcmul",
-        "addcdiv",
-        "lerp",
-        "hypot",
-        "atan2",
-        "logaddexp",
-        "masked_fill",
-        "cat",
-        "concat",
-        "mul_",
-        "add_",
-        "sub_",
-        "div_",
-        "true_divide",
-        "clamp",
-    ]
-)
+# fmt: off
+BROADCASTING = frozenset((
+    "where", "div", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp", "hypot", "atan2", "logaddexp", "clamp",
+    "masked_fill", "true_divide", "cat", "concat", "mul_", "add_", "sub_", "div_",
+))
 """Functions that put tensors of unequal shapes beside each other, the last axis of one by the last of the other."""
 
-BATCHED = frozenset(["matmul", "bmm", "baddbmm", "scaled_dot_product_attention"])
+BATCHED = frozenset(("matmul", "bmm", "baddbmm", "scaled_dot_product_attention"))
 """The same but for the last two axes, where no tensor is but a matrix."""
 
-QUIET = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "len",
-        "format",
-        "repr",
-        "is_floating_point",
-        "is_complex",
-        "stride",
-        "element_size",
-        "data_ptr",
-        "detach",
-        "bool",
-        "item",
-        "tolist",
-        "hash",
-        "set",
-        "requires_grad_",
-        "is_contiguous",
-        "get_device",
-        "type",
-        "storage_offset",
-        "untyped_storage",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-    ]
-)
+QUIET = frozenset((
+    "size", "dim", "numel", "len", "stride", "storage_offset", "untyped_storage", "data_ptr", "element_size", "get_device",
+    "is_floating_point", "is_complex", "is_contiguous", "type", "requires_grad_", "detach", "bool", "item", "tolist",
+    "hash", "format", "repr", "set", "eq", "ne", "lt", "le", "gt", "ge",
+))
 """Functions through which no gradient comes."""
+# fmt: on
 
 _OTHERS = {torch.embedding, torch.batch_norm, torch.instance_norm, torch.embedding_bag}
 """They take what functions of the same name in torch.nn.functional do in another order."""

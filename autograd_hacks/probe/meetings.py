@@ -120,9 +120,7 @@ class Watch(Following[Known]):
             return out
         if not any(x.requires_grad for x in outs):
             return out
-        self._lose(
-            [n for fact in facts for n in fact.sources], "something that was made of it is used past torch's functions"
-        )
+        self._lose([n for fact in facts for n in fact.sources], "what was made of it is used past torch's functions")
         shapes = [(x.shape, value.grew) for x, value in zip(held, values)]
         if meets:
             fits = [Fits(x, self.samples) if own else None for x, own in zip(kept, follows)]

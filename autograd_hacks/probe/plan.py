@@ -45,8 +45,8 @@ class Unit:
 
 
 VALUE, RECORDED, EXPANDED, VMAPPED = "value", "recorded", "expanded", "vmapped"
-"""What a call of a function of torch is: one that makes something that follows from parameters alone; or one where that meets
-the batch, whose rows come of what it is given, of a copy of the value for each sample, or of vmap."""
+"""What a call of a function of torch is: one that makes something that follows from parameters alone; or one where that
+meets the batch, whose rows come of what it is given, of a copy of the value for each sample, or of vmap."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Reading:
         known = calls.get(call)
         if known is not None and (function, number) in known:
             return known[function, number]
-        alike = {of.get((function, number)) for of in calls.values()} if known is None else {None}
-        if alike == {None} or len(alike) != 1:
+        alike = {of.get((function, number)) for of in (calls.values() if known is None else ())}
+        if None in alike or len(alike) != 1:
             alike = {read for of in calls.values() for (name, _), read in of.items() if name == function}
         return alike.pop() if len(alike) == 1 else None
 

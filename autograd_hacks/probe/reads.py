@@ -16,7 +16,7 @@ class ReadDecision:
     """How the meetings of traces are to be read.
 
     reading: for the parameters all of whose meetings can be    lost: why others' can't, by name
-    conflicts: calls that make an axis for the samples of something that follows from parameters alone, and must be read there
+    conflicts: calls without a batch that make an axis for the samples, and must be read there
     """
 
     def __init__(self, comparison: Comparison, others: Sequence[Comparison]) -> None:
@@ -41,7 +41,8 @@ class ReadDecision:
         ndim, shapes = met.output.real.ndim, [shape for shape, _ in met.values]
         layout, operands = self._place(key, met)
         if layout is None:
-            return self._lose(met, f"the samples have no place of their own where it is read ({name} in {key.frame.path!r})")
+            self._lose(met, f"the samples have no place of their own where it is read ({name} in {key.frame.path!r})")
+            return None
         if not broadcasts(name, ndim, layout.axis, map(len, shapes)):
             kind = RECORDED if name in OPERATIONS else VMAPPED
         else:
@@ -50,15 +51,16 @@ class ReadDecision:
                 at = layout.axis - (ndim - len(shape))
                 if at >= 0 and shape[at] != 1:
                     if not grew or grew[-1] in self.comparison.whole.meetings.follow.forced:
-                        return self._lose(met, f"it has entries along the samples' axis ({name} in {key.frame.path!r})")
+                        self._lose(met, f"it has entries along the samples' axis ({name} in {key.frame.path!r})")
+                        return None
                     self.conflicts.add(grew[-1])
         if kind == VMAPPED and any(fits is not None and at is None for fits, at in zip(met.operands, operands)):
-            return self._lose(met, f"the samples can't be told apart in all that {name} is given in {key.frame.path!r}")
+            self._lose(met, f"the samples can't be told apart in all that {name} is given in {key.frame.path!r}")
+            return None
         return Read(kind, layout, met.names, operands, ndim, tuple([0 if f is None else f.real.ndim for f in met.operands]))
 
     def _lose(self, met: Met, why: str) -> None:
-        for name in met.names:
-            self.lost.setdefault(name, why)
+        self.lost = dict.fromkeys(met.names, why) | self.lost
 
     def _place(self, key: Key, met: Met) -> tuple[Layout | None, Layouts]:
         """Where the samples are in a meeting's output, and in the other tensors that it is given: all must agree."""

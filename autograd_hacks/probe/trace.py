@@ -107,7 +107,7 @@ class Tracer:
     ) -> Trace:
         """Runs the model on copies of arguments, and follows all values.
 
-        batch, axis, samples: where samples are in arguments of this tree    follow: which parameters through torch's functions
+        batch, axis, samples: where samples are in arguments of this tree    follow: see there
         """
         args, kwargs = copies(arguments)
         leaves = tree_leaves(opened((args, kwargs)), is_packed)
