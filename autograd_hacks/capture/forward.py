@@ -226,8 +226,9 @@ class Forward:
         """Notes an operation at which parameters meet the batch.  Returns its output."""
         if not off and output.grad_fn is None:
             return output
-        named, skipped = {name: (name, p) for name, p in parameters.items()}, frozenset(parameters if off else ())
         path, module, args, layouts = running.frame.path, running.module, tuple(operands), (layout,)
+        named = {name: (self.record.name_of(p, "", name), p) for name, p in parameters.items()}
+        skipped = frozenset(name for name, _ in named.values()) if off else frozenset()
         call, graph = self._call(path, module, args, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
         switched = list(parameters.values()) if off else []
         if isinstance(way, ByExpansion):
@@ -239,7 +240,7 @@ class Forward:
         """Has gradient that comes by an operation noticed, of which it isn't known where the samples are."""
         plan = self.record.plan
         plan.incomplete, plan.refused = True, plan.refused | dict.fromkeys(parameters, UNKNOWN)
-        return hear_at(output, partial(self.backward.note_lost, list(parameters)))
+        return hear_at(output, partial(self.backward.note_lost, [self.record.name_of(p) for p in parameters.values()]))
 
     def begin_unit(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what it takes to run a module again, where the forward's plan says so."""

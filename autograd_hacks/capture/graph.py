@@ -129,17 +129,6 @@ def attach(
     return output
 
 
-def attach_copies(
-    call: RecordedCall, graph: Graph, copies: Tensor, receive: Receive, parameters: Sequence[Tensor]
-) -> Tensor:
-    """The same for copies of a value, a view that has just been made.  With ``parameters`` the gradients go no further."""
-    at = AtNode(call, graph, receive, 0, 0, copies.shape)
-    if parameters:
-        anchor: Tensor = _Anchor.apply(copies.detach(), at, *parameters)
-        return anchor
-    return hear_at(copies, at)
-
-
 def hear_at(output: Tensor, hear: Hear) -> Tensor:
     """A tensor at whose node gradients are heard of."""
     output = output if output.grad_fn is not None else output.view_as(output)
@@ -211,6 +200,27 @@ def anchored(output: Tensor, hear: Hear, parameters: Sequence[Tensor]) -> Tensor
         output = output.clone()
     result: Tensor = _Anchor.apply(output, hear, *parameters)
     return result
+
+
+def attach_copies(
+    call: RecordedCall, graph: Graph, copies: Tensor, receive: Receive, parameters: Sequence[Tensor]
+) -> Tensor:
+    """The same for copies of a value, a view that has just been made.  With ``parameters`` the gradients go no further."""
+    at = AtNode(call, graph, receive, 0, 0, copies.shape)
+    if parameters:
+        anchor: Tensor = _AnchoredCopies.apply(copies.detach(), at, *parameters)
+        return anchor
+    return hear_at(copies, at)
+
+
+class _AnchoredCopies(_Anchor):
+    """The same for a view, which stays one: whether what it is of has been overwritten is asked of it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hear: Hear, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.hear, ctx.parameters = hear, len(parameters)
+        return output.view_as(output)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.restored import leave
 from autograd_hacks.support.trees import plain, version_of
+from autograd_hacks.support.untouched import RandomState, random_state
 
 
 class Running(NamedTuple):
@@ -73,26 +74,38 @@ class Reads(Following[Value]):
             return func(*args, **kwargs)
         read = self.plan.reading.find(running.frame.path, running.frame.call, name, key.number)
         if read is not None and read.kind == VALUE:
+            state = random_state({x.device for x in self.known((args, kwargs))}) if read.draws else {}
             out = func(*args, **kwargs)
-            self._make(func, args, kwargs, tensors_in(out))
+            self._make(func, args, kwargs, tensors_in(out), state)
             return out
         parameters = self._parameters(args, kwargs)
         if not parameters:  # of none that trains
             return func(*args, **kwargs)
         if read is None:
-            out = func(*args, **kwargs)
-            return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
+            return self._lost(func(*args, **kwargs), parameters)
         off = self.notes.is_off(list(parameters.values()))
         if read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim):  # the last: it meets the batch itself
             return self._expand(func, args, kwargs, read, off)
         return self._record(name, func, args, kwargs, read, off)
 
-    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
-        """Knows what was made of values alone."""
+    def _lost(self, out: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Has the gradient noticed that comes by what a call has returned, of which it isn't known where the samples are."""
+        leads = lambda x: isinstance(x, Tensor) and x.requires_grad  # noqa: E731
+        return tree_map(lambda x: self.notes.lose(x, parameters) if leads(x) else x, out)
+
+    def _make(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Sequence[Tensor],
+        state: RandomState | None = None,
+    ) -> None:
+        """Knows what was made of values alone.  state: of the generators before, where it has drawn from them"""
         step: Step | None = None
         for slot, x in enumerate(made):
             if id(x) not in self.values and (x.is_floating_point() or x.is_complex()):
-                step = Step.of(func, args, kwargs, self.values) if step is None else step
+                step = Step.of(func, args, kwargs, self.values, state or {}) if step is None else step
                 parameters = {n: p for y in self.known((args, kwargs)) for n, p in self.values[id(y)].parameters.items()}
                 self.know(x, Value(x.detach(), parameters, step, slot))
 
@@ -141,7 +154,7 @@ class Reads(Following[Value]):
             and alike
             and out.ndim == (read.ndim or out.ndim)
         ):
-            return tree_map(lambda x: self.notes.lose(x, parameters) if isinstance(x, Tensor) else x, out)
+            return self._lost(out, parameters)
         needs = name in OPERATIONS or name not in ELEMENTWISE or name == "mul"
 
         def keep(x: Any) -> Any:

@@ -15,7 +15,7 @@ from autograd_hacks.forms import Chained, Dense, Form, Lookup, Outer, Placed, pu
 from autograd_hacks.probe.functions import name_of
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.support.untouched import autocast_dtype, autocast_to
+from autograd_hacks.support.untouched import RandomState, autocast_dtype, autocast_to, with_random_state
 
 
 @dataclass(eq=False)
@@ -26,20 +26,23 @@ class Step:
     args: tuple[Any, ...]  # with a `Value` in the place of each
     kwargs: dict[str, Any]
     precision: torch.dtype | None  # autocast's dtype
+    random_state: RandomState  # of the generators before, where it has drawn from them
     versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of the other tensors
 
     @staticmethod
-    def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, Value]) -> Step:
+    def of(
+        func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, Value], state: RandomState
+    ) -> Step:
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in values]
         args, kwargs = tree_map(lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
         first = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Value))
-        return Step(func, args, kwargs, autocast_dtype(first.tensor.device), [(x, version_of(x)) for x in others])
+        return Step(func, args, kwargs, autocast_dtype(first.tensor.device), state, [(x, version_of(x)) for x in others])
 
     def run(self, made: dict[Value, Tensor], steps: dict[Step, Any]) -> Any:
         """What it returns, in a graph from the parameters' copies.  made, steps: what is there of it"""
         if self not in steps:
             args, kwargs = tree_map(lambda x: x.again(made, steps) if isinstance(x, Value) else x, (self.args, self.kwargs))
-            with autocast_to(self.precision, next(iter(made)).tensor.device):
+            with autocast_to(self.precision, next(iter(made)).tensor.device), with_random_state(self.random_state):
                 steps[self] = self.func(*args, **kwargs)
         return steps[self]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.probe.labels import carried
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
@@ -107,8 +108,25 @@ class Following(TorchFunctionMode, Generic[V]):
         self.values: dict[int, V] = dict(parameters)  # by the id of a tensor
         self.held: list[Tensor] = []  # those tensors
         self.counts: dict[tuple[Frame, str], int] = {}
+        self.rows: dict[int, Tensor] = {}  # labels by the id of a tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self._called(func, args, kwargs)
+        if self.rows and type(args) is tuple and args:
+            self._carry(func, args, out)
+        return out
+
+    def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        for x in out if type(out) in (tuple, list) else (out,):
+            if isinstance(x, Tensor) and (labels := carried(name_of(func), args, x, self.rows)) is not None:
+                self.label(x, labels)
+
+    def label(self, tensor: Tensor, labels: Tensor) -> None:
+        """Knows whose the rows of a tensor are."""
+        self.rows[id(tensor)] = labels
+        self.held.append(tensor)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         values = self.values
         for x in args:
             if id(x) in values:
@@ -157,8 +175,15 @@ def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, sampl
         folds = (n for n, size in enumerate(after) if size == samples * before[n] != samples)
         if (axis := next(folds, None)) is not None:
             return Layout(axis, "N·T")
-    if name in ELEMENTWISE or name in BROADCASTING:
+    if name in ELEMENTWISE:
         axis = next((n for n, size in enumerate(after) if size == samples and before[n] == 1), None)
         return None if axis is None else Layout(axis)
-    has = name in OPERATIONS and after[:1] == (samples,) and any(x.shape[:1] == (samples,) for x in others)
-    return Layout(0) if has else None
+    axis = only_axis(out, samples)
+    has = axis is not None and samples not in value.shape and any(only_axis(x, samples) is not None for x in others)
+    return Layout(axis) if has and axis is not None else None
+
+
+def only_axis(x: Tensor, samples: int) -> int | None:
+    """The axis of N entries, where there is but one."""
+    axes = [n for n, size in enumerate(x.shape) if size == samples]
+    return axes[0] if len(axes) == 1 else None

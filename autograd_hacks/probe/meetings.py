@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.probe.functions import QUIET, Following, Key, grown, is_constant, name_of, opened
+from autograd_hacks.probe.functions import QUIET, Following, Key, grown, is_constant, name_of, only_axis, opened
 from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits, Layout
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
@@ -36,8 +36,11 @@ class Met:
     operands: Sequence[Fits | None] = ()  # the other tensors; None where one doesn't follow from the batch
     output: Fits | None = None
     routed: bool = False  # whether the rows were chosen by their values
+    source: str | None = None  # the module by path from whose arguments it is known whose they are
     rounds: bool = False
     grew_to: Layout | None = None  # where it makes an axis for the samples itself
+    axes: Sequence[int | None] = ()  # where it has been given that axis, in each other tensor
+    draws: bool = False  # whether random numbers are drawn
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Follow:
     names: frozenset[str] = frozenset()
     forced: frozenset[Key] = frozenset()  # calls without a batch that are taken for meetings, since they make an axis for it
     unruled: frozenset[str] = frozenset()  # the layers by path whose rules can't tell the samples apart
+    rows: frozenset[str] = frozenset()  # the modules by path in which it is followed whose each row is
 
 
 @dataclass
@@ -57,6 +61,7 @@ class Meetings:
     wanted: Mapping[str, Tensor]  # the parameters that are followed, by name
     calls: dict[Key, Met] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # parameters that were used where no function of torch is seen: why
+    carrying: dict[str, set[str]] = field(default_factory=dict)  # by source the modules by path in which rows were followed
 
 
 def _saving() -> object:
@@ -74,6 +79,7 @@ class Watch(Following[Known]):
         super().__init__({id(p): Known(frozenset([name])) for name, p in found.wanted.items()})
         self.found, self.tracker, self.samples, self.by_rule = found, tracker, samples, by_rule
         self.savings: dict[Frame, object] = {}
+        self.sources: dict[int, str] = {}  # by the id of a tensor with labels
         self.is_seeing = False
         tracker.unseen = self.note_unseen
 
@@ -86,9 +92,23 @@ class Watch(Following[Known]):
         for name in names:
             self.found.lost.setdefault(name, why)
 
-    def begin(self, frame: Frame) -> None:
+    def begin(self, frame: Frame, inputs: Sequence[Tensor]) -> None:
         """Hears of a call that begins."""
         self.savings[frame] = _saving()
+        for x in inputs if frame.path in self.found.follow.rows else ():
+            if x.ndim and len(x) and len(x) % self.samples == 0 and id(x) not in self.rows:
+                samples = torch.arange(self.samples, device=x.device)
+                self.sources[id(x)] = frame.path
+                super().label(x, samples.repeat_interleave(len(x) // self.samples))
+
+    def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        origin = next((source for x in args if (source := self.sources.get(id(x))) is not None), None)
+        for x in tree_leaves(out) if origin is not None else ():
+            if isinstance(x, Tensor):
+                self.sources.setdefault(id(x), origin)
+        if origin is not None and self.tracker.stack:
+            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path)
+        super()._carry(func, args, out)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
@@ -113,8 +133,9 @@ class Watch(Following[Known]):
         key = self.count(frame, name)
         if meets and all(self.by_rule(frame.path, n) for n in names):
             return func(*args, **kwargs)
-        kept = [self.tracker.keep(x) for x in others] if meets else []
+        kept, state = [self.tracker.keep(x) for x in others] if meets else [], torch.get_rng_state()
         out = self._call(func, args, kwargs)
+        draws = not torch.equal(state, torch.get_rng_state())
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
         if self._is_lost(name, meets, out, outs, names, values):
             return out
@@ -126,12 +147,16 @@ class Watch(Following[Known]):
             fits = [Fits(x, self.samples) if own else None for x, own in zip(kept, follows)]
             routed, rounds = any(fact.routed for fact in facts), self.tracker.facts(outs[0]).rounds
             seen = Fits(self.tracker.keep(outs[0]), self.samples)
-            self.found.calls[key] = Met(True, self.tracker.stack, names, shapes, fits, seen, routed, rounds)
+            source = next((self.sources.get(id(x)) for x in others if id(x) in self.rows), None)
+            self.found.calls[key] = Met(
+                True, self.tracker.stack, names, shapes, fits, seen, routed, rounds, source, draws=draws
+            )
             return out
         grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None
         is_own = key in self.found.follow.forced and grew_to is not None
         if not (is_own and all(self.by_rule(frame.path, n) for n in names)):
-            self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, grew_to=grew_to)
+            axes = [only_axis(x, self.samples) for x in others]
+            self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, grew_to=grew_to, axes=axes, draws=draws)
         if is_own:
             copy = outs[0].clone()
             self.tracker.mark(copy)

@@ -59,6 +59,7 @@ class Read:
     operands: Layouts = ()  # of the tensors that it is given but for those
     ndim: int = 0  # of its output
     ranks: tuple[int, ...] = ()  # of the operands that follow from the batch; 0 for others
+    draws: bool = False  # whether random numbers are drawn
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,11 @@ class ReadDecision:
     def _read(self, key: Key, met: Met) -> Read | None:
         name = key.function
         if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.grew_to is not None:
-            return Read(RECORDED, met.grew_to, met.names)
+            operands = tuple([None if axis is None else Layout(axis) for axis in met.axes])
+            kind = RECORDED if name in OPERATIONS or name in ELEMENTWISE else VMAPPED
+            return Read(kind, met.grew_to, met.names, operands)
         if not met.meets:
-            return Read(VALUE, None, met.names)
+            return Read(VALUE, None, met.names, draws=met.draws)
         assert met.output is not None
         ndim, shapes = met.output.real.ndim, [shape for shape, _ in met.values]
         layout, operands = self._place(key, met)
@@ -54,6 +56,12 @@ class ReadDecision:
                         self._lose(met, f"it has entries along the samples' axis ({name} in {key.frame.path!r})")
                         return None
                     self.conflicts.add(grew[-1])
+        if kind == VMAPPED:
+            grew = [grew[-1] for shape, grew in met.values if grew and self.comparison.samples in shape]
+            self.conflicts |= {key for key in grew if key not in self.comparison.whole.meetings.follow.forced}
+        if kind == VMAPPED and met.draws:
+            self._lose(met, f"{name} draws random numbers where it is read in {key.frame.path!r}")
+            return None
         if kind == VMAPPED and any(fits is not None and at is None for fits, at in zip(met.operands, operands)):
             self._lose(met, f"the samples can't be told apart in all that {name} is given in {key.frame.path!r}")
             return None

@@ -127,13 +127,13 @@ class Tracer:
 
             def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 tracker.stack = stack
-                watch.begin(stack[-1])
+                watch.begin(stack[-1], tensors_of((args, kwargs)))
                 plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
                 return _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
 
             def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 tracker.stack = stack[:-1]
-                found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker)
+                found.calls[stack[-1]] = self._note(stack, begun, module, output, tracker, follow)
 
             self._run((args, kwargs), tracker, watch, begins, ended)
         self._differentiates = bool(self._differentiates)
@@ -149,7 +149,8 @@ class Tracer:
 
         def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
             running.append(stack)
-            return tensors_of((args, kwargs)) if _goes_by_input(module) else []
+            is_seen = _goes_by_input(module) or stack[-1].path in whole.meetings.follow.rows
+            return tensors_of((args, kwargs)) if is_seen else []
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             running.append(stack[:-1] or stack)
@@ -207,7 +208,7 @@ class Tracer:
                 p.data = (noise or {})[self.names[p]]
             yield
 
-    def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker) -> Traced:
+    def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker, follow: Follow) -> Traced:
         (buffers, arguments, plain), outputs = begun, tensors_of(output)
         facts = [tracker.facts(x) for x in outputs]
         now, first = _versions(module), output[0] if type(output) is tuple and output else output
@@ -215,7 +216,7 @@ class Tracer:
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
-            inputs=[tracker.keep(arguments[0][0])] if _goes_by_input(module) and arguments else [],
+            inputs=[tracker.keep(x) for x, _ in arguments[: self._seen_inputs(stack[-1].path, module, follow)]],
             rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
@@ -224,6 +225,10 @@ class Tracer:
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
             has_plain_arguments=plain and all(x.layout == torch.strided for x in outputs),
         )
+
+    def _seen_inputs(self, path: str, module: nn.Module, follow: Follow) -> int | None:
+        """How many of a call's first inputs are compared; None for all."""
+        return None if path in follow.rows else int(_goes_by_input(module))
 
     @contextmanager
     def _walking(self, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:

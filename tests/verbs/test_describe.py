@@ -62,12 +62,12 @@ def test_it_says_what_is_refused_and_why() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Scale(2).float())
     with autograd_hacks.add_hooks(model):
         model(torch.ones(3, 2)).sum().backward()
-        replayed = autograd_hacks.describe(model).rows[2]
+        read = autograd_hacks.describe(model).rows[2]
         model[1].forward = lambda x: (x - x.mean(0)) * model[1].scale
         model(torch.randn(3, 2)[:, None]).sum().backward()
         refused = autograd_hacks.describe(model)
-    assert replayed.how == "replay of layer '1' (Scale): read there past a rule"
-    assert (replayed.form, replayed.samples) == ("Replay", 3)
+    assert read.how == "operation mul in '1'"
+    assert (read.form, read.samples) == ("Dense", 3)
     assert refused.rows[2].how.startswith("refused: samples mix")
     assert "samples mix" in refused.note
 

@@ -8,12 +8,32 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import BareMatrix, perceptron
+from nets import perceptron
 from steps import stepped
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, StaleRecord
+
+
+class Written(nn.Module):
+    """It is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x)
+        h[:, :2] = self.scale
+        return self.layer(x) * h
+
+
+class Normalised(Written):
+    """Its scale meets the batch by way of another value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[:, :2] * (self.scale / self.scale.norm())
 
 
 def test_weights_that_are_none() -> None:
@@ -78,13 +98,13 @@ def test_ids_and_samples_that_are_none() -> None:
 
 
 def test_reading_too_late() -> None:
-    model, x = nn.Sequential(BareMatrix(4), nn.Linear(4, 2)), torch.randn(6, 4)
-    grads = stepped(model, x)
-    assert grads.norms().shape == (6,)
-    with torch.no_grad():
-        model[0].token.add_(1)
-    with pytest.raises(StaleRecord, match="changed since"):
-        grads.norms()
+    x = torch.randn(6, 4)
+    for model in (Written(), Normalised()):
+        stepped(model, x)
+        with torch.no_grad():
+            model.scale.add_(1)
+        with pytest.raises(StaleRecord, match="changed since"):
+            autograd_hacks.per_sample_grads(model).norms()
     model = perceptron()
     grads = stepped(model, x)
     x.zero_()
