@@ -36,8 +36,8 @@ class Met:
     operands: Sequence[Fits | None] = ()  # the other tensors; None where one doesn't follow from the batch
     output: Fits | None = None
     routed: bool = False  # whether the rows were chosen by their values
-    source: str | None = None  # the module by path from whose arguments it is known whose they are
     rounds: bool = False
+    source: str | None = None  # the module by path from whose arguments it is known whose they are
     grew_to: Layout | None = None  # where it makes an axis for the samples itself
     axes: Sequence[int | None] = ()  # where it has been given that axis, in each other tensor
     draws: bool = False  # whether random numbers are drawn
@@ -104,7 +104,7 @@ class Watch(Following[Known]):
     def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         origin = next((source for x in args if (source := self.sources.get(id(x))) is not None), None)
         for x in tree_leaves(out) if origin is not None else ():
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and origin is not None:
                 self.sources.setdefault(id(x), origin)
         if origin is not None and self.tracker.stack:
             self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path)
@@ -149,7 +149,7 @@ class Watch(Following[Known]):
             seen = Fits(self.tracker.keep(outs[0]), self.samples)
             source = next((self.sources.get(id(x)) for x in others if id(x) in self.rows), None)
             self.found.calls[key] = Met(
-                True, self.tracker.stack, names, shapes, fits, seen, routed, rounds, source, draws=draws
+                True, self.tracker.stack, names, shapes, fits, seen, routed, rounds, draws=draws, source=source
             )
             return out
         grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None

@@ -57,8 +57,8 @@ class ReadDecision:
                         return None
                     self.conflicts.add(grew[-1])
         if kind == VMAPPED:
-            grew = [grew[-1] for shape, grew in met.values if grew and self.comparison.samples in shape]
-            self.conflicts |= {key for key in grew if key not in self.comparison.whole.meetings.follow.forced}
+            makers = {grew[-1] for shape, grew in met.values if grew and self.comparison.samples in shape}
+            self.conflicts |= makers - self.comparison.whole.meetings.follow.forced
         if kind == VMAPPED and met.draws:
             self._lose(met, f"{name} draws random numbers where it is read in {key.frame.path!r}")
             return None
