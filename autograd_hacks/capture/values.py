@@ -105,7 +105,8 @@ class Value:
             if len(roots) == 1 and (whole := _moved(form, graph, leaf)) is not None:
                 return {name: whole}
             self.check_unchanged()
-            found[name] = Chained(form, pull_along(graph, leaf), leaf.shape, leaf.detach())
+            found[name] = chained = Chained(form, pull_along(graph, leaf), leaf.shape, leaf.detach())
+            chained.through = frozenset(value.dtype for value in made.values())
         return found
 
     def _looked_up(self, form: Form) -> dict[str, Form] | None:

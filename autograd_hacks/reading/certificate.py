@@ -135,7 +135,7 @@ def agree(
         return True  # there is nothing to compare
     expected, difference = expected.where(finite, 0), difference.where(finite, 0)
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
-    dtypes |= {leaf.form.like.dtype for leaf in form.leaves() if isinstance(leaf, Chained)}
+    dtypes |= {dtype for leaf in form.leaves() if isinstance(leaf, Chained) for dtype in leaf.through}
     tolerance = max(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes)
     if sources:  # which compute with other kernels, sample by sample, and may do so in single precision inside
         tolerance = max(10 * tolerance, ROUNDING * torch.finfo(torch.float).eps)
