@@ -47,7 +47,7 @@ class Chained(Form):
         self.held = tuple(tensor for leaf in form.leaves() for tensor in leaf.held)
         self.sums_cheaply = form.sums_cheaply
 
-    def _of(self, form: Form, like: Tensor) -> Chained:
+    def _of(self, form: Form, like: Tensor) -> "Chained":
         made = Chained(form, self.pull, self.shape, like)
         made.through = self.through
         return made
