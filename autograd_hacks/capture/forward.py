@@ -204,7 +204,7 @@ class Forward:
             self._locate(path, module)
             self.begin_reads(self._model)
         if self._is_on():
-            self.reads.enter(path, module, again)
+            self.reads.enter(path, module, again, (args, kwargs))
 
     def end_frame(self, path: str, module: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
         self.reads.leave(path)
@@ -220,7 +220,7 @@ class Forward:
         operands: Sequence[Tensor],
         output: Tensor,
         parameters: Mapping[str, Tensor],
-        layout: Layout,
+        layout: Layout | None,
         off: bool,
     ) -> Tensor:
         """Notes an operation at which parameters meet the batch.  Returns its output."""

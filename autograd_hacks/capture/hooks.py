@@ -225,7 +225,7 @@ def _hook_units(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
 
 def _hook_frames(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
     """Has modules watched in whose own code parameters meet the batch past rules, and those that they call."""
-    modules, forward = {path: model.get_submodule(path) for path in plan.reading.calls}, recorder.forward
+    modules, forward = {path: model.get_submodule(path) for path in plan.reading.paths}, recorder.forward
     first = {module: path for path, module in model.named_modules()} if modules else {}
     inner = [child for path, module in modules.items() for child in children_of(path, module).values()]
     for module in [model, *modules.values(), *inner] if modules else []:

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from autograd_hacks.capture.cut import no_word_of_speed
 from autograd_hacks.capture.records import OutputGrads, RecordedCall
 from autograd_hacks.capture.values import Value
-from autograd_hacks.forms import Dense, Form, add, group
+from autograd_hacks.errors import UnsupportedLayer
+from autograd_hacks.forms import Dense, Form, Outer, Placed, Zero, add, gathered
 from autograd_hacks.probe.functions import aligned
+from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Read
 from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
@@ -46,6 +48,7 @@ class ByOperation:
     args: tuple[Any, ...]  # with a `Value` in the place of each; tensors outside the graph
     kwargs: dict[str, Any]
     read: Read
+    labels: Tensor | None = None  # the sample of each row, where they stand in no order
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return call.samples or 0
@@ -60,9 +63,13 @@ class ByOperation:
             x = x if x.layout == torch.strided else x.to_dense()
             return x.to(dtype) if x.is_floating_point() and dtype.is_floating_point else x
 
-        layout, ndim, operands = self.read.layout, g.ndim, iter(self.read.operands)
+        g, labels, every = ready(g), self.labels, samples
+        if self.name in GROUPED and labels is not None:
+            yield self._by_group(g, labels, samples, ready)
+            return
+        layout, samples = (self.read.layout, samples) if labels is None else (Layout(), len(labels))
+        ndim, operands = g.ndim, iter(self.read.operands)
         assert layout is not None  # or it would be no meeting
-        g = ready(g)
         first = layout.samples_first(g, samples)
         is_flat = self.name in BY_CHANNEL and bool(layout.fold)  # positions stay samples of their own
         wanted: dict[int | str, Value] = {n: x for n, x in enumerate(self.args) if isinstance(x, Value)}
@@ -89,17 +96,30 @@ class ByOperation:
             args, kwargs = tree_map(beside, (self.args, self.kwargs))
             if (terms := ELEMENTWISE[self.name](wanted, first, *args, **kwargs)) is not None:
                 for place, rows in terms.items():
-                    yield wanted[place], Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
+                    form = Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
+                    yield wanted[place], form if labels is None else gathered(form, labels, every)
                 return
         args, kwargs = tree_map(own, (self.args, self.kwargs))
         if self.name in OPERATIONS and not (self.name in BY_CHANNEL and layout.axis):
             found = OPERATIONS[self.name](wanted, g if is_flat else first, *args, **kwargs)
             if found is not None:
-                labels = layout.rows(len(g), samples, g.device) if is_flat else None
+                if labels is None and is_flat:
+                    labels = layout.rows(len(g), samples, g.device)
                 for place, form in found.items():
-                    yield wanted[place], form if labels is None else group(form, labels, samples)
+                    yield wanted[place], form if labels is None else gathered(form, labels, every)
                 return
+        if labels is not None:
+            raise UnsupportedLayer(f"{self.name} of rows that were chosen by their values, {tuple(g.shape)}, has no formula")
         yield from self._by_vmap(g, samples, layout, ready)
+
+    def _by_group(self, g: Tensor, labels: Tensor, samples: int, ready: Callable[[Tensor], Tensor]) -> tuple[Value, Form]:
+        """By groups of rows, each with a matrix of its own.  The value: groups I O"""
+        x, value = ready(self.args[0]), self.args[1]
+        offsets = self.kwargs["offs"] if "offs" in self.kwargs else self.args[2]
+        ends, shape = offsets.tolist(), torch.Size((1, *value.tensor.shape[1:]))
+        pieces = {(e, e + 1): slice(start, end) for e, (start, end) in enumerate(zip([0, *ends], ends)) if start < end}
+        entries = {at: gathered(Outer(x[s], g[s], shape), labels[s], samples) for at, s in pieces.items()}
+        return value, Placed(entries, value.tensor.shape) if entries else Zero(samples, value.tensor.shape, value.tensor)
 
     def _by_vmap(
         self, g: Tensor, samples: int, layout: Layout, ready: Callable[[Tensor], Tensor]

@@ -16,11 +16,11 @@ from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
 from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import EXPANDED, VALUE, Plan, Read
+from autograd_hacks.probe.plan import EXPANDED, ROWS, VALUE, Plan, Read
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.restored import leave
-from autograd_hacks.support.trees import plain, version_of
+from autograd_hacks.support.trees import plain, tensors_of, version_of
 from autograd_hacks.support.untouched import RandomState, random_state
 
 
@@ -35,7 +35,7 @@ class Notes(NamedTuple):
     """Where what is seen goes."""
 
     # note(running, way, operands, output, parameters, layout, off): returns the output that is to be used
-    note: Callable[[Running, Way, Sequence[Tensor], Tensor, Mapping[str, Tensor], Layout, bool], Tensor]
+    note: Callable[[Running, Way, Sequence[Tensor], Tensor, Mapping[str, Tensor], Layout | None, bool], Tensor]
     lose: Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # where it isn't known how a read is to be taken
     is_off: Callable[[Sequence[Tensor]], bool]  # whether parameters go without ordinary gradients
 
@@ -140,20 +140,18 @@ class Reads(Following[Value]):
 
     def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool) -> Any:
         parameters, layout = self._parameters(args, kwargs), read.layout
-        assert layout is not None
+        labels = next((self.rows[id(x)] for x in args if id(x) in self.rows), None) if read.kind == ROWS else None
         given = (args, kwargs)
         if off:
             given = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and id(x) in self.values else x, given)
         out = func(*given[0], **given[1])
         others = self.others((args, kwargs))
-        alike = all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
-        alike &= isinstance(out, Tensor) and (layout.fits(out, self.samples) or not self.samples)
-        if not (
-            isinstance(out, Tensor)
-            and (layout.fits(out, self.samples) or not self.samples)
-            and alike
-            and out.ndim == (read.ndim or out.ndim)
-        ):
+        alike = isinstance(out, Tensor) and all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
+        if alike and layout is not None:
+            alike = (layout.fits(out, self.samples) or not self.samples) and out.ndim == (read.ndim or out.ndim)
+        elif alike:
+            alike = labels is not None and len(labels) == len(out)
+        if not alike:
             return self._lost(out, parameters)
         needs = name in OPERATIONS or name not in ELEMENTWISE or name == "mul"
 
@@ -163,7 +161,7 @@ class Reads(Following[Value]):
             return self.values[id(x)] if id(x) in self.values else plain(x) if needs else None
 
         kept, named = tree_map(keep, (args, kwargs))
-        way = ByOperation(name, func, kept, named, read)
+        way = ByOperation(name, func, kept, named, read, labels)
         operands = [x for x in tree_leaves((kept, named)) if isinstance(x, Tensor)]
         return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off)
 
@@ -180,11 +178,15 @@ class OpenReads:
         self.leave_all()
         self.reads = reads
 
-    def enter(self, path: str, module: nn.Module, again: bool) -> None:
+    def enter(self, path: str, module: nn.Module, again: bool, inputs: Any) -> None:
         """A module begins.  again: whether checkpointing runs it once more"""
-        if self.reads is not None:
+        reads = self.reads
+        if reads is not None:
+            for x, at in zip(tensors_of(inputs), reads.plan.reading.sources.get(path, ())):
+                if at is not None and at.fits(x, reads.samples):
+                    reads.label(x, at.rows(len(x), reads.samples, x.device))
             number = self._calls[path] = self._calls.get(path, -1) + 1
-            self.reads.running.append(Running(Frame(path, Plan.AGAIN if again else number), module))
+            reads.running.append(Running(Frame(path, Plan.AGAIN if again else number), module))
             self._switch()
 
     def leave(self, path: str) -> None:
@@ -205,7 +207,7 @@ class OpenReads:
         """Has the mode on in the code of the modules that the plan knows, and off in others."""
         reads = self.reads
         assert reads is not None
-        on = bool(reads.running) and reads.running[-1].frame.path in reads.plan.reading.calls
+        on = bool(reads.running) and reads.running[-1].frame.path in reads.plan.reading.paths
         top = torch._C._len_torch_function_stack() - 1
         is_top = top >= 0 and torch._C._get_function_stack_at(top) is reads
         if not on and is_top:

@@ -135,7 +135,9 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     if not leaf.is_contiguous() or not leaf.numel():
         return None
     if graph.ndim == 2 and leaf.ndim == 2 and graph.shape == leaf.shape[::-1] and graph.stride() == leaf.stride()[::-1]:
-        return Outer(form.right, form.left) if isinstance(form, Outer) and leaf.shape[0] > 1 < leaf.shape[1] else None
+        return _swapped(form) if leaf.shape[0] > 1 < leaf.shape[1] else None
+    if graph.ndim == 3 and graph.mT.is_contiguous() and graph.mT.shape == leaf.shape and min(leaf.shape) > 1:
+        return _swapped(form)
     if not graph.is_contiguous():
         return None
     each = leaf.stride(0) if leaf.ndim else 1
@@ -151,6 +153,20 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     elif form.shape != shape:
         return None
     return form if count == (leaf.shape[0] if leaf.ndim else 1) else Placed({(start, start + count): form}, leaf.shape)
+
+
+def _swapped(form: Form) -> Form | None:
+    """The form of a matrix's transpose, or of a stack's."""
+    if isinstance(form, Placed):
+        swapped = {at: part for at, own in form.entries.items() if (part := _swapped(own)) is not None}
+        return (
+            Placed(swapped, torch.Size((form.shape[0], form.shape[2], form.shape[1])))
+            if len(swapped) == len(form.entries)
+            else None
+        )
+    if not isinstance(form, Outer):
+        return None
+    return Outer(form.right, form.left, torch.Size((*form.shape[:-2], form.shape[-1], form.shape[-2])))
 
 
 def _changed(what: str) -> str:

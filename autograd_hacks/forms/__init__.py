@@ -13,7 +13,7 @@ from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
-from autograd_hacks.forms.rows import Concatenation, Grouping, group
+from autograd_hacks.forms.rows import Concatenation, Grouping, gathered, group
 from autograd_hacks.forms.sums import Scaled, Sum, add, magnitudes, scale
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Sum",
     "Zero",
     "add",
+    "gathered",
     "group",
     "magnitudes",
     "pull_along",

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.factored import Paired
 from autograd_hacks.forms.numerics import stretches
@@ -20,6 +20,19 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
     Raises ValueError for labels of another number, or out of range.
     """
     return Grouping(form, rows, samples)
+
+
+def gathered(form: Form, rows: Tensor, samples: int) -> Form:
+    """The same, where a row is but one position or small: positions of one sample stand beside each other at once.  It costs
+    as much as if all samples had as many rows as the one with the most."""
+    if isinstance(form, Dense):
+        return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
+    if not isinstance(form, Paired) or not len(rows):
+        return group(form, rows, samples)
+    counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
+    places, starts = torch.arange(int(counts.max()), device=rows.device), counts.cumsum(0) - counts
+    chosen = order[(starts[:, None] + places).clamp(max=len(order) - 1)]
+    return form.side_by_side(chosen, places < counts[:, None])
 
 
 class Grouping(Composite):

@@ -131,6 +131,14 @@ class Comparison:
             return fitting[0], mixes  # to be proven
         return self._choose(call, real, fitting, range(real.ndim), nothing_to_know_by=not has_changed), mixes
 
+    def input_layouts(self, path: str) -> Layouts:
+        """Where samples are on axis 0 of what a module is given; in all its calls, or none."""
+        calls = [fits for frame, fits in self._inputs.items() if frame.path == path]
+        if not calls or any(len(fits) != len(calls[0]) for fits in calls):
+            return ()
+        told = [[next(iter(fits.layouts([0], False)[0]), None) for fits in call] for call in calls]
+        return tuple([each[0] if all(at == each[0] for at in each) else None for each in zip(*told)])
+
     def _mixes_in_packed(self, call: Traced) -> bool:
         """Whether samples mix in a packed sequence, which has no layout."""
         return self._outputs[call.stack[-1]][0].mixes_by_rows and not self._is_routed(call)

@@ -56,6 +56,7 @@ class Decision:
             before,
             names=before.names | names,
             forced=before.forced | self.read.conflicts,
+            rows=before.rows | self.read.routed,
             unruled=before.unruled | (unruled if names else set()),
         )
 

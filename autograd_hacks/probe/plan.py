@@ -44,9 +44,9 @@ class Unit:
         return (Layout(),) * len(outputs)
 
 
-VALUE, RECORDED, EXPANDED, VMAPPED = "value", "recorded", "expanded", "vmapped"
+VALUE, RECORDED, EXPANDED, VMAPPED, ROWS = "value", "recorded", "expanded", "vmapped", "rows"
 """What a call of a function of torch is: one that makes something that follows from parameters alone; or one where that
-meets the batch, whose rows come of what it is given, of a copy of the value for each sample, or of vmap."""
+meets the batch, where rows come of what it is given, a copy of the value for each sample, vmap, or labels of rows."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,14 @@ class Reading:
     names: frozenset[str] = frozenset()
     # By path, by the number of the module's call, by the function's name and number there.
     calls: Mapping[str, Mapping[int, Mapping[tuple[str, int], Read]]] = field(default_factory=dict)
+    # By path where samples are in a module's arguments, from which on it is followed whose each row is.
+    sources: Mapping[str, Layouts] = field(default_factory=dict)
+    carrying: frozenset[str] = frozenset()  # the modules by path in which it is
+
+    @property
+    def paths(self) -> set[str]:
+        """The modules in whose own code functions are seen."""
+        return {*self.calls, *self.sources, *self.carrying}
 
     def readers(self, name: str) -> list[str]:
         """The operations that read a parameter, for people."""

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from autograd_hacks.probe.compare import Comparison
 from autograd_hacks.probe.functions import BATCHED, BROADCASTING, Key, broadcasts
+from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Fits, Layout, Layouts, only_by_sizes
 from autograd_hacks.probe.meetings import Met
-from autograd_hacks.probe.plan import EXPANDED, RECORDED, VALUE, VMAPPED, Read, Reading
-from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
+from autograd_hacks.probe.plan import EXPANDED, RECORDED, ROWS, VALUE, VMAPPED, Read, Reading
+from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
 
 
 class ReadDecision:
@@ -17,19 +18,23 @@ class ReadDecision:
 
     reading: for the parameters all of whose meetings can be    lost: why others' can't, by name
     conflicts: calls without a batch that make an axis for the samples, and must be read there
+    routed: modules by path in which rows are elsewhere than they were, so that each must be followed
     """
 
     def __init__(self, comparison: Comparison, others: Sequence[Comparison]) -> None:
         self.comparison, self.all_of = comparison, [comparison, *others]
         meetings = comparison.whole.meetings
         self.lost, self.conflicts = dict(meetings.lost), set[Key]()
+        self.routed: set[str] = set()
+        self.sources: dict[str, Layouts] = {}
         calls = {key: read for key, met in meetings.calls.items() if (read := self._read(key, met)) is not None}
         names = frozenset(n for read in calls.values() if read.kind != VALUE for n in read.names) - self.lost.keys()
         kept = {key: read for key, read in calls.items() if meetings.calls[key].names & names}
         found: dict[str, dict[int, dict[tuple[str, int], Read]]] = {}
         for key, read in kept.items():
             found.setdefault(key.frame.path, {}).setdefault(key.frame.call, {})[key.function, key.number] = read
-        self.reading = Reading(names, found)
+        carrying = frozenset(path for source in self.sources for path in meetings.carrying.get(source, ()))
+        self.reading = Reading(names, found, self.sources, carrying)
 
     def _read(self, key: Key, met: Met) -> Read | None:
         name = key.function
@@ -42,7 +47,18 @@ class ReadDecision:
         assert met.output is not None
         ndim, shapes = met.output.real.ndim, [shape for shape, _ in met.values]
         layout, operands = self._place(key, met)
+        if (
+            layout is None
+            and met.source is not None
+            and name in (OPERATIONS.keys() | ELEMENTWISE.keys() | GROUPED) - BY_CHANNEL
+        ):
+            found = self.comparison.input_layouts(met.source)
+            if any(found):
+                self.sources[met.source] = found
+                return Read(ROWS, None, met.names)
         if layout is None:
+            routes = met.routed or not met.output.same_shape or met.output.seen < self.comparison.traces
+            self.routed |= {frame.path for frame in met.stack} if routes else set()
             self._lose(met, f"the samples have no place of their own where it is read ({name} in {key.frame.path!r})")
             return None
         if not broadcasts(name, ndim, layout.axis, map(len, shapes)):
