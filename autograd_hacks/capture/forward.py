@@ -14,10 +14,11 @@ from torch import Tensor
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.graph import anchored, attach, attach_copies, edges_of, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, OpenMaps, has_inner_maps
-from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.operations import ByExpansion
-from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
+from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.reads import Notes, OpenReads, Reads, Running
+from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
+from autograd_hacks.capture.replay import ByRunningAgain
 from autograd_hacks.capture.units import OpenUnits
 from autograd_hacks.capture.ways import BY_RULE
 from autograd_hacks.probe.layout import Layout, Layouts
@@ -246,7 +247,7 @@ class Forward:
         if self.records():
             self._locate(path, module)
             if (unit := self.record.plan.units.get(path)) is not None:
-                self.units.begin(path, module, unit, args, kwargs)
+                self.units.open.append(ByRunningAgain.of(path, module, unit, args, kwargs))
 
     def end_unit(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
@@ -274,8 +275,7 @@ class Forward:
             parameters,
             is_compared=True,
             state={name: (x, version_of(x)) for name, x in everything if id(x) not in changed},
-            random_state=begun.random_state,
-            way=begun.way,
+            way=begun,
             layouts=layouts,
             is_first=is_first,
         )

@@ -76,9 +76,6 @@ class Decision:
             for path in {stack[-1].path for stack in stacks}:
                 unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
                 unit.parameters |= self._named(path, {name})
-                unit.is_doubtful |= any(
-                    call.traced.stack in self.unplaced.get(name, ()) and not call.traced.routed for call in self.compared
-                )
         # What it has not read, a later one may: a parameter that no rule covers, or an expert that no sample has chosen.
         for path, static in static_units(comparison.tracer.model).items():
             if unread := {local: name for local, name in static.parameters.items() if name not in self.facts.uses}:
