@@ -18,8 +18,7 @@ from autograd_hacks.capture.operations import ByExpansion
 from autograd_hacks.capture.param_grad import ParamGrad, asking
 from autograd_hacks.capture.reads import Notes, OpenReads, Reads, Running
 from autograd_hacks.capture.records import Graph, Record, RecordedCall, Way
-from autograd_hacks.capture.replay import ByRunningAgain
-from autograd_hacks.capture.units import OpenUnits
+from autograd_hacks.capture.replay import ByRunningAgain, OpenUnits
 from autograd_hacks.capture.ways import BY_RULE
 from autograd_hacks.probe.layout import Layout, Layouts
 from autograd_hacks.probe.plan import UNKNOWN, Plan

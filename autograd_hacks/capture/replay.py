@@ -16,7 +16,7 @@ from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.forms import Form, Replay
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import Unit
+from autograd_hacks.probe.plan import Plan, Unit
 from autograd_hacks.rules.recompute import is_recomputed
 from autograd_hacks.support.stores import hooks_kept
 from autograd_hacks.support.switch import Switch
@@ -71,6 +71,30 @@ class ByRunningAgain:
         source = Rerun(call, self, grads)
         edges = {local: call.edges[local] for local in grads.reached}
         return {n: Replay(source, n, source.samples, e.parameter.shape, e.parameter.detach()) for n, e in edges.items()}
+
+
+class OpenUnits:
+    """The calls of a forward that have begun, one inside the other."""
+
+    def __init__(self) -> None:
+        self.open: list[ByRunningAgain] = []  # the outermost first
+
+    def end(self, path: str) -> ByRunningAgain | None:
+        """The innermost call, if it is of the module at a path: it has ended."""
+        return self.open.pop() if self.open and self.open[-1].path == path else None
+
+    def around(self, path: str) -> bool:
+        """Whether a module at a path is called inside an open call, and that is not what a call has left that failed."""
+        return any(path.startswith(f"{begun.path}.") for begun in self.open)
+
+    def names(self) -> set[str]:
+        """The parameters whose rows an open call gives."""
+        return {name for begun in self.open for name in begun.unit.parameters.values()}
+
+    def names_at(self, path: str, plan: Plan) -> set[str]:
+        """The parameters whose rows the module at a path gives, or one around it, run again."""
+        own = plan.units[path].parameters.values() if path in plan.units else ()
+        return {*self.names(), *own}
 
 
 class Rerun:
