@@ -71,8 +71,8 @@ class Decision:
             unproven=comparison.is_unproven,
             unplaced={call.path for call in self.compared if call.owned and not call.placed},
         )
-        # The modules that this forward has shown must be run again, each for the parameters read inside, and for those of the
-        # same kind that it has not read: an expert that no sample has chosen.
+        # The modules that this forward has shown must be run again, each for the parameters read inside; beside layers that
+        # can't tell samples apart also for those that it has not read: an expert that no sample has chosen.
         unused = set(comparison.tracer.names.values()) - self.facts.uses
         for name, path in [(name, path) for name, paths in self.chosen.items() for path in paths]:
             unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
