@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from autograd_hacks.capture.cut import no_word_of_speed
 from autograd_hacks.capture.records import OutputGrads, RecordedCall
 from autograd_hacks.capture.values import Value
 from autograd_hacks.errors import UnsupportedLayer
@@ -145,7 +145,7 @@ class ByOperation:
         parts = [at.samples_first(ready(leaves[n]), samples) for n, at in places.items()]
         first = layout.samples_first(g, samples)
         try:
-            with no_word_of_speed():
+            with _no_word_of_speed():
                 rows = vmap(one)(first, *parts)
         except RuntimeError:  # what vmap can't run, by torch's own page on its limits
             each = [one(first[n], *(part[n] for part in parts)) for n in range(samples)]
@@ -178,3 +178,14 @@ def _reached(pairs: Iterator[tuple[Value, Form]] | list[tuple[Value, Form]], gra
             if name in grads.reached:
                 found[name] = add([found[name], own]) if name in found else own
     return found
+
+
+@contextmanager
+def _no_word_of_speed() -> Iterator[None]:
+    """A context in which vmap doesn't warn of operations that it runs sample by sample."""
+    functorch: Any = torch._C._functorch  # torch has no types for these
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)

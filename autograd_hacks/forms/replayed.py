@@ -31,10 +31,7 @@ class Replay(Form):
         return self.source.row_size
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        found = self.source.rows(self.name, self.index, keep=False)
-        rows = put(found.to(self.like.dtype), out, factor)
-        # Two parameters' rows may be one tensor, as of a token and a position that are added.
-        return rows.clone() if rows is found else rows
+        return put(self.source.rows(self.name, self.index, keep=False).to(self.like.dtype), out, factor)
 
     def matrix(self) -> Tensor:
         rows = self.source.rows(self.name, self.index, keep=True)

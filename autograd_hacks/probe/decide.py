@@ -33,9 +33,9 @@ class Decision:
                 for name in call.owned - (self.read.reading.names if past else set()):
                     self.unplaced.setdefault(name, set()).add(call.traced.stack)
         self.chosen = {
-            name: units
+            name: paths
             for name in (*self.reads, *self.unplaced)
-            if (units := self._around(name, {*self.reads.get(name, ()), *self.unplaced.get(name, ())}))
+            if (paths := self._around(name, {*self.reads.get(name, ()), *self.unplaced.get(name, ())}))
         }
         lost = [stacks for name, stacks in self.unplaced.items() if name not in self.chosen]
         first = [call for call in self.compared if any(call.traced.stack in stacks for stacks in lost)][:1]
@@ -72,30 +72,21 @@ class Decision:
             unproven=comparison.is_unproven,
             unplaced={call.path for call in self.compared if call.owned and not call.placed},
         )
-        # The modules that this forward has shown must be run again, each for the parameters read inside.
-        for name, stacks in self.chosen.items():
-            for path in {stack[-1].path for stack in stacks}:
-                unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
-                unit.parameters |= self._named(path, {name})
-                unit.is_doubtful |= any(
-                    call.traced.stack in self.unplaced.get(name, ()) and not call.traced.routed for call in self.compared
-                )
-        # What it has not read, a later one may: a parameter that no rule covers, or an expert that no sample has chosen.
+        # The modules that this forward has shown must be run again, each for the parameters read inside; beside layers that
+        # can't tell samples apart also for those that it has not read: an expert that no sample has chosen.
+        unused = set(comparison.tracer.names.values()) - self.facts.uses
+        for name, path in [(name, path) for name, paths in self.chosen.items() for path in paths]:
+            unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
+            unit.parameters |= self._named(path, {name} | (unused if name in self.unplaced else set()))
+        # What none covers, a later forward may read.
         for path, static in static_units(comparison.tracer.model).items():
             if unread := {local: name for local, name in static.parameters.items() if name not in self.facts.uses}:
                 plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
-        unused = set(comparison.tracer.names.values()) - self.facts.uses
-        for name in self.unplaced.keys() & self.chosen.keys():
-            for path in {stack[-1].path for stack in self.chosen[name]}:
-                plan.units[path].parameters |= self._named(path, unused)
         for call in self.compared:
             if call.owned and call.placed:
                 paths = {frame.path for frame in call.traced.stack}
-                plan.by_rule |= {
-                    name
-                    for name in call.owned
-                    if name not in plan.refused and not any(unit[-1].path in paths for unit in self.chosen.get(name, ()))
-                }
+                again = {name for name in call.owned if paths & self.chosen.get(name, set())}
+                plan.by_rule |= call.owned - plan.refused.keys() - again
                 known: list[Layout | None] = list(plan.layouts.get(call.path, ()))
                 plan.layouts[call.path] = [*known, call.layouts[0]]
         return plan
@@ -107,16 +98,12 @@ class Decision:
             self._inside[path] = {local: first[p] for local, p in module.named_parameters()}
         return {local: name for local, name in self._inside[path].items() if name in names}
 
-    def _around(self, name: str, uses: set[Stack]) -> set[Stack]:
-        """The calls to run again: around each use the innermost that tells the samples apart, and of nested ones the
-        outermost.  Empty where there are none around some use."""
+    def _around(self, name: str, uses: set[Stack]) -> set[str]:
+        """The modules to run again: around each use the innermost that tells the samples apart, and of nested ones the
+        outermost.  Empty where there is none around some use."""
         found = [self._innermost(name, use) for use in uses]
         paths = {unit[-1].path for unit in found if unit}
-        return (
-            {next(unit[: depth + 1] for depth, frame in enumerate(unit) if frame.path in paths) for unit in found if unit}
-            if all(found)
-            else set()
-        )
+        return {next(frame.path for frame in unit if frame.path in paths) for unit in found} if all(found) else set()
 
     def _innermost(self, name: str, use: Stack) -> Stack:
         for depth in range(len(use), 0, -1):

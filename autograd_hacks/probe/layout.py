@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,31 +52,11 @@ class Layout:
         return f"{self.fold} on axis {self.axis}" if self.fold else f"axis {self.axis}"
 
 
-class Packed(Layout):
-    """In a packed sequence."""
-
-    def samples_first(self, x: Any, samples: int) -> Any:
-        """A packed sequence for each sample."""
-        return [_sample_of(x, n) for n in range(samples)]
-
-    def batch_of_one(self, sample: Any) -> Any:
-        return sample
-
-
-PACKED = Packed()
-
-
 def samples_of_rows(packed: PackedSequence) -> Tensor:
     """The sample that each row of the data belongs to."""
     order = [torch.arange(n, device=packed.data.device) for n in packed.batch_sizes.tolist()]
     places = torch.cat(order)
     return places if packed.sorted_indices is None else packed.sorted_indices[places]
-
-
-def _sample_of(packed: PackedSequence, sample: int) -> PackedSequence:
-    data = packed.data[samples_of_rows(packed) == sample]
-    only = None if packed.sorted_indices is None else packed.sorted_indices.new_zeros(1)
-    return PackedSequence(data, packed.batch_sizes.new_ones(len(data)), only, only)
 
 
 Layouts = tuple[Layout | None, ...]
@@ -173,17 +152,6 @@ def _candidates(shape: Sequence[int], samples: int, axes: Iterable[int]) -> list
     plain = [Layout(axis) for axis in axes if shape[axis] == samples]
     folded = [axis for axis in axes if shape[axis] != samples and samples and shape[axis] % samples == 0 and shape[axis]]
     return plain + [Layout(axis, fold) for axis in folded for fold in (("N·T",) if samples == 1 else ("N·T", "T·N"))]
-
-
-def has_axis_of_one(index: Tensor) -> bool:
-    """Whether a lookup's index has an axis for the batch, of one entry.  By its rank: one of a single position has none."""
-    return index.ndim > 1 and index.shape[0] == 1
-
-
-def for_each_sample(x: Tensor, samples: int, has_axis: bool) -> Tensor:
-    """A copy for each sample, without memory of its own: x is 1 ... where it has an axis for that, else ...; the result
-    N ..."""
-    return x.expand(samples, *(x.shape[1:] if has_axis else x.shape))
 
 
 def rounding_of(x: Tensor) -> Tensor | None:

@@ -35,7 +35,6 @@ class Unit:
     calls: Sequence[Layouts] = ()  # the layouts of its outputs, for each call in a forward, or for all
     copies: bool = False  # whether the module changes its arguments
     buffers: Sequence[str] = ()  # those that it changes, by name
-    is_doubtful: bool = False  # whether samples seem to mix inside, though not in what comes out
 
     def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
@@ -213,9 +212,7 @@ def static_units(model: nn.Module) -> dict[str, Unit]:
             while place and not _is_called(place, modules):
                 place, _, last = place.rpartition(".")
                 inside = f"{last}.{inside}"
-            unit = units.setdefault(
-                place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}", is_doubtful=True)
-            )
+            unit = units.setdefault(place, Unit({}, f"no rule covers a {type(modules[place]).__name__} with {name!r}"))
             unit.parameters[inside] = first[parameter]
     return units
 

@@ -34,8 +34,8 @@ def check_sum(
     """Raises where the rows don't add up to the gradient that arrived, if that was kept.
 
     name: the parameter's, for people    known: in the record
-    lazily: whether the rows of modules that are run again may not all be written out; they are compared in the plan's first
-    step alone then
+    lazily: whether the rows of modules that are run again may not all be written out; a sum by one pass is compared then, in
+    the plan's first step alone
     """
     passes = comparable(segment, known)
     if not passes:
@@ -45,7 +45,7 @@ def check_sum(
         return
     for source in sources:
         if not lazily:
-            source.prepare()  # the rows, which are wanted anyway; else the sum would run the module once more
+            source.prepare()  # the rows, which are wanted anyway, and which the sum is taken of then
     scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded in passes]
     expected, *others = [recorded.arrived[known].to_dense() * scale for recorded, scale in zip(passes, scales)]
     for other in others:
@@ -127,9 +127,7 @@ def agree(
     w: N    expected: shape    used: other dtypes that it was computed in    received: see `received_by`; what rows that are
     sums over positions already may have cancelled from
     """
-    sources = form.sources
-    total = Form.weighted_sum(form, w) if sources else form.weighted_sum(w)  # of rows, and by no other way
-    difference = (total.to(expected.dtype) - expected).abs()
+    difference = (form.weighted_sum(w).to(expected.dtype) - expected).abs()
     finite = difference.isfinite()
     if not finite.any():
         return True  # there is nothing to compare
@@ -137,15 +135,13 @@ def agree(
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
     dtypes |= {dtype for leaf in form.leaves() if isinstance(leaf, Chained) for dtype in leaf.through}
     tolerance = max(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes)
-    if sources:  # which compute with other kernels, sample by sample, and may do so in single precision inside
-        tolerance = max(10 * tolerance, ROUNDING * torch.finfo(torch.float).eps)
     if difference.max() <= tolerance * expected.abs().max():
         return True
     is_coarse = max(torch.finfo(dtype).eps for dtype in dtypes) > 1e-4
     is_summed = is_coarse or any(isinstance(leaf, Chained | Dense | Replay) for leaf in form.leaves())
     if is_summed and difference.max() <= tolerance * received():
         return True
-    if sources:
+    if form.sources:
         return False
     terms = magnitudes(form).weighted_sum(w.abs()).to(difference.dtype).where(finite, 0).nan_to_num(0, 0, 0)
     return bool((difference <= tolerance * (terms + terms.max() / 8)).all())

@@ -182,10 +182,6 @@ def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def detached(x: Tensor) -> Tensor:
-    return like_its_kind(x, x.detach())
-
-
 def cloned(x: Tensor) -> Tensor:
     return like_its_kind(x, x.clone())
 

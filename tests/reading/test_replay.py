@@ -9,7 +9,6 @@ from steps import check
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.capture import replay
 from autograd_hacks.errors import StaleRecord
 
 
@@ -172,13 +171,6 @@ def test_a_module_with_a_state_that_is_no_buffer() -> None:
         assert model[1].calls == [1]  # the probe has left no trace
         with pytest.raises(StaleRecord, match="a state of its own that is no buffer"):
             autograd_hacks.compute_grad1(model)
-
-
-def test_replays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = Patched().double(), torch.randint(7, (5, 3))
-    monkeypatch.setattr(replay, "BUDGET", 200)
-    with autograd_hacks.add_hooks(model):
-        check(model, tokens)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5])
