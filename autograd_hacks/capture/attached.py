@@ -25,6 +25,10 @@ class Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return None
+        with self.recorder.forward.reads.aside():
+            return self._call(module, args, kwargs, *output)
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if not output:
             return self.then(self.path, module, args, kwargs)
         # Whether no hook came before but the library's own, which hand on what the module returned.

@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.by_operation import ByExpansion
 from autograd_hacks.capture.graph import anchored, attach, attach_copies, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
 from autograd_hacks.capture.noting import Noting
-from autograd_hacks.capture.operations import ByExpansion
 from autograd_hacks.capture.param_grad import asking
 from autograd_hacks.capture.reads import Notes, Reads, Running
 from autograd_hacks.capture.records import Way

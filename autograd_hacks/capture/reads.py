@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autograd_hacks.capture.operations import ByExpansion, ByOperation
+from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
@@ -49,10 +50,10 @@ class Reads(Following[Value]):
         super().__init__(own)
         self.plan, self.samples, self.notes = plan, samples, notes
         self.running: list[Running] = []
-        self.is_paused = False
+        self.is_paused = self.is_aside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_paused:
+        if self.is_paused or self.is_aside:
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -173,6 +174,11 @@ class OpenReads:
         self.reads: Reads | None = None
         self._calls: dict[str, int] = {}
 
+    def aside(self) -> AbstractContextManager[None]:
+        """A context in which the library's own code runs."""
+        reads = self.reads
+        return _NOTHING if reads is None or reads.is_aside else _aside(reads)
+
     def begin(self, reads: Reads | None) -> None:
         """A forward begins, or checkpointing runs a part of one again."""
         self.leave_all()
@@ -215,6 +221,18 @@ class OpenReads:
         elif on and not is_top and not _is_there(reads):
             torch._C._push_on_torch_function_stack(reads)
         reads.is_paused = not on  # where a mode of the user's stands before it
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _aside(reads: Reads) -> Iterator[None]:
+    reads.is_aside = True
+    try:
+        yield
+    finally:
+        reads.is_aside = False
 
 
 def _is_there(mode: TorchFunctionMode) -> bool:

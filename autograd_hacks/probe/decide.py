@@ -8,9 +8,9 @@ from dataclasses import replace
 from autograd_hacks.errors import where
 from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.locate import ReadDecision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
-from autograd_hacks.probe.reads import ReadDecision
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 

@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.copies import Arguments
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
-from autograd_hacks.probe.trace import Arguments, Trace, Tracer
+from autograd_hacks.probe.trace import Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
 

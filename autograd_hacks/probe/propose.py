@@ -9,8 +9,9 @@ import torch
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.copies import Arguments
 from autograd_hacks.probe.meetings import Follow
-from autograd_hacks.probe.trace import Arguments, Noise, Trace, Tracer
+from autograd_hacks.probe.trace import Noise, Trace, Tracer
 
 NOISE = (0.02, 1e-4)
 """How large the noise is that stands in the place of zeros; the next one is tried where the model can't run with one."""

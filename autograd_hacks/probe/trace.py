@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch
+from autograd_hacks.probe.copies import PLAIN, Arguments, copies
 from autograd_hacks.probe.guard import Kept, WriteGuard
 from autograd_hacks.probe.layout import Fits, samples_of_rows
 from autograd_hacks.probe.meetings import Follow, Meetings, Repeat, Watch
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.stores import duplicate
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, like_its_kind, opened, tensors_of, version_of
+from autograd_hacks.support.trees import is_packed, opened, tensors_of, version_of
 from autograd_hacks.support.untouched import (
     cuda_devices_of,
     random_state,
     untouched,
     with_random_state,
 )
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 See = Callable[[Frame, list[Tensor], list[Tensor]], None]
 """``see(frame, inputs, outputs)`` is shown a call that has ended."""
@@ -43,11 +39,6 @@ Show = Callable[[Fits, Tensor], None]
 
 Noise = Mapping[str, Tensor]
 """Values by the name of a parameter, which has them in a trace."""
-
-_PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
-
-_SHARED = (torch.Generator, nn.Module, torch.device, FunctionType, type)
-"""Whose state a forward doesn't change, or is put back by other means."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class Tracer:
             def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 tracker.stack = stack
                 watch.begin(stack[-1], tensors_of((args, kwargs)))
-                plain = all(isinstance(x, _PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
+                plain = all(isinstance(x, PLAIN) or is_packed(x) for x in tree_leaves(opened((args, kwargs)), is_packed))
                 return _versions(module), [(x, version_of(x)) for x in tensors_of((args, kwargs))], plain
 
             def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -259,32 +250,6 @@ class Tracer:
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             module.register_forward_hook(after, with_kwargs=True, prepend=True)
         yield
-
-
-def copies(arguments: Arguments) -> Arguments:
-    """Arguments that a forward may change without the user's own being changed."""
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            copied = like_its_kind(leaf, leaf.detach().clone())
-            return (
-                like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
-            )  # no leaf, which couldn't be written to
-        if is_packed(leaf):
-            return leaf._replace(data=copy(leaf.data))
-        if isinstance(leaf, (*_PLAIN, *_SHARED)):
-            return leaf
-        try:
-            return duplicate(leaf)
-        except Exception as error:  # whatever the user's own class raises
-            raise ProbeFailed(
-                f"the model was given an object of type {type(leaf).__name__}, which the probe, one more forward, can't "
-                f"copy ({type(error).__name__}: {error}) and might change. Give the model tensors; or do without the "
-                "probe: add_hooks(model, probe=False), which takes axis 0 of every layer's input for the batch."
-            ) from error
-
-    copied: Arguments = tree_map(copy, opened(arguments), is_leaf=is_packed)
-    return copied
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

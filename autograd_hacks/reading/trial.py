@@ -16,10 +16,10 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import RecordedCall
 from autograd_hacks.capture.ways import ByCopies, ByMap
 from autograd_hacks.probe.batch import Batch
+from autograd_hacks.probe.copies import Arguments, copies
 from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.probe.trace import Arguments, copies
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state

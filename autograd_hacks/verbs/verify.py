@@ -18,8 +18,8 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
+from autograd_hacks.probe.copies import copies
 from autograd_hacks.probe.layout import Layouts, differs, rounding_of
-from autograd_hacks.probe.trace import copies
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
