@@ -25,8 +25,12 @@ class Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
             return None
-        with self.recorder.forward.reads.aside():
-            return self._call(module, args, kwargs, *output)
+        reads = self.recorder.forward.reads
+        with reads.aside():
+            changed = self._call(module, args, kwargs, *output)
+            if output and changed is not None:
+                reads.replace(output[0], changed)
+            return changed
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         if not output:

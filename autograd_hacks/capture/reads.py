@@ -73,7 +73,8 @@ class Reads(Following[Value]):
         key = self.count(running.frame, name)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        read = self.plan.reading.find(running.frame.path, running.frame.call, name, key.number)
+        names = frozenset(n for x in self.known((args, kwargs)) for n in self.values[id(x)].parameters)
+        read = self.plan.reading.find(running.frame.path, running.frame.call, name, key.number, names)
         if read is not None and read.kind == VALUE:
             state = random_state({x.device for x in self.known((args, kwargs))}) if read.draws else {}
             out = func(*args, **kwargs)
@@ -131,7 +132,7 @@ class Reads(Following[Value]):
                 return x
             trained = {name: p for name, p in value.parameters.items() if p.requires_grad}
             shape = list(aligned(x.shape, read.ndim))
-            if not is_right or shape[layout.axis] != 1:
+            if not is_right or (shape[layout.axis] != 1 and self.samples != 1):
                 return self.notes.lose(x, trained)
             shape[layout.axis] = size
             return self.notes.note(running, ByExpansion(value, layout), (), x.expand(shape), trained, layout, off)
@@ -178,6 +179,13 @@ class OpenReads:
         """A context in which the library's own code runs."""
         reads = self.reads
         return _NOTHING if reads is None or reads.is_aside else _aside(reads)
+
+    def replace(self, output: Any, other: Any) -> None:
+        """The library hands something else on in the place of a module's output: whose its rows are is known of it, too."""
+        if self.reads is not None and self.reads.rows:
+            for x, new in zip(tensors_of(output), tensors_of(other)):
+                if (labels := self.reads.rows.get(id(x))) is not None:
+                    self.reads.label(new, labels)
 
     def begin(self, reads: Reads | None) -> None:
         """A forward begins, or checkpointing runs a part of one again."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, Outer, Placed, pull_along
-from autograd_hacks.probe.functions import name_of
+from autograd_hacks.probe.functions import SIZED, name_of
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import RandomState, autocast_dtype, autocast_to, with_random_state
@@ -34,6 +34,10 @@ class Step:
         func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, Value], state: RandomState
     ) -> Step:
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in values]
+        if name_of(func) in SIZED:
+            empty = {id(x): x.detach().new_empty(()).expand(x.shape) for x in others}
+            args, kwargs = tree_map(lambda x: empty.get(id(x), x), (args, kwargs))
+            others = []
         args, kwargs = tree_map(lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
         first = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Value))
         return Step(func, args, kwargs, autocast_dtype(first.tensor.device), state, [(x, version_of(x)) for x in others])

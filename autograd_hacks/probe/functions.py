@@ -40,6 +40,9 @@ QUIET = frozenset((
 """Functions through which no gradient comes."""
 # fmt: on
 
+SIZED = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))
+"""Functions that look at another tensor's sizes or kind alone."""
+
 _OTHERS = {torch.embedding, torch.batch_norm, torch.instance_norm, torch.embedding_bag}
 """They take what functions of the same name in torch.nn.functional do in another order."""
 

@@ -67,7 +67,7 @@ class ReadDecision:
             kind = RECORDED if name in ELEMENTWISE else EXPANDED
             for shape, grew in met.values:
                 at = layout.axis - (ndim - len(shape))
-                if at >= 0 and shape[at] != 1:
+                if at >= 0 and shape[at] != 1 and self.comparison.samples != 1:
                     if not grew or grew[-1] in self.comparison.whole.meetings.follow.forced:
                         self._lose(met, f"it has entries along the samples' axis ({name} in {key.frame.path!r})")
                         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.probe.functions import QUIET, Following, Key, grown, is_constant, name_of, only_axis, opened
+from autograd_hacks.probe.functions import QUIET, SIZED, Following, Key, grown, is_constant, name_of, only_axis, opened
 from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits, Layout
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
@@ -126,7 +126,7 @@ class Watch(Following[Known]):
                 self.know(out, Known(names, values[0].grew, _saving()))
             return out
         facts = [self.tracker.facts(x) for x in others]
-        follows = [fact.from_batch for fact in facts]
+        follows = [fact.from_batch and name not in SIZED for fact in facts]
         frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
         picks = name == "getitem" and args[0] is held[0] and all(x.numel() == 1 for x in others)
         meets = any(follows) and not picks

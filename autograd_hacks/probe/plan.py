@@ -88,15 +88,16 @@ class Reading:
         }
         return sorted(found)
 
-    def find(self, path: str, call: int, function: str, number: int) -> Read | None:
-        """What is known of a call of a function; of one more than there were, what all there were agree in."""
+    def find(self, path: str, call: int, function: str, number: int, names: frozenset[str]) -> Read | None:
+        """What is known of a call of a function; of one more than there were, what all agree in that were given values of the
+        same parameters.  names: those"""
         calls = self.calls.get(path, {})
-        known = calls.get(call)
-        if known is not None and (function, number) in known:
-            return known[function, number]
-        alike = {of.get((function, number)) for of in (calls.values() if known is None else ())}
-        if None in alike or len(alike) != 1:
-            alike = {read for of in calls.values() for (name, _), read in of.items() if name == function}
+        known = calls.get(call, {}).get((function, number))
+        if known is not None and known.names == names:
+            return known
+        found = [(number, read) for of in calls.values() for (name, number), read in of.items() if name == function]
+        found = [(at, read) for at, read in found if read.names == names]
+        alike = {read for at, read in found if at == number and call not in calls} or {read for _, read in found}
         return alike.pop() if len(alike) == 1 else None
 
 

@@ -1,0 +1,266 @@
+"""Parameters that no layer's rule covers, read where they meet the batch: rows are those of each loss alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from steps import check_losses
+from torch import Tensor
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+
+Body = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, bare parameters, and what a test does with them between the layers: N T 4 in and out."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.into, self.out, self.body = nn.Linear(3, 4), nn.Linear(4, 2), body
+        self.token, self.scale, self.weight = (nn.Parameter(torch.randn(*s)) for s in ((1, 1, 4), (4,), (4, 4)))
+        self.stack, self.table = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(9, 4))
+        self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(self, self.into(x)).tanh())
+
+
+def token(net: Net, h: Tensor) -> Tensor:
+    return torch.cat([net.token.expand(len(h), -1, -1), h], 1)
+
+
+def positions(net: Net, h: Tensor) -> Tensor:
+    ids = torch.arange(h.shape[1], device=h.device).expand(len(h), -1)
+    return h + net.table[ids] + F.embedding(ids[:1], net.table)
+
+
+def merged(net: Net, h: Tensor) -> Tensor:
+    return F.linear(h, net.stack[0] @ net.weight + net.stack[2]) + h @ net.stack[1].mT
+
+
+def by_sample(net: Net, h: Tensor) -> Tensor:
+    """A table read by what is in the batch."""
+    return h * net.table[(h[..., 0].detach() > 0).long()]
+
+
+def normalised(net: Net, h: Tensor) -> Tensor:
+    h = F.layer_norm(h, (4,), net.scale, net.table[0])
+    return F.rms_norm(h, (4,), net.table[1]) + (1 + net.scale) * h
+
+
+def broadcast(net: Net, h: Tensor) -> Tensor:
+    h = torch.where(h > 0, h, net.scale * 2) + torch.maximum(h, net.table[3])
+    return torch.addcmul(h, net.scale, h).lerp(net.token.expand_as(h), 0.3) / (net.scale.square() + 1)
+
+
+def in_place(net: Net, h: Tensor) -> Tensor:
+    h = h.clone()
+    h *= net.scale
+    h += net.token
+    return h.mul_(net.table[2])
+
+
+def contracted(net: Net, h: Tensor) -> Tensor:
+    h = torch.einsum("ntd,de->nte", h, net.weight)
+    return torch.bmm(h, net.weight.expand(len(h), 4, 4)) + torch.tensordot(h, net.stack[0], 1)
+
+
+def weight_normed(net: Net, h: Tensor) -> Tensor:
+    return net.normed(h) + F.linear(h, net.into.weight.new_ones(4, 1) * net.out.weight[0], net.out.weight[1])
+
+
+def dropped(net: Net, h: Tensor) -> Tensor:
+    return F.linear(h, F.dropout(net.weight, 0.5)) + F.dropout(h * net.scale, 0.3)
+
+
+def time_first(net: Net, h: Tensor) -> Tensor:
+    h = h.transpose(0, 1)
+    return (h * net.scale + net.token.transpose(0, 1) + net.table[: len(h), None]).transpose(0, 1)
+
+
+def folded(net: Net, h: Tensor) -> Tensor:
+    rows = (h.flatten(0, 1) * net.scale) @ net.weight + net.table[0]
+    others = (h.transpose(0, 1).flatten(0, 1) * net.table[1]).unflatten(0, (h.shape[1], len(h))).transpose(0, 1)
+    return rows.view_as(h) + others
+
+
+def repeated(net: Net, h: Tensor) -> Tensor:
+    heads = net.stack.repeat(len(h), 1, 1)  # (N · 3) 4 4
+    queries = h[:, None].expand(-1, 3, -1, -1).flatten(0, 1)
+    return torch.bmm(queries, heads).unflatten(0, (len(h), 3)).sum(1)
+
+
+def drawn(net: Net, h: Tensor) -> Tensor:
+    return h + F.linear(torch.randn(len(h), 4).to(h), net.weight, net.scale)[:, None]
+
+
+def attending(net: Net, h: Tensor) -> Tensor:
+    h = h.transpose(0, 1)
+    found, _ = F.multi_head_attention_forward(
+        h, h, h, 4, 2, net.table[:3].repeat(4, 1), None, net.token, net.token, False, 0.0, net.weight, net.scale,
+    )  # fmt: skip
+    return found.transpose(0, 1)
+
+
+def checkpointed(net: Net, h: Tensor) -> Tensor:
+    part = Part(net)
+    return checkpoint(part, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Part(nn.Module):
+    """A module that is made anew in each forward: its path is unknown, and its parameters are the net's."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.held = [net]
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h @ self.held[0].weight
+
+
+def routed(net: Net, h: Tensor) -> Tensor:
+    """Three experts, one for each position."""
+    rows = h.reshape(-1, 4)
+    chosen, out = (rows[:, :3] @ net.table[:3, :3]).argmax(1), torch.zeros_like(rows)
+    for expert in range(3):
+        places = (chosen == expert).nonzero()[:, 0]
+        out = out.index_add(0, places, F.silu(F.linear(rows[places], net.stack[expert])) * net.table[expert])
+    return out.view_as(h)
+
+
+BODIES = [
+    token, positions, merged, by_sample, normalised, broadcast, in_place, contracted, weight_normed, dropped, time_first,
+    folded, repeated, drawn, attending, checkpointed, routed,
+]  # fmt: skip
+AGAIN = {checkpointed}
+"""Those in which something must be run again."""
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_rows(body: Body, param_grad: bool) -> None:
+    model = Net(body).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples, length in ((4, 5), (4, 5), (3, 6), (5, 5), (2, 3), (1, 3)):
+            x = torch.randn(samples, length, 3).double()
+            check_losses(model, lambda x=x: squares(model(x)))
+            for name, parameter in model.named_parameters():
+                parameter.grad = None if parameter.grad1 is None else parameter.grad1.sum(0)
+            optimizer.step()
+        used = {name for name, p in model.named_parameters() if p.grad1 is not None}
+        again = {row.parameter: row.how for row in autograd_hacks.describe(model).rows if "run again" in row.how}
+        again = {name: how for name, how in again.items() if name in used}
+        assert body in AGAIN or not again
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("body", [body for body in BODIES if body not in (dropped, drawn)])
+def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
+    model, x = Net(body), torch.randn(4, 5, 3)
+
+    def step() -> list[Tensor | None]:
+        model.zero_grad()
+        out = model(x)
+        squares(out).mean().backward()
+        return [out, *(p.grad for p in model.parameters())]
+
+    before = step()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            pairs = list(zip(before, step()))
+            assert torch.equal(*pairs[0])  # type: ignore[arg-type]
+            for x_before, x_now in pairs[1:]:
+                if body in (broadcast, in_place, contracted, token, repeated):
+                    torch.testing.assert_close(x_now, x_before)
+                else:
+                    assert (x_now is None) == (x_before is None)
+                    assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]
+
+
+def test_a_parameter_frozen_and_trained_again() -> None:
+    model, x = Net(normalised).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for trains in (True, False, True):
+            model.scale.requires_grad_(trains)
+            check_losses(model, lambda: squares(model(x)))
+
+
+def test_a_forward_that_goes_another_way_is_seen() -> None:
+    """Another number of calls, other functions: right, or an error in that step and right in the next."""
+
+    def body(net: Net, h: Tensor) -> Tensor:
+        for _ in range(body.calls):  # type: ignore[attr-defined]
+            h = h * net.scale
+        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if body.calls == 3 else h + net.token  # type: ignore[attr-defined]
+
+    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for calls in (1, 2, 3, 1):
+            body.calls = calls  # type: ignore[attr-defined]
+            for attempt in range(2):
+                try:
+                    check_losses(model, lambda: squares(model(x)))
+                    break
+                except autograd_hacks.errors.UnseenGradient:
+                    assert not attempt
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_no_mode_on(error: type[BaseException]) -> None:
+    def body(net: Net, h: Tensor) -> Tensor:
+        h = h * net.scale
+        if body.fails:  # type: ignore[attr-defined]
+            raise error
+        return h
+
+    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for fails in (False, True, False):
+            body.fails = fails  # type: ignore[attr-defined]
+            if fails:
+                with pytest.raises(error):
+                    model(x)
+                assert torch._C._len_torch_function_stack() == 0
+            else:
+                check_losses(model, lambda: squares(model(x)))
+
+
+def test_with_a_mode_of_the_users_own() -> None:
+    class Counting(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def body(net: Net, h: Tensor) -> Tensor:
+        with counting:
+            return net.normed(h * net.scale) * net.table[0]
+
+    counting = Counting()
+    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        check_losses(model, lambda: squares(model(x)))
+        check_losses(model, lambda: squares(model(x)))
+    assert counting.calls
+
+
+def test_one_position_first_and_as_many_as_samples_later() -> None:
+    for body in (positions, folded, time_first, merged):
+        model = Net(body).double()
+        with autograd_hacks.add_hooks(model):
+            for samples, length in ((4, 1), (4, 4), (4, 2), (2, 4), (8, 4)):
+                x = torch.randn(samples, length, 3).double()
+                check_losses(model, lambda x=x: squares(model(x)))
