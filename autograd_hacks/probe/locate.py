@@ -52,7 +52,10 @@ class ReadDecision:
             and met.source is not None
             and name in (OPERATIONS.keys() | ELEMENTWISE.keys() | GROUPED) - BY_CHANNEL
         ):
-            found = self.comparison.input_layouts(met.source)
+            counts = any(frame in self.comparison.whole.tracker.counting for frame in met.stack)
+            found = tuple(
+                [at if at and not (at.fold and counts) else None for at in self.comparison.input_layouts(met.source)]
+            )
             if any(found):
                 self.sources[met.source] = found
                 return Read(ROWS, None, met.names)

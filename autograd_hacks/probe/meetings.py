@@ -96,19 +96,20 @@ class Watch(Following[Known]):
         """Hears of a call that begins."""
         self.savings[frame] = _saving()
         for x in inputs if frame.path in self.found.follow.rows else ():
-            if x.ndim and len(x) and len(x) % self.samples == 0 and id(x) not in self.rows:
+            # Rows that were chosen by their values may be anyone's in the next forward, but for samples beside other axes.
+            is_own = not self.tracker.facts(x).routed or (x.ndim > 2 and len(x) == self.samples)
+            if is_own and x.ndim and len(x) and len(x) % self.samples == 0 and id(x) not in self.rows:
                 samples = torch.arange(self.samples, device=x.device)
                 self.sources[id(x)] = frame.path
                 super().label(x, samples.repeat_interleave(len(x) // self.samples))
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        origin = next((source for x in args if (source := self.sources.get(id(x))) is not None), None)
-        for x in tree_leaves(out) if origin is not None else ():
-            if isinstance(x, Tensor) and origin is not None:
-                self.sources.setdefault(id(x), origin)
-        if origin is not None and self.tracker.stack:
-            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path)
+        origin = next((source for x in args if id(x) in self.rows and (source := self.sources[id(x)])), None)
         super()._carry(func, args, out)
+        labelled = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) in self.rows]
+        if origin is not None and labelled and self.tracker.stack:
+            self.sources |= dict.fromkeys(map(id, labelled), origin)
+            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)

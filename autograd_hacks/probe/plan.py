@@ -89,8 +89,8 @@ class Reading:
         return sorted(found)
 
     def find(self, path: str, call: int, function: str, number: int, names: frozenset[str]) -> Read | None:
-        """What is known of a call of a function; of one more than there were, what all agree in that were given values of the
-        same parameters.  names: those"""
+        """What is known of a call of a function; of one more than there were, what all agree in that were given the same
+        parameters.  names: those"""
         calls = self.calls.get(path, {})
         known = calls.get(call, {}).get((function, number))
         if known is not None and known.names == names:

@@ -152,7 +152,7 @@ def test_rows(body: Body, param_grad: bool) -> None:
         for samples, length in ((4, 5), (4, 5), (3, 6), (5, 5), (2, 3), (1, 3)):
             x = torch.randn(samples, length, 3).double()
             check_losses(model, lambda x=x: squares(model(x)))
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 parameter.grad = None if parameter.grad1 is None else parameter.grad1.sum(0)
             optimizer.step()
         used = {name for name, p in model.named_parameters() if p.grad1 is not None}
@@ -263,4 +263,4 @@ def test_one_position_first_and_as_many_as_samples_later() -> None:
         with autograd_hacks.add_hooks(model):
             for samples, length in ((4, 1), (4, 4), (4, 2), (2, 4), (8, 4)):
                 x = torch.randn(samples, length, 3).double()
-                check_losses(model, lambda x=x: squares(model(x)))
+                check_losses(model, lambda model=model, x=x: squares(model(x)))
