@@ -104,12 +104,12 @@ class Watch(Following[Known]):
                 super().label(x, samples.repeat_interleave(len(x) // self.samples))
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        origin = next((source for x in args if id(x) in self.rows and (source := self.sources[id(x)])), None)
+        origin = next((self.sources[id(x)] for x in args if id(x) in self.rows and id(x) in self.sources), None)
         super()._carry(func, args, out)
         labelled = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) in self.rows]
-        if origin is not None and labelled and self.tracker.stack:
+        if origin is not None and labelled:
             self.sources |= dict.fromkeys(map(id, labelled), origin)
-            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path)
+            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path if self.tracker.stack else "")
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)

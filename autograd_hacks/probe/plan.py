@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.probe.layout import Layout, Layouts, only_by_sizes
+from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 
 MIXING = "samples mix"
@@ -116,6 +117,7 @@ class Plan:
     unplaced: set[str] = field(default_factory=set)  # the layers by path in which rules can't tell the samples apart
     by_rule: set[str] = field(default_factory=set)  # the parameters that some rule's call gives rows of
     reading: Reading = field(default_factory=Reading)  # what is read by operation
+    followed: Follow | None = None  # what its traces have followed for that
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     incomplete: bool = False  # whether a call has come that the plan doesn't know

@@ -36,6 +36,7 @@ def plan_for(
     axes: Sequence[int | None],
     seed: int = 0,
     opened: Collection[str] = (),
+    before: Follow | None = None,
 ) -> Plan:
     """The plan of a forward, from traces: of the batch, and of the batch with samples replaced.
 
@@ -43,11 +44,14 @@ def plan_for(
 
     batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
     seed: which samples are replaced, and by which    opened: parameters by name that are zero, and hide what is behind them:
-    they are tried with noise in their place too
+    they are tried with noise in their place too    before: what an earlier plan of the signature has followed
     Returns a plan that refuses everything where the model can't run its own arguments, as the forward will say.
     Raises ProbeFailed where it can't run them with samples replaced.
     """
     tracer, decisions = Tracer(model), []
+    follow = Follow(tracer.unruled)
+    if before is not None:
+        follow = replace(before, names=before.names & tracer.trained | tracer.unruled)
     wholes: dict[tuple[bool, ...], Trace] = {}  # by which arguments carry samples
     for axis in axes:
         samples, told_by = batch.samples(axis), None
@@ -55,7 +59,7 @@ def plan_for(
         carrying = tuple([at is not None for at in batch.carried(axis, samples)])
         whole = wholes.get(carrying)
         try:
-            whole = whole or tracer.trace((args, kwargs), batch, axis, samples, Follow(tracer.unruled))
+            whole = whole or tracer.trace((args, kwargs), batch, axis, samples, follow)
         except ProbeFailed:
             raise
         except Exception as error:  # whatever the model's own code raises
@@ -67,7 +71,7 @@ def plan_for(
             return Plan(unplaced=unplaced, refused=refused, incomplete=True)
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
-            whole = tracer.trace((args, kwargs), batch, axis, samples, Follow(tracer.unruled))
+            whole = tracer.trace((args, kwargs), batch, axis, samples, follow)
         elif len(axes) > 1:
             wholes[carrying] = whole
         lengths = {len(x) for x in (*args, *kwargs.values()) if isinstance(x, list)}
@@ -101,7 +105,10 @@ def _decide(
             follow = replace(follow, names=follow.names | unknown)
             whole = tracer.trace(arguments, batch, axis, samples, follow)
         proposal = Proposal(tracer, arguments, batch, axis, samples, seed)
-        decision = Decision(proposal.compared(whole), proposal.with_noise(opened, follow), told_by)
+        comparison = proposal.compared(whole, lambda found: bool(Decision(found, [], told_by).read.conflicts))
+        decision = Decision(comparison, [], told_by)
+        if not decision.read.conflicts and (noisy := proposal.with_noise(opened, follow)):
+            decision = Decision(comparison, noisy, told_by)
         further = decision.follow(follow)
         if further == follow:
             break
@@ -176,7 +183,7 @@ class Planner:
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         self.make_room()
         zeros, self._seed = _zeros(model), self._seed + 1
-        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros)
+        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed)
         plan.opened = zeros
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis

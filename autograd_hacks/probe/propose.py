@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -34,11 +34,16 @@ class Proposal:
         self.stays = False  # whether vectors of integers are left as they are
         self.halves = kept_samples(samples, self.draws)
 
-    def compared(self, whole: Trace) -> Comparison:
-        """A comparison of the batch's own trace with all halves."""
+    def compared(self, whole: Trace, is_told: Callable[[Comparison], bool]) -> Comparison:
+        """A comparison of the batch's own trace with all halves.  is_told: whether one of them tells that another trace is
+        needed, and others with it"""
         found = Comparison(self.tracer, whole, self.samples, self.axis)
+        order = self._order()
         try:
-            self._show(found, len(self.halves))
+            self._show(found, order[:1])
+            if whole.meetings.calls and is_told(found):
+                return found
+            self._show(found, order[1:])
             retry = found.sizes_differ
         except ProbeFailed:
             raise
@@ -54,7 +59,7 @@ class Proposal:
             retry = True
         if retry and self._has_orders():  # lengths, say, that must be in order
             self.stays = True
-            return self.compared(whole)
+            return self.compared(whole, is_told)
         if found.depends_on_rounding:
             self.tracer.show(self.arguments, whole, found.see_again, lambda fits, x: None)
         return found
@@ -68,7 +73,7 @@ class Proposal:
             try:
                 whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)
-                self._show(found, 2, noise)
+                self._show(found, self._order()[:2], noise)
             except ProbeFailed:
                 raise
             except Exception:  # whatever the model's own code raises, for numbers that it doesn't expect
@@ -77,9 +82,12 @@ class Proposal:
                 return [found]
         return []
 
-    def _show(self, comparison: Comparison, most: int, noise: Noise | None = None) -> None:
-        """Shows it some of the halves.  most: how many"""
-        order = torch.randperm(len(self.halves), generator=self.draws, device="cpu").tolist()[:most]
+    def _order(self) -> list[int]:
+        order: list[int] = torch.randperm(len(self.halves), generator=self.draws, device="cpu").tolist()
+        return order
+
+    def _show(self, comparison: Comparison, order: Sequence[int], noise: Noise | None = None) -> None:
+        """Shows it some of the halves, by their numbers."""
         for kept, turn in [(self.halves[n], n) for n in order]:
             other = self.batch.replaced(self.axis, kept, turn // (len(self.halves) // 2 or 1), self.stays)
             if other is not None:
