@@ -17,7 +17,7 @@ from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
 from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import EXPANDED, ROWS, VALUE, Plan, Read
+from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, ROWS, VALUE, VMAPPED, Plan, Read
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 from autograd_hacks.support.restored import leave
@@ -50,6 +50,8 @@ class Reads(Following[Value]):
         super().__init__(own)
         self.plan, self.samples, self.notes = plan, samples, notes
         self.running: list[Running] = []
+        # By call how many functions of it have run; None where others have than in the traces.
+        self.places: dict[Frame, int | None] = {}
         self.is_paused = self.is_aside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,11 +72,12 @@ class Reads(Following[Value]):
                 self._make(func, args, kwargs, [out])
             return out
         running = self.running[-1]
-        key = self.count(running.frame, name)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         names = frozenset(n for x in self.known((args, kwargs)) for n in self.values[id(x)].parameters)
-        read = self.plan.reading.find(running.frame.path, running.frame.call, name, key.number, names)
+        read = self._find(running.frame, name, names)
+        if read is not None and read.kind == BY_LAYER:
+            return func(*args, **kwargs)
         if read is not None and read.kind == VALUE:
             state = random_state({x.device for x in self.known((args, kwargs))}) if read.draws else {}
             out = func(*args, **kwargs)
@@ -84,11 +87,25 @@ class Reads(Following[Value]):
         if not parameters:  # of none that trains
             return func(*args, **kwargs)
         if read is None:
-            return self._lost(func(*args, **kwargs), parameters)
+            out = func(*args, **kwargs)
+            if any(x.requires_grad for x in tensors_in(out)):
+                self.places[running.frame] = None
+            return self._lost(out, parameters)
         off = self.notes.is_off(list(parameters.values()))
         if read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim):  # the last: it meets the batch itself
             return self._expand(func, args, kwargs, read, off)
         return self._record(name, func, args, kwargs, read, off)
+
+    def _find(self, frame: Frame, name: str, names: frozenset[str]) -> Read | None:
+        """How a call is read: as it was traced, while calls come in that order; else as all that are alike."""
+        reading, at = self.plan.reading, self.places.get(frame, 0)
+        known = reading.in_order(frame.path, frame.call) if at is not None else ()
+        if at is not None and at < len(known) and known[at][0] == name and known[at][1].names == names:
+            self.places[frame] = at + 1
+            return known[at][1]
+        if (read := reading.alike(frame.path, name, names)) is not None:
+            self.places[frame] = None
+        return read
 
     def _lost(self, out: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Has the gradient noticed that comes by what a call has returned, of which it isn't known where the samples are."""
@@ -155,6 +172,8 @@ class Reads(Following[Value]):
             alike = labels is not None and len(labels) == len(out)
         if not alike:
             return self._lost(out, parameters)
+        if off and read.kind == VMAPPED:  # it may have saved its own output, which would count as overwritten
+            out = out.clone()
         needs = name in OPERATIONS or name not in ELEMENTWISE or name == "mul"
 
         def keep(x: Any) -> Any:
@@ -253,6 +272,6 @@ def children_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         found[inner] = child
-        if type(child).forward is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict):
             found |= children_of(inner, child)
     return found

@@ -170,9 +170,9 @@ class Rerun:
                 raise StaleRecord(f"{self.place} was run again and returned nothing that leads to {self.names}, as it did")
             for k, w in enumerate(weights):
                 given = [g * at.over(g, w.to(g.dtype)) for _, g, at in roots]
-                rows = torch.autograd.grad(
-                    [out for out, _, _ in roots], list(own.values()), given, retain_graph=True, allow_unused=True
-                )
+                ends = [out for out, _, _ in roots], list(own.values())
+                with Switch.paused_here():  # checkpointing inside runs modules once more
+                    rows = torch.autograd.grad(*ends, given, retain_graph=True, allow_unused=True)
                 for total, row in zip(found.values(), rows):
                     if row is not None:
                         total[k] = row.to_dense()

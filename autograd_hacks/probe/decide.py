@@ -67,6 +67,7 @@ class Decision:
             told_by=self.told_by,
             model=whole.layouts,
             reading=self.read.reading,
+            unused=frozenset(comparison.tracer.names.values()) - self.facts.uses,
             followed=comparison.whole.meetings.follow,
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],

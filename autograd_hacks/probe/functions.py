@@ -3,11 +3,12 @@ met."""
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,15 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
 
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
+
 V = TypeVar("V")
 
 # fmt: off
 BROADCASTING = frozenset((
     "where", "div", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp", "hypot", "atan2", "logaddexp", "clamp",
-    "masked_fill", "true_divide", "cat", "concat", "mul_", "add_", "sub_", "div_",
+    "true_divide", "cat", "concat", "mul_", "add_", "sub_", "div_",
 ))
 """Functions that put tensors of unequal shapes beside each other, the last axis of one by the last of the other."""
 
@@ -106,6 +110,10 @@ class Following(TorchFunctionMode, Generic[V]):
     Tensors are known by their identity; who follows them keeps them alive.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        chosen: Any = cls
+        return super().__new__(_uncompiled(chosen) if "torch._dynamo" in sys.modules else cls)
+
     def __init__(self, parameters: Mapping[int, V]) -> None:
         super().__init__()
         self.values: dict[int, V] = dict(parameters)  # by the id of a tensor
@@ -164,6 +172,13 @@ class Following(TorchFunctionMode, Generic[V]):
     def others(self, tree: Any) -> list[Tensor]:
         """Its other tensors."""
         return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) not in self.values]
+
+
+@cache
+def _uncompiled(cls: type[Any]) -> type[Any]:
+    """The same class, which torch's compiler leaves alone once it is there: code that it compiles runs as it is, then."""
+    hidden = sys.modules["torch._dynamo"].disable(cls.__torch_function__)
+    return type(cls.__name__, (cls,), {"__torch_function__": hidden})
 
 
 def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, samples: int) -> Layout | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autograd_hacks.probe.compare import Comparison
 from autograd_hacks.probe.functions import BATCHED, BROADCASTING, Key, broadcasts
 from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Fits, Layout, Layouts, only_by_sizes
 from autograd_hacks.probe.meetings import Met
-from autograd_hacks.probe.plan import EXPANDED, RECORDED, ROWS, VALUE, VMAPPED, Read, Reading
+from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, RECORDED, ROWS, VALUE, VMAPPED, Read, Reading
 from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
 
 
@@ -28,16 +29,22 @@ class ReadDecision:
         self.routed: set[str] = set()
         self.sources: dict[str, Layouts] = {}
         calls = {key: read for key, met in meetings.calls.items() if (read := self._read(key, met)) is not None}
-        names = frozenset(n for read in calls.values() if read.kind != VALUE for n in read.names) - self.lost.keys()
-        kept = {key: read for key, read in calls.items() if meetings.calls[key].names & names}
-        found: dict[str, dict[int, dict[tuple[str, int], Read]]] = {}
-        for key, read in kept.items():
-            found.setdefault(key.frame.path, {}).setdefault(key.frame.call, {})[key.function, key.number] = read
+        names = (
+            frozenset(n for read in calls.values() if read.kind not in (VALUE, BY_LAYER) for n in read.names)
+            - self.lost.keys()
+        )
+        found: dict[str, dict[int, list[tuple[str, Read]]]] = {}
+        for key, read in calls.items():
+            if own := read.names & names:
+                of = found.setdefault(key.frame.path, {}).setdefault(key.frame.call, [])
+                of.append((key.function, replace(read, names=own)))
         carrying = frozenset(path for source in self.sources for path in meetings.carrying.get(source, ()))
         self.reading = Reading(names, found, self.sources, carrying)
 
     def _read(self, key: Key, met: Met) -> Read | None:
         name = key.function
+        if met.by_layer:
+            return Read(BY_LAYER, None, met.names)
         if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.grew_to is not None:
             operands = tuple([None if axis is None else Layout(axis) for axis in met.axes])
             kind = RECORDED if name in OPERATIONS or name in ELEMENTWISE else VMAPPED
@@ -63,6 +70,9 @@ class ReadDecision:
             routes = met.routed or not met.output.same_shape or met.output.seen < self.comparison.traces
             self.routed |= {frame.path for frame in met.stack} if routes else set()
             self._lose(met, f"the samples have no place of their own where it is read ({name} in {key.frame.path!r})")
+            return None
+        if name in BY_CHANNEL and layout.axis:
+            self._lose(met, f"the samples are among the channels where it is read ({name} in {key.frame.path!r})")
             return None
         if not broadcasts(name, ndim, layout.axis, map(len, shapes)):
             kind = RECORDED if name in OPERATIONS else VMAPPED

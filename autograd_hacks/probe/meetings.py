@@ -41,6 +41,7 @@ class Met:
     grew_to: Layout | None = None  # where it makes an axis for the samples itself
     axes: Sequence[int | None] = ()  # where it has been given that axis, in each other tensor
     draws: bool = False  # whether random numbers are drawn
+    by_layer: bool = False  # whether it is a layer's own, which has a rule
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Watch(Following[Known]):
         name = name_of(func)
         if name in QUIET:
             return self._call(func, args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # the operations inside tell that it is used there
+            return func(*args, **kwargs)
         if (inner := opened(func)) is not None:
             with self:
                 return inner(*args, **kwargs)
@@ -132,7 +135,9 @@ class Watch(Following[Known]):
         picks = name == "getitem" and args[0] is held[0] and all(x.numel() == 1 for x in others)
         meets = any(follows) and not picks
         key = self.count(frame, name)
-        if meets and all(self.by_rule(frame.path, n) for n in names):
+        is_ruled = all(self.by_rule(frame.path, n) for n in names)
+        if meets and is_ruled:
+            self.found.calls[key] = Met(False, self.tracker.stack, names, by_layer=True)
             return func(*args, **kwargs)
         kept, state = [self.tracker.keep(x) for x in others] if meets else [], torch.get_rng_state()
         out = self._call(func, args, kwargs)
@@ -155,7 +160,9 @@ class Watch(Following[Known]):
             return out
         grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None
         is_own = key in self.found.follow.forced and grew_to is not None
-        if not (is_own and all(self.by_rule(frame.path, n) for n in names)):
+        if is_own and is_ruled:
+            self.found.calls[key] = Met(False, self.tracker.stack, names, by_layer=True)
+        else:
             axes = [only_axis(x, self.samples) for x in others]
             self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, grew_to=grew_to, axes=axes, draws=draws)
         if is_own:
@@ -179,7 +186,9 @@ class Watch(Following[Known]):
             self._lose(names, "it is used under no_grad, as in an autograd.Function")
         elif writes and meets and not outs:
             self._lose(names, f"it is written into a tensor ({name})")
-        elif meets and len(outs) > 1:
+        elif meets and torch._C._functorch.peek_interpreter_stack() is not None:
+            self._lose(names, "it is used inside torch.func")
+        elif meets and not isinstance(out, Tensor):
             self._lose(names, f"{name} returns several tensors")
         elif meets and any(saving != _saving() for saving in self._savings(values)):
             self._lose(names, "checkpointing runs a part of the module that reads it")
@@ -228,7 +237,7 @@ class Repeat(Following[None]):
         before = [x.detach().clone() for x in others] if writes else others
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
-        if met is None or not outs:
+        if met is None or met.by_layer or not outs:
             return out
         if not met.meets:
             for x in () if key in self.found.follow.forced else outs:

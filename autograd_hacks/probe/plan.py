@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -44,9 +44,10 @@ class Unit:
         return (Layout(),) * len(outputs)
 
 
-VALUE, RECORDED, EXPANDED, VMAPPED, ROWS = "value", "recorded", "expanded", "vmapped", "rows"
+VALUE, RECORDED, EXPANDED, VMAPPED, ROWS, BY_LAYER = "value", "recorded", "expanded", "vmapped", "rows", "by layer"
 """What a call of a function of torch is: one that makes something that follows from parameters alone; or one where that
-meets the batch, where rows come of what it is given, a copy of the value for each sample, vmap, or labels of rows."""
+meets the batch, where rows come of what it is given, a copy of the value for each sample, vmap, labels of rows, or the
+layer's own rule."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class Reading:
     """The parameters that are read where they meet the batch, by operation."""
 
     names: frozenset[str] = frozenset()
-    # By path, by the number of the module's call, by the function's name and number there.
-    calls: Mapping[str, Mapping[int, Mapping[tuple[str, int], Read]]] = field(default_factory=dict)
+    # By path, by the number of the module's call: the functions in their order.
+    calls: Mapping[str, Mapping[int, Sequence[tuple[str, Read]]]] = field(default_factory=dict)
     # By path where samples are in a module's arguments, from which on it is followed whose each row is.
     sources: Mapping[str, Layouts] = field(default_factory=dict)
     carrying: frozenset[str] = frozenset()  # the modules by path in which it is
+    earlier: tuple[Reading, ...] = ()  # of plans before, whose calls the last traces have not all shown
 
     @property
     def paths(self) -> set[str]:
@@ -84,22 +86,32 @@ class Reading:
             f"{function} in {path!r}" if path else f"{function} in the model itself"
             for path, calls in self.calls.items()
             for of in calls.values()
-            for (function, _), read in of.items()
-            if read.kind != VALUE and name in read.names
+            for function, read in of
+            if read.kind not in (VALUE, BY_LAYER) and name in read.names
         }
         return sorted(found)
 
-    def find(self, path: str, call: int, function: str, number: int, names: frozenset[str]) -> Read | None:
-        """What is known of a call of a function; of one more than there were, what all agree in that were given the same
-        parameters.  names: those"""
+    def in_order(self, path: str, call: int) -> Sequence[tuple[str, Read]]:
+        """The functions of one call of a module; of one that checkpointing makes anew, of all, if they are the same."""
         calls = self.calls.get(path, {})
-        known = calls.get(call, {}).get((function, number))
-        if known is not None and known.names == names:
-            return known
-        found = [(number, read) for of in calls.values() for (name, number), read in of.items() if name == function]
-        found = [(at, read) for at, read in found if read.names == names]
-        alike = {read for at, read in found if at == number and call not in calls} or {read for _, read in found}
-        return alike.pop() if len(alike) == 1 else None
+        if call == Plan.AGAIN and calls:
+            first, *others = calls.values()
+            return first if all(other == first for other in others) else ()
+        return calls.get(call, ())
+
+    def alike(self, path: str, function: str, names: frozenset[str]) -> Read | None:
+        """What all calls of a function in a module agree in that were given values of the same parameters.  names: those"""
+        of_all = [of for reading in (self, *self.earlier) for of in reading.calls.get(path, {}).values()]
+        found = {read for of in of_all for name, read in of if name == function and read.names == names}
+        return found.pop() if len(found) == 1 else None
+
+    def after(self, earlier: Reading, names: frozenset[str]) -> Reading:
+        """The same, and what an earlier one knew of calls that this one's traces have not shown.  names: the parameters that
+        may come by them"""
+        calls = {path: {**earlier.calls.get(path, {}), **self.calls.get(path, {})} for path in {*earlier.calls, *self.calls}}
+        known = (*earlier.earlier[-2:], replace(earlier, earlier=())) if earlier.calls != self.calls else earlier.earlier
+        sources, carrying = {**earlier.sources, **self.sources}, earlier.carrying | self.carrying
+        return Reading(self.names | (earlier.names & names), calls, sources, carrying, known)
 
 
 @dataclass
@@ -117,6 +129,7 @@ class Plan:
     unplaced: set[str] = field(default_factory=set)  # the layers by path in which rules can't tell the samples apart
     by_rule: set[str] = field(default_factory=set)  # the parameters that some rule's call gives rows of
     reading: Reading = field(default_factory=Reading)  # what is read by operation
+    unused: frozenset[str] = frozenset()  # the parameters that its traces have not used
     followed: Follow | None = None  # what its traces have followed for that
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
@@ -161,12 +174,18 @@ class Plan:
         self.forwards, self.largest, self.unread = earlier.forwards, earlier.largest, earlier.unread
         if earlier.unproven:
             return
+        held = {n for unit in self.units.values() for n in unit.parameters.values()} - self.unused
+        self.reading = self.reading.after(earlier.reading, earlier.reading.names - held - self.refused.keys())
         for path, known in earlier.layouts.items():
             mine = self.layouts.get(path, ())
             self.layouts[path] = [*mine, *known[len(mine) :]]
         for path, unit in earlier.units.items():
             if path not in self.units or not self.units[path].calls:
                 self.units[path] = unit
+        for path, unit in self.units.items():
+            left = {local: n for local, n in unit.parameters.items() if n not in self.reading.names}
+            self.units[path] = replace(unit, parameters=left)
+        self.units = {path: unit for path, unit in self.units.items() if unit.parameters}
 
     def layouts_of_model(self, model: nn.Module, outputs: Sequence[Tensor]) -> Layouts:
         """Where the samples are in the model's own outputs."""

@@ -22,7 +22,14 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
-from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
+from autograd_hacks.support.untouched import (
+    RandomState,
+    cuda_devices_of,
+    random_state,
+    untouched,
+    with_other_generators,
+    with_random_state,
+)
 
 NOISE = 0.02
 """How large the noise is that stands in the place of zeros."""
@@ -57,6 +64,7 @@ class Trial:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.outputs: list[Tensor] = []
         self.inputs: dict[int, Tensor] = {}  # by the argument's number the leaf that it was made from
+        self._state: RandomState = {}
         self._guard = WriteGuard(dict(model.named_parameters()), {})
 
     @contextmanager
@@ -65,10 +73,10 @@ class Trial:
 
         zeros: parameters by name that hide what is behind them: noise stands in their place
         """
-        state = random_state(cuda_devices_of(self.model))
+        self._state = random_state(cuda_devices_of(self.model))
         with (
             self.recorder.proving(),
-            with_random_state(state),
+            with_random_state(self._state),
             untouched(self.model),
             torch.enable_grad(),
             _without_backward_hooks(self.model, self.recorder),
@@ -95,7 +103,8 @@ class Trial:
                 self.inputs[number] = leaf.detach().requires_grad_()
                 leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
         args, kwargs = tree_unflatten(leaves, spec)
-        with self._guard:
+        # Each from the same random numbers, by which a model may go another way.
+        with self._guard, with_random_state(self._state), with_other_generators():
             output = self.model(*args, **kwargs)
         self.outputs, self.plan.has_doors = tensors_of(output), bool(doors_of(self.model, output))
 
