@@ -153,7 +153,7 @@ class Forward(Noting):
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
         if plan.reading.names and self.samples is not None and self.records():
-            named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._is_off)
+            named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._doubt, self._is_off)
             self.reads.begin(Reads(plan, named, self.samples, notes))
 
     def begin_frame(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -194,6 +194,12 @@ class Forward(Noting):
             return attach_copies(call, graph, output, self.backward.receive, switched)
         noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
         return noted
+
+    def _doubt(self, names: set[str]) -> None:
+        plan = self.record.plan
+        plan.incomplete |= bool(names)
+        plan.refused |= dict.fromkeys(names, UNKNOWN)
+        self.record.unseen |= dict.fromkeys(names, self.record.forwards)
 
     def _lose_read(self, output: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Has gradient that comes by an operation noticed, of which it isn't known where the samples are."""

@@ -16,7 +16,7 @@ from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
-from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.layout import Layout, only_by_sizes
 from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, ROWS, VALUE, VMAPPED, Plan, Read
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
@@ -38,6 +38,7 @@ class Notes(NamedTuple):
     # note(running, way, operands, output, parameters, layout, off): returns the output that is to be used
     note: Callable[[Running, Way, Sequence[Tensor], Tensor, Mapping[str, Tensor], Layout | None, bool], Tensor]
     lose: Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # where it isn't known how a read is to be taken
+    doubt: Callable[[set[str]], None]  # parameters whose calls may not be those that the plan knows
     is_off: Callable[[Sequence[Tensor]], bool]  # whether parameters go without ordinary gradients
 
 
@@ -75,7 +76,7 @@ class Reads(Following[Value]):
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         names = frozenset(n for x in self.known((args, kwargs)) for n in self.values[id(x)].parameters)
-        read = self._find(running.frame, name, names)
+        read, is_in_order = self._find(running.frame, name, names)
         if read is not None and read.kind == BY_LAYER:
             return func(*args, **kwargs)
         if read is not None and read.kind == VALUE:
@@ -92,20 +93,32 @@ class Reads(Following[Value]):
                 self.places[running.frame] = None
             return self._lost(out, parameters)
         off = self.notes.is_off(list(parameters.values()))
-        if read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim):  # the last: it meets the batch itself
+        if is_in_order and (
+            read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim)
+        ):  # it meets the batch itself
             return self._expand(func, args, kwargs, read, off)
-        return self._record(name, func, args, kwargs, read, off)
+        return self._record(name, func, args, kwargs, read, off, is_in_order)
 
-    def _find(self, frame: Frame, name: str, names: frozenset[str]) -> Read | None:
-        """How a call is read: as it was traced, while calls come in that order; else as all that are alike."""
+    def _find(self, frame: Frame, name: str, names: frozenset[str]) -> tuple[Read | None, bool]:
+        """How a call is read: as it was traced, while calls come in that order; else as all that are alike.  And which it is."""
         reading, at = self.plan.reading, self.places.get(frame, 0)
         known = reading.in_order(frame.path, frame.call) if at is not None else ()
         if at is not None and at < len(known) and known[at][0] == name and known[at][1].names == names:
             self.places[frame] = at + 1
-            return known[at][1]
+            return known[at][1], True
         if (read := reading.alike(frame.path, name, names)) is not None:
             self.places[frame] = None
-        return read
+        return read, False
+
+    def end(self, frame: Frame) -> None:
+        """A module's call has ended.  Where it has run other functions than were traced, those before may have been others, too,
+        of which nothing but their order tells."""
+        known, at = self.plan.reading.in_order(frame.path, frame.call), self.places.pop(frame, 0)
+        if at == 0 or at == len(known):
+            return
+        meetings = [(name, read) for name, read in known[:at] if read.kind not in (VALUE, BY_LAYER)]
+        reading = self.plan.reading
+        self.notes.doubt({n for name, r in meetings if reading.alike(frame.path, name, r.names) is None for n in r.names})
 
     def _lost(self, out: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Has the gradient noticed that comes by what a call has returned, of which it isn't known where the samples are."""
@@ -157,7 +170,9 @@ class Reads(Following[Value]):
         args, kwargs = tree_map(expanded, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool) -> Any:
+    def _record(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool, is_in_order: bool
+    ) -> Any:
         parameters, layout = self._parameters(args, kwargs), read.layout
         labels = next((self.rows[id(x)] for x in args if id(x) in self.rows), None) if read.kind == ROWS else None
         given = (args, kwargs)
@@ -166,7 +181,9 @@ class Reads(Following[Value]):
         out = func(*given[0], **given[1])
         others = self.others((args, kwargs))
         alike = isinstance(out, Tensor) and all(x.ndim == rank or not rank for x, rank in zip(others, read.ranks))
-        if alike and layout is not None:
+        if alike and layout is not None and not is_in_order:  # sizes may tell
+            alike = read.kind != EXPANDED and only_by_sizes(out.shape, self.samples, range(out.ndim)) == layout
+        elif alike and layout is not None:
             alike = (layout.fits(out, self.samples) or not self.samples) and out.ndim == (read.ndim or out.ndim)
         elif alike:
             alike = labels is not None and len(labels) == len(out)
@@ -226,8 +243,10 @@ class OpenReads:
         """A module has ended, or failed."""
         reads = self.reads
         if reads is not None and any(running.frame.path == path for running in reads.running):
-            while reads.running.pop().frame.path != path:
-                pass
+            ended = reads.running.pop()
+            while ended.frame.path != path:
+                ended = reads.running.pop()
+            reads.end(ended.frame)
             self._switch()
 
     def leave_all(self) -> None:
