@@ -100,7 +100,7 @@ class Reads(Following[Value]):
         return self._record(name, func, args, kwargs, read, off, is_in_order)
 
     def _find(self, frame: Frame, name: str, names: frozenset[str]) -> tuple[Read | None, bool]:
-        """How a call is read: as it was traced, while calls come in that order; else as all that are alike.  And which it is."""
+        """How a call is read: as it was traced, while calls come in that order; else as all that are alike.  And which."""
         reading, at = self.plan.reading, self.places.get(frame, 0)
         known = reading.in_order(frame.path, frame.call) if at is not None else ()
         if at is not None and at < len(known) and known[at][0] == name and known[at][1].names == names:
@@ -111,8 +111,8 @@ class Reads(Following[Value]):
         return read, False
 
     def end(self, frame: Frame) -> None:
-        """A module's call has ended.  Where it has run other functions than were traced, those before may have been others, too,
-        of which nothing but their order tells."""
+        """A module's call has ended.  Where it has run other functions than were traced, those before may have been others,
+        too, of which nothing but their order tells."""
         known, at = self.plan.reading.in_order(frame.path, frame.call), self.places.pop(frame, 0)
         if at == 0 or at == len(known):
             return
