@@ -65,6 +65,8 @@ class Forward(Noting):
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
         off = self.param_grad.end_layer(layer)
         inside = self.inside.leave(layer)
+        if inside is not None:
+            self.reads.resume()
         if output is None:
             return None
         if inside is not None and inside.noted:

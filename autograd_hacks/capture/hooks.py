@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.attached import Guard, Hook, drop, guard, own_hooks
-from autograd_hacks.capture.reads import children_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
@@ -227,7 +226,7 @@ def _hook_frames(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
     """Has modules watched in whose own code parameters meet the batch past rules, and those that they call."""
     modules, forward = {path: model.get_submodule(path) for path in plan.reading.paths}, recorder.forward
     first = {module: path for path, module in model.named_modules()} if modules else {}
-    inner = [child for path, module in modules.items() for child in children_of(path, module).values()]
+    inner = [child for path, module in modules.items() for child in _children_of(path, module).values()]
     for module in [model, *modules.values(), *inner] if modules else []:
         if module in recorder.frames or isinstance(module, torch.jit.ScriptModule):
             continue
@@ -238,6 +237,17 @@ def _hook_frames(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
         last = Hook(recorder, forward.end_frame, first[module])
         module.register_forward_hook(last, prepend=True, with_kwargs=True, always_call=True)
         recorder.frames.add(module)
+
+
+def _children_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The modules by path that a module's own code may call: its children, through containers that are never called."""
+    found = {}
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        found[inner] = child
+        if getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= _children_of(inner, child)
+    return found
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:

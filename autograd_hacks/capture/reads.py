@@ -249,6 +249,11 @@ class OpenReads:
             reads.end(ended.frame)
             self._switch()
 
+    def resume(self) -> None:
+        """Another mode has ended, and those that were entered inside with it."""
+        if self.reads is not None:
+            self._switch()
+
     def leave_all(self) -> None:
         if self.reads is not None:
             self.reads.running.clear()
@@ -283,14 +288,3 @@ def _aside(reads: Reads) -> Iterator[None]:
 
 def _is_there(mode: TorchFunctionMode) -> bool:
     return any(torch._C._get_function_stack_at(n) is mode for n in range(torch._C._len_torch_function_stack()))
-
-
-def children_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The modules by path that a module's own code may call: its children, through containers that are never called."""
-    found = {}
-    for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        found[inner] = child
-        if getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found |= children_of(inner, child)
-    return found

@@ -72,7 +72,7 @@ class Decision:
             refused=self._refused(),
             mixed_outputs=[slot for slot, mixes in enumerate(whole.mixing) if mixes],
             unproven=comparison.is_unproven,
-            unplaced={call.path for call in self.compared if call.owned and not call.placed},
+            unplaced={call.path for call in self.compared if call.owned and (not call.placed or self._is_read(call))},
         )
         # The modules that this forward has shown must be run again, each for the parameters read inside; beside layers that
         # can't tell samples apart also for those that it has not read: an expert that no sample has chosen.
@@ -92,6 +92,10 @@ class Decision:
                 known: list[Layout | None] = list(plan.layouts.get(call.path, ()))
                 plan.layouts[call.path] = [*known, call.layouts[0]]
         return plan
+
+    def _is_read(self, call: Compared) -> bool:
+        """Whether a layer's parameters are read by operation, since its rule couldn't tell the samples apart."""
+        return call.path in self.comparison.whole.meetings.follow.unruled and bool(call.owned & self.read.reading.names)
 
     def _named(self, path: str, names: Collection[str]) -> dict[str, str]:
         """Parameters by their names in the module at a path, as far as it has them."""

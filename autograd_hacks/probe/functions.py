@@ -196,6 +196,9 @@ def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, sampl
     if name in ELEMENTWISE:
         axis = next((n for n, size in enumerate(after) if size == samples and before[n] == 1), None)
         return None if axis is None else Layout(axis)
+    given = {axis for x in others if (axis := only_axis(x, samples)) is not None}
+    if name in OPERATIONS and len(given) == 1 and after[min(given) : min(given) + 1] == (samples,):
+        return Layout(min(given))
     axis = only_axis(out, samples)
     has = axis is not None and samples not in value.shape and any(only_axis(x, samples) is not None for x in others)
     return Layout(axis) if has and axis is not None else None

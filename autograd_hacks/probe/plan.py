@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -105,6 +105,11 @@ class Reading:
         found = {read for of in of_all for name, read in of if name == function and read.names == names}
         return found.pop() if len(found) == 1 else None
 
+    def without(self, paths: Collection[str]) -> Reading:
+        """The same but for some modules."""
+        calls = {path: of for path, of in self.calls.items() if path not in paths}
+        return replace(self, calls=calls, earlier=tuple([reading.without(paths) for reading in self.earlier]))
+
     def after(self, earlier: Reading, names: frozenset[str]) -> Reading:
         """The same, and what an earlier one knew of calls that this one's traces have not shown.  names: the parameters that
         may come by them"""
@@ -175,7 +180,8 @@ class Plan:
         if earlier.unproven:
             return
         held = {n for unit in self.units.values() for n in unit.parameters.values()} - self.unused
-        self.reading = self.reading.after(earlier.reading, earlier.reading.names - held - self.refused.keys())
+        names = earlier.reading.names - held - self.refused.keys()
+        self.reading = self.reading.after(earlier.reading.without(self.layouts), names)
         for path, known in earlier.layouts.items():
             mine = self.layouts.get(path, ())
             self.layouts[path] = [*mine, *known[len(mine) :]]

@@ -51,7 +51,7 @@ def plan_for(
     tracer, decisions = Tracer(model), []
     follow = Follow(tracer.unruled)
     if before is not None:
-        follow = replace(before, names=before.names & tracer.trained | tracer.unruled)
+        follow = replace(before, names=before.names & tracer.trained | tracer.unruled, unruled=frozenset())
     wholes: dict[tuple[bool, ...], Trace] = {}  # by which arguments carry samples
     for axis in axes:
         samples, told_by = batch.samples(axis), None

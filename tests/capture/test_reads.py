@@ -257,6 +257,23 @@ def test_with_a_mode_of_the_users_own() -> None:
     assert counting.calls
 
 
+def test_beside_attention() -> None:
+    """Which has a mode of its own while it runs."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def body(net: Net, h: Tensor) -> Tensor:
+        h = h * net.scale
+        return net.table[0] * net.get_submodule("attention")(h, h, h)[0]
+
+    for param_grad in (True, False):
+        model = Net(body)
+        model.add_module("attention", attention)
+        model, x = model.double(), torch.randn(4, 5, 3).double()
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            for _ in range(3):
+                check_losses(model, lambda model=model, x=x: squares(model(x)))
+
+
 def test_one_position_first_and_as_many_as_samples_later() -> None:
     for body in (positions, folded, time_first, merged):
         model = Net(body).double()
