@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,10 @@ class Reads(Following[Value]):
         self.running: list[Running] = []
         # By call how many functions of it have run; None where others have than in the traces.
         self.places: dict[Frame, int | None] = {}
-        self.is_paused = self.is_aside = False
+        self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_paused or self.is_aside:
+        if self.is_paused:
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -187,6 +187,8 @@ class Reads(Following[Value]):
             alike = (layout.fits(out, self.samples) or not self.samples) and out.ndim == (read.ndim or out.ndim)
         elif alike:
             alike = labels is not None and len(labels) == len(out)
+        if alike and layout is not None and name in ELEMENTWISE and read.ndim and self.samples > 1:
+            alike = all(aligned(x.shape, out.ndim)[layout.axis] == 1 for x in self.known((args, kwargs)))
         if not alike:
             return self._lost(out, parameters)
         if off and read.kind == VMAPPED:  # it may have saved its own output, which would count as overwritten
@@ -214,7 +216,7 @@ class OpenReads:
     def aside(self) -> AbstractContextManager[None]:
         """A context in which the library's own code runs."""
         reads = self.reads
-        return _NOTHING if reads is None or reads.is_aside else _aside(reads)
+        return _NOTHING if reads is None else reads.aside()
 
     def replace(self, output: Any, other: Any) -> None:
         """The library hands something else on in the place of a module's output: whose its rows are is known of it, too."""
@@ -275,15 +277,6 @@ class OpenReads:
 
 
 _NOTHING = nullcontext()
-
-
-@contextmanager
-def _aside(reads: Reads) -> Iterator[None]:
-    reads.is_aside = True
-    try:
-        yield
-    finally:
-        reads.is_aside = False
 
 
 def _is_there(mode: TorchFunctionMode) -> bool:

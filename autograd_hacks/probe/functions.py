@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -120,8 +121,21 @@ class Following(TorchFunctionMode, Generic[V]):
         self.held: list[Tensor] = []  # those tensors
         self.counts: dict[tuple[Frame, str], int] = {}
         self.rows: dict[int, Tensor] = {}  # labels by the id of a tensor
+        self.is_aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which the library's own code runs, of which nothing is seen.  An interrupt at its end leaves no more
+        than this object as it is inside."""
+        before, self.is_aside = self.is_aside, True
+        try:
+            yield
+        finally:
+            self.is_aside = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_aside:
+            return func(*args, **(kwargs or {}))
         out = self._called(func, args, kwargs)
         if self.rows and type(args) is tuple and args:
             self._carry(func, args, out)
@@ -196,6 +210,8 @@ def grown(name: str, value: Tensor, others: Sequence[Tensor], out: Tensor, sampl
     if name in ELEMENTWISE:
         axis = next((n for n, size in enumerate(after) if size == samples and before[n] == 1), None)
         return None if axis is None else Layout(axis)
+    if name in OPERATIONS and after[:1] == (samples,) and any(x.shape[:1] == (samples,) for x in others):
+        return Layout(0)
     given = {axis for x in others if (axis := only_axis(x, samples)) is not None}
     if name in OPERATIONS and len(given) == 1 and after[min(given) : min(given) + 1] == (samples,):
         return Layout(min(given))

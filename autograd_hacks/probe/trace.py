@@ -169,7 +169,7 @@ class Tracer:
             torch.enable_grad(),
             # Checkpointing around the model counts what is saved; a tensor itself would keep the node alive that made it.
             torch.autograd.graph.saved_tensors_hooks(self._save, self._saved),
-            self._walking(begins, ended),
+            self._walking(mode, begins, ended),
             guard.protecting(),
             mode if mode.values else nullcontext(),
         ):
@@ -222,7 +222,7 @@ class Tracer:
         return None if path in follow.rows else int(_goes_by_input(module))
 
     @contextmanager
-    def _walking(self, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:
+    def _walking(self, mode: Watch | Repeat, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:
         """Hooks that note each call; first in line, to see what a module itself was given and returned.
 
         begins: gets the calls that run, the module and its arguments    ended: gets what that said too, and the output
@@ -234,7 +234,7 @@ class Tracer:
             path = self.paths[module]
             counts[path] = counts.get(path, -1) + 1
             stack = (*(frame for frame, _ in frames), Frame(path, counts[path]))
-            with torch._C.DisableTorchFunction():
+            with mode.aside():
                 frames.append((stack[-1], begins(stack, module, args, kwargs)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -243,7 +243,7 @@ class Tracer:
                 frames.pop()  # a call that has ended with an exception
             stack = tuple(frame for frame, _ in frames)
             begun = frames.pop()[1]
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with _disable_current_modes(), mode.aside():
                 ended(stack, begun, module, args, kwargs, output)
 
         for module in self.paths:  # `untouched` takes them off
