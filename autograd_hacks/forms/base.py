@@ -92,7 +92,7 @@ class Form(Rows, ABC):
     """Whether a weighted sum takes less time than reading rows that are written out."""
 
     def saving(self, fresh: bool = False) -> float:
-        """What writing rows once for norms and weighted sum saves for a number, as `cost` says.  fresh: into new memory"""
+        """What writing rows once for norms and weighted sum saves for a number, as ``cost`` says.  fresh: into new memory"""
         return 0.0
 
     def row_size(self) -> int:

@@ -33,7 +33,7 @@ def pull_along(v: Tensor, leaf: Tensor) -> Pull:
 class Chained(Form):
     """J of a parameter θ by way of v = φ(θ), where φ knows of no samples: v's J times φ's.
 
-    form: v's J    pull: see `Pull` and `pull_along`    shape: θ's    like: a tensor of the rows' dtype and device
+    form: v's J    pull: see ``Pull`` and `pull_along`    shape: θ's    like: a tensor of the rows' dtype and device
     """
 
     writes_in_place = False
