@@ -120,7 +120,8 @@ class Value:
             return None
         index, table = step.args[0], step.args[1]
         padding = step.kwargs.get("padding_idx", step.args[2] if len(step.args) > 2 else None)
-        if not isinstance(table, Value) or table.step is not None or padding is not None:
+        is_scaled = step.kwargs.get("scale_grad_by_freq", step.args[5] if len(step.args) > 5 else False)
+        if not isinstance(table, Value) or table.step is not None or padding is not None or is_scaled:
             return None
         rows = form.matrix().view(form.samples, index.numel(), table.tensor.shape[1])
         entries = index.reshape(1, -1).expand(form.samples, -1).long()
@@ -136,7 +137,7 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     """The parameter's form, where the value is the parameter in another shape, its transpose, or some of its first axis."""
     if graph.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr() or graph.dtype != leaf.dtype:
         return None
-    if not leaf.is_contiguous() or not leaf.numel():
+    if not leaf.is_contiguous() or not leaf.numel() or graph.is_conj() or graph.is_neg():  # whose numbers aren't in memory
         return None
     if graph.ndim == 2 and leaf.ndim == 2 and graph.shape == leaf.shape[::-1] and graph.stride() == leaf.stride()[::-1]:
         return _swapped(form) if leaf.shape[0] > 1 < leaf.shape[1] else None
