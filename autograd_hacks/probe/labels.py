@@ -18,6 +18,9 @@ ROW_BY_ROW = frozenset((
 """Functions whose rows, as many as they are given, stand where those do that they are made of."""
 # fmt: on
 
+_OF_FIRST = frozenset(("linear", "matmul", "mm", "grouped_mm", "_grouped_mm", "layer_norm", "rms_norm"))
+"""Those whose rows are of their first tensor: a matrix from the left would move them."""
+
 _RESHAPES = frozenset(("reshape", "view", "flatten", "unflatten"))
 
 GROUPED = frozenset(("grouped_mm", "_grouped_mm"))
@@ -41,6 +44,7 @@ def carried(name: str, args: tuple[Any, ...], out: Tensor, rows: dict[int, Tenso
         return None if labels is None else _reshaped(labels, tensors[0], out)
     if name not in ROW_BY_ROW:
         return None
+    tensors = tensors[:1] if name in _OF_FIRST else tensors
     found = [own for x in tensors if (own := rows.get(id(x))) is not None and len(own) == len(out)]
     return found[0] if found and all(torch.equal(found[0], other) for other in found[1:]) else None
 
