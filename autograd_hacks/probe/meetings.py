@@ -14,6 +14,7 @@ from autograd_hacks.probe.functions import QUIET, SIZED, Following, Key, grown, 
 from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits, Layout
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
+from autograd_hacks.support.untouched import random_state
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ class Watch(Following[Known]):
         if meets and is_ruled:
             self.found.calls[key] = Met(False, self.tracker.stack, names, by_layer=True)
             return func(*args, **kwargs)
-        kept, state = [self.tracker.keep(x) for x in others] if meets else [], torch.get_rng_state()
+        kept, state = [self.tracker.keep(x) for x in others] if meets else [], random_state({x.device for x in held})
         out = self._call(func, args, kwargs)
-        draws = not torch.equal(state, torch.get_rng_state())
+        draws = any(not torch.equal(state[name], now) for name, now in random_state({x.device for x in held}).items())
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
         if self._is_lost(name, meets, out, outs, names, values):
             return out
@@ -186,8 +187,6 @@ class Watch(Following[Known]):
             self._lose(names, "it is used under no_grad, as in an autograd.Function")
         elif writes and meets and not outs:
             self._lose(names, f"it is written into a tensor ({name})")
-        elif meets and torch._C._functorch.peek_interpreter_stack() is not None:
-            self._lose(names, "it is used inside torch.func")
         elif meets and not isinstance(out, Tensor):
             self._lose(names, f"{name} returns several tensors")
         elif meets and any(saving != _saving() for saving in self._savings(values)):
