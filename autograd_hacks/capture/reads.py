@@ -93,9 +93,8 @@ class Reads(Following[Value]):
                 self.places[running.frame] = None
             return self._lost(out, parameters)
         off = self.notes.is_off(list(parameters.values()))
-        if is_in_order and (
-            read.kind == EXPANDED or (off and name in ELEMENTWISE and read.ndim)
-        ):  # it meets the batch itself
+        is_product = name in ELEMENTWISE and read.ndim > 0  # and makes no axis of samples itself
+        if is_in_order and (read.kind == EXPANDED or (off and is_product)):
             return self._expand(func, args, kwargs, read, off)
         return self._record(name, func, args, kwargs, read, off, is_in_order)
 
@@ -122,8 +121,11 @@ class Reads(Following[Value]):
 
     def _lost(self, out: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Has the gradient noticed that comes by what a call has returned, of which it isn't known where the samples are."""
-        leads = lambda x: isinstance(x, Tensor) and x.requires_grad  # noqa: E731
-        return tree_map(lambda x: self.notes.lose(x, parameters) if leads(x) else x, out)
+
+        def lost(x: Any) -> Any:
+            return self.notes.lose(x, parameters) if isinstance(x, Tensor) and x.requires_grad else x
+
+        return tree_map(lost, out)
 
     def _make(
         self,

@@ -111,7 +111,7 @@ def attending(net: Net, h: Tensor) -> Tensor:
 
 def checkpointed(net: Net, h: Tensor) -> Tensor:
     part = Part(net)
-    return checkpoint(part, h, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(part, h, use_reentrant=False)  # type: ignore[no-any-return]  # torch has no types for it
 
 
 class Part(nn.Module):
@@ -176,13 +176,13 @@ def test_outputs_and_ordinary_gradients_keep_their_bits(body: Body) -> None:
     with autograd_hacks.add_hooks(model):
         for _ in range(3):
             pairs = list(zip(before, step()))
-            assert torch.equal(*pairs[0])  # type: ignore[arg-type]
+            assert torch.equal(*pairs[0])  # type: ignore[arg-type]  # an output is there
             for x_before, x_now in pairs[1:]:
                 if body in (broadcast, in_place, contracted, token, repeated):
                     torch.testing.assert_close(x_now, x_before)
                 else:
                     assert (x_now is None) == (x_before is None)
-                    assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]
+                    assert x_now is None or torch.equal(x_now, x_before)  # type: ignore[arg-type]  # both are there
 
 
 def test_a_parameter_frozen_and_trained_again() -> None:
