@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Receive, reach_of
+from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Live, hear_at, reach_of
 from autograd_hacks.capture.param_grad import ParamGrad
-from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
+from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment, Turning
 from autograd_hacks.capture.wrappers import Reduction
+from autograd_hacks.errors import HigherOrderError
+from autograd_hacks.probe.plan import HOOKS
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
@@ -37,7 +39,8 @@ class Backward:
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
-        self.listener: Receive | None = None  # what hears of gradients in the record's place
+        self._turned: list[Turning] = []  # what the running pass has made calls of
+        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = None  # what hears of gradients in the record's place
 
     def detach(self) -> None:
         self.attached = False
@@ -107,16 +110,44 @@ class Backward:
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
 
-    def receive(self, call: RecordedCall, slot: int, grad: Tensor | None) -> None:
-        """Notes the gradient that the running pass brings to one of a call's outputs."""
+    def receive(
+        self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live
+    ) -> Tensor | None:
+        """Notes the gradient that the running pass brings to one of a call's outputs; see `Receive`."""
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
-            return
-        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-            return  # is_grads_batched: many passes in one
+            return None
+        makes_graph = torch.is_grad_enabled()
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched: many passes in one
+            if makes_graph and call.entry is not None:
+                raise HigherOrderError(
+                    "a backward pass with is_grads_batched=True and create_graph=True has run through a model that was hooked "
+                    'in mode="derivatives". Ask for one row after the other, or use add_hooks(model, mode="expand").'
+                )
+            return None
         if self.listener is not None:
-            return self.listener(call, slot, grad)
+            self.listener(call, slot, grad)
+            return None
+        other = self._turn(call, grad, raw) if makes_graph else None
+        self._note(call, slot, grad, live if makes_graph and self.record.plan.mode != HOOKS else None)
+        return other
+
+    def _turn(self, call: RecordedCall, grad: Tensor | None, raw: Tensor | None) -> Tensor | None:
+        """Has a pass of which a graph is made noted as a call of its own."""
+        if call.entry is None or grad is None or raw is None:
+            return None
+        if not self._turned:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_turns)
+        self._turned.append(call.entry)
+        return call.entry.turn(call, raw, grad.shape, self.receive)
+
+    def _end_turns(self) -> None:
+        for entry in self._turned:
+            entry.forget()
+        self._turned.clear()
+
+    def _note(self, call: RecordedCall, slot: int, grad: Tensor | None, live: Live) -> None:
         self.record.comparing |= torch.is_grad_enabled()
-        if call.skipped or not self.param_grad.wanted:
+        if self.record.plan.mode == HOOKS and (call.skipped or not self.param_grad.wanted):
             self.param_grad.check_graph()
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
         ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
@@ -140,7 +171,8 @@ class Backward:
         received = current.received.get(call)
         if received is None:
             received = current.received[call] = OutputGrads([None] * call.slots)
-        received.at[slot] = grad = grad.detach()
+        received.at[slot] = grad = grad.detach() if live is None else grad
+        received.live = live
         received.versions.append((grad, version_of(grad)))
         for local in ways:
             name = call.edges[local].name
@@ -202,8 +234,19 @@ class Backward:
             self.enter(current_task())
             self.record.unseen |= dict.fromkeys(names, self.record.forwards)
 
-    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
-        """Hears of the gradient that a pass brings to a parameter, after all calls that it came through."""
+    def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+        """Hears of the gradient that a pass brings to a parameter, after all calls that it came through.  Returns what is
+        to take its place, or None."""
+        self._hear(parameter, grad)
+        if grad is None or grad.grad_fn is None or not torch.is_grad_enabled() or self.record.plan.mode == HOOKS:
+            return None
+        return hear_at(grad.view_as(grad), self._note_sum)
+
+    def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
+        if Switch.on() and self.attached and self.listener is None and grads[0] is not None:
+            self.enter(current_task()).mixes = True
+
+    def _hear(self, parameter: Tensor, grad: Tensor | None) -> None:
         if not (Switch.on() and self.attached) or self.listener is not None:
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)
@@ -242,7 +285,6 @@ def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor)
         reduction.accumulated()
 
 
-def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> None:
+def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> Tensor | None:
     heard_by, at = backward(), parameter()
-    if heard_by is not None and at is not None:
-        heard_by.arrive(at, grad)
+    return None if heard_by is None or at is None else heard_by.arrive(at, grad)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from autograd_hacks.capture.by_copies import no_word_of_speed
 from autograd_hacks.capture.records import OutputGrads, RecordedCall
 from autograd_hacks.capture.values import Value
 from autograd_hacks.errors import UnsupportedLayer
@@ -30,13 +30,17 @@ class ByExpansion:
 
     value: Value
     layout: Layout  # of the copies
+    shape: tuple[int, ...]  # the value's, with as many axes as the copies have
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return call.samples or 0
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         g = self.layout.samples_first(grads.first.to(self.value.tensor.dtype), call.samples or 0)
-        return _reached([(self.value, Dense(_summed(g, self.value.tensor.shape, self.layout, grads.first.ndim)))], grads)
+        return _reached([(self.value, Dense(_summed(g, self.value.tensor.shape, self.layout, self.shape)))], grads)
+
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,11 @@ class ByOperation:
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return call.samples or 0
+
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        left = iter(args)
+        own_args, own_kwargs = tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, (self.args, self.kwargs))
+        return replace(call, way=replace(self, args=own_args, kwargs=own_kwargs))
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         values = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
@@ -96,7 +105,8 @@ class ByOperation:
             args, kwargs = tree_map(beside, (self.args, self.kwargs))
             if (terms := ELEMENTWISE[self.name](wanted, first, *args, **kwargs)) is not None:
                 for place, rows in terms.items():
-                    form = Dense(_summed(rows, wanted[place].tensor.shape, layout, ndim))
+                    shape = wanted[place].tensor.shape
+                    form = Dense(_summed(rows, shape, layout, aligned(shape, ndim)))
                     yield wanted[place], form if labels is None else gathered(form, labels, every)
                 return
         args, kwargs = tree_map(own, (self.args, self.kwargs))
@@ -145,7 +155,7 @@ class ByOperation:
         parts = [at.samples_first(ready(leaves[n]), samples) for n, at in places.items()]
         first = layout.samples_first(g, samples)
         try:
-            with _no_word_of_speed():
+            with no_word_of_speed():
                 rows = vmap(one)(first, *parts)
         except RuntimeError:  # what vmap can't run, by torch's own page on its limits
             each = [one(first[n], *(part[n] for part in parts)) for n in range(samples)]
@@ -158,12 +168,12 @@ def _without(x: Tensor, layout: Layout) -> Tensor:
     return x.unsqueeze(0) if layout.fold else x.movedim(layout.axis, 0)
 
 
-def _summed(rows: Tensor, shape: torch.Size, layout: Layout, ndim: int) -> Tensor:
+def _summed(rows: Tensor, shape: torch.Size, layout: Layout, aligned_shape: tuple[int, ...]) -> Tensor:
     """Gradients at copies of a value, samples first, added up along what it was broadcast over.  Returns ``(N, *shape)``.
 
-    shape: the value's    ndim: of what it was broadcast to
+    shape: the value's    aligned_shape: the same, with as many axes as what it was broadcast to
     """
-    sizes = list(aligned(shape, ndim))
+    sizes = list(aligned_shape)
     if not layout.fold:  # else the positions stand where the folded axis was
         del sizes[layout.axis]
     over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
@@ -174,18 +184,7 @@ def _reached(pairs: Iterator[tuple[Value, Form]] | list[tuple[Value, Form]], gra
     """{name: form} of the parameters that a pass has reached, from the values' forms."""
     found: dict[str, Form] = {}
     for value, form in pairs:
-        for name, own in value.forms(form).items():
+        for name, own in value.forms(form, grads.live is not None).items():
             if name in grads.reached:
                 found[name] = add([found[name], own]) if name in found else own
     return found
-
-
-@contextmanager
-def _no_word_of_speed() -> Iterator[None]:
-    """A context in which vmap doesn't warn of operations that it runs sample by sample."""
-    functorch: Any = torch._C._functorch  # torch has no types for these
-    functorch._set_vmap_fallback_warning_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)

@@ -10,41 +10,53 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.by_copies import check_alike, module_by_sample
 from autograd_hacks.capture.by_operation import ByExpansion
-from autograd_hacks.capture.graph import anchored, attach, attach_copies, hear_at
+from autograd_hacks.capture.derived import Entry
+from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
 from autograd_hacks.capture.noting import Noting
 from autograd_hacks.capture.param_grad import asking
 from autograd_hacks.capture.reads import Notes, Reads, Running
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.replay import ByRunningAgain
+from autograd_hacks.capture.values import Value
 from autograd_hacks.capture.ways import BY_RULE
 from autograd_hacks.probe.layout import Layout, Layouts
-from autograd_hacks.probe.plan import UNKNOWN
+from autograd_hacks.probe.plan import DERIVATIVES, HOOKS, UNKNOWN
+from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.switch import NO_TASK, current_task
 from autograd_hacks.support.trees import map_tensors, parameter_at, plain, tensors_of, version_of
-from autograd_hacks.support.untouched import cuda_devices_of, random_state
+from autograd_hacks.support.untouched import autocast_dtype, cuda_devices_of, random_state
 
 
 class Forward(Noting):
     """The running forward of a hooked model, call by call."""
 
-    def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer with a rule begins that has dropout or inner maps, or whose parameters may be switched off."""
+    def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer with a rule begins that has dropout or inner maps, whose parameters may be switched off, or which is to
+        have calls of derivative passes.  Returns what it is to be given in the place of its arguments, or None."""
         if not self.records():
-            return
+            return None
         rule = rule_for(layer)
         if rule is not None and rule.recomputes and layer.training and getattr(layer, "dropout", None):
             self._random_states[layer] = random_state(cuda_devices_of(layer))
         plan = self.record.plan
         if path in plan.unplaced:
-            return
+            return None
         if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
             again = self.units.names_at(path, plan) | self.param_grad.awaited
             own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
-            self.param_grad.switch_off(layer, [p for p in own if self.param_grad.may_skip(p)])
+            own = [p for p in own if self.param_grad.may_skip(p)]
+            self.param_grad.switch_off(layer, own, swaps=plan.mode != HOOKS)
+        if plan.mode == DERIVATIVES and rule is not None and rule.linear_in:
+            inputs = tensors_of((args, kwargs))
+            if len(inputs) == 1 and inputs[0].requires_grad:
+                alias = (entry := Entry()).into(inputs[0])
+                self._entries[layer] = entry, alias
+                return map_tensors(lambda _: alias, args), map_tensors(lambda _: alias, kwargs)
         if self.samples != 0 and has_inner_maps(layer, args, kwargs):
             self._locate(path, layer)
             again, named = self.units.names_at(path, self.record.plan), covered(layer).items()
@@ -54,16 +66,17 @@ class Forward(Noting):
             layouts = self.record.plan.layouts_of(path, number, layer, [query], self.samples)
             if layouts and layouts[0] is None:
                 self.record.plan.refused |= dict.fromkeys(names.values(), UNKNOWN)
-                return
+                return None
             off = self.param_grad.off_in(layer)
             note = partial(self._note_map, path, layer, off, layouts)
             self.inside.enter(layer, InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note))
+        return None
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
-        off = self.param_grad.end_layer(layer)
+        off, entry = self.param_grad.end_layer(layer), self._entries.pop(layer, None) if self._entries else None
         inside = self.inside.leave(layer)
         if inside is not None:
             self.reads.resume()
@@ -72,7 +85,7 @@ class Forward(Noting):
         if inside is not None and inside.noted:
             self._count(path)
             return output
-        noted = self._note(path, layer, args, kwargs, output, is_first, off)
+        noted = self._note(path, layer, args, kwargs, output, is_first, off, entry)
         if noted is None and off:  # which would leave its gradients unnoticed
             lost = partial(self.backward.note_lost, [self.record.name_of(p, path, "") for p in off])
             return map_tensors(lambda x: anchored(x, lost, off) if x.is_floating_point() else x, output)
@@ -87,8 +100,12 @@ class Forward(Noting):
         output: Any,
         is_first: bool,
         off: Sequence[Tensor],
+        entry: tuple[Entry, Tensor] | None,
     ) -> Any:
-        """The output, or None where the call is not to be noted.  off: the parameters that were switched off"""
+        """The output, or None where the call is not to be noted.
+
+        off: the parameters that were switched off    entry: of the call, and what it was to be given
+        """
         drew = self._random_states.pop(layer, None) if len(self._random_states) else None
         if not self._is_on():
             return None
@@ -111,6 +128,10 @@ class Forward(Noting):
             plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
             return None
         # 4. The record, with what its rule will have to read as it was; and hooks in the graph.
+        live = (args, kwargs) if plan.mode != HOOKS else None
+        turns = []
+        if entry is not None and rule.linear_in in parameters and any(x is entry[1] for x in tensors_of((args, kwargs))):
+            turns = [rule.linear_in]
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
@@ -126,8 +147,10 @@ class Forward(Noting):
             layouts=layouts,
             skipped=self._names(off),
             is_first=is_first,
+            entry=entry[0] if entry is not None and turns else None,
+            turns=turns,
         )
-        return attach(call, graph, output, self.backward.receive, rule.recomputes, off)
+        return attach(call, graph, output, self.backward.receive, rule.recomputes, off, live)
 
     def _note_map(
         self,
@@ -183,18 +206,25 @@ class Forward(Noting):
         parameters: Mapping[str, Tensor],
         layout: Layout | None,
         off: bool,
+        entry: Entry | None = None,
+        turns: Sequence[str] = (),
+        live: Live = None,
     ) -> Tensor:
-        """Notes an operation at which parameters meet the batch.  Returns its output."""
+        """Notes an operation at which parameters meet the batch.  Returns its output.
+
+        entry, turns: see `RecordedCall`    live: the operands in their graph
+        """
         if not off and output.grad_fn is None:
             return output
         path, module, args, layouts = running.frame.path, running.module, tuple(operands), (layout,)
         named = {name: (self.record.name_of(p, "", name), p) for name, p in parameters.items()}
         skipped = frozenset(name for name, _ in named.values()) if off else frozenset()
-        call, graph = self._call(path, module, args, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
+        fields = {"way": way, "layouts": layouts, "skipped": skipped, "entry": entry, "turns": turns}
+        call, graph = self._call(path, module, args, {}, [output], named, **fields)
         switched = list(parameters.values()) if off else []
         if isinstance(way, ByExpansion):
             return attach_copies(call, graph, output, self.backward.receive, switched)
-        noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
+        noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched, live)
         return noted
 
     def _doubt(self, names: set[str]) -> None:
@@ -216,6 +246,29 @@ class Forward(Noting):
             if (unit := self.record.plan.units.get(path)) is not None:
                 self.units.open.append(ByRunningAgain.of(path, module, unit, args, kwargs))
 
+    def _by_sample(
+        self, begun: ByRunningAgain, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """What a module returns that has run for the batch, for each sample with copies of its parameters."""
+        path, samples, seen = begun.path, self.samples or 0, tensors_of(output)
+        number, running = self._count(path), Running(Frame(path, 0), module)
+        trained = {local: p for local, p in module.named_parameters() if p.requires_grad}
+
+        def copies(p: Tensor) -> Tensor:
+            name, off, wide = self.record.name_of(p), self._is_off([p]), p.expand(samples, *p.shape)
+            way = ByExpansion(Value(p.detach(), {name: p}, version=version_of(p)), Layout(), (1, *p.shape))
+            return self._note_read(running, way, (), wide, {name: p}, Layout(), off)
+
+        places = begun.unit.places_of(number, tensors_of((args, kwargs)), samples)
+        layouts = begun.unit.layouts_of(number, seen, samples)
+        drew = any(not torch.equal(begun.random_state[d], s) for d, s in random_state(cuda_devices_of(module)).items())
+        own = {local: copies(p) for local, p in trained.items()}
+        found = module_by_sample(module, (args, kwargs), own, places, layouts, samples)
+        if not drew:
+            check_alike(path, module, seen, found, autocast_dtype(seen[0].device))
+        made = iter(found)
+        return map_tensors(lambda _: next(made), output)
+
     def end_unit(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
@@ -223,6 +276,8 @@ class Forward(Noting):
         begun = self.units.end(path) if self.records() else None
         if begun is None:
             return output
+        if self.record.plan.mode != HOOKS and self.samples:
+            return output if self.units.open else self._by_sample(begun, module, args, kwargs, output)
         outer = self.units.names()
         own = {local: parameter_at(module, local) for local, name in begun.unit.parameters.items() if name not in outer}
         there = {local: p for local, p in own.items() if p is not None and p.requires_grad}

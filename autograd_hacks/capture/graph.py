@@ -23,11 +23,15 @@ from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
 """What a backward pass does at a parameter's node; torch.autograd.grad takes the gradient in front of it."""
 
-Receive = Callable[[RecordedCall, int, Tensor | None], None]
-"""``receive(call, slot, grad)`` gets the gradient at one of a call's outputs."""
+Live = tuple[tuple[Any, ...], Mapping[str, Any]] | None
+"""A call's arguments in their graph; None where nobody differentiates rows."""
 
-Hear = Callable[[tuple[Tensor | None, ...]], None]
-"""What a hook on a node is called with."""
+Receive = Callable[[RecordedCall, int, Tensor | None, Tensor | None, Live], Tensor | None]
+"""``receive(call, slot, grad, raw, live)`` gets the gradient at one of a call's outputs, and as it came to the node.  Returns
+what is to go on in its place, or None."""
+
+Hear = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
+"""A hook on a node: gets the gradients there, and may return others."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
@@ -99,7 +103,13 @@ def reach_of(node: Node) -> str:
 
 
 def attach(
-    call: RecordedCall, graph: Graph, output: Any, receive: Receive, is_compared: bool, parameters: Sequence[Tensor] = ()
+    call: RecordedCall,
+    graph: Graph,
+    output: Any,
+    receive: Receive,
+    is_compared: bool,
+    parameters: Sequence[Tensor] = (),
+    live: Live = None,
 ) -> Any:
     """Has the gradients at a call's outputs sent to ``receive``.  Returns the output.
 
@@ -117,7 +127,7 @@ def attach(
         slots = count()
 
         def anchor(x: Tensor) -> Tensor:
-            at = AtNode(call, graph, receive, next(slots), 0, x.shape)
+            at = AtNode(call, graph, receive, next(slots), 0, x.shape, live)
             return anchored(x, at, parameters) if x.is_floating_point() or x.is_complex() else x
 
         return map_tensors(anchor, output)
@@ -125,7 +135,7 @@ def attach(
         if x.grad_fn is not None:
             source = x if x._base is None else x._base
             assert source.grad_fn is not None  # what is no reshaped base has been copied
-            source.grad_fn.register_prehook(AtNode(call, graph, receive, slot, source.output_nr, x.shape))
+            source.grad_fn.register_prehook(AtNode(call, graph, receive, slot, source.output_nr, x.shape, live))
     return output
 
 
@@ -146,20 +156,28 @@ class AtNode:
     """
 
     def __init__(
-        self, call: RecordedCall, graph: Graph, receive: Receive, slot: int, output_nr: int, shape: torch.Size
+        self,
+        call: RecordedCall,
+        graph: Graph,
+        receive: Receive,
+        slot: int,
+        output_nr: int,
+        shape: torch.Size,
+        live: Live = None,
     ) -> None:
-        self.receive, self.slot, self.output_nr, self.shape = receive, slot, output_nr, shape
+        self.receive, self.slot, self.output_nr, self.shape, self.live = receive, slot, output_nr, shape, live
         self.held: tuple[RecordedCall, Graph] | None = call, graph
 
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if self.held is None:
-            return
-        grad = grads[self.output_nr]
+            return None
+        grad = raw = grads[self.output_nr]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        self.receive(self.held[0], self.slot, grad)
+        other = self.receive(self.held[0], self.slot, grad, raw, self.live)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+            self.held = self.live = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+        return None if other is None else (*grads[: self.output_nr], other, *grads[self.output_nr + 1 :])
 
 
 def _keeps_its_node(output: Tensor) -> bool:
@@ -188,7 +206,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.hear((grad,))
+        (grad,) = ctx.hear((grad,)) or (grad,)
         return grad if ctx.needs_input_grad[0] else None, None, *[None] * ctx.parameters
 
 

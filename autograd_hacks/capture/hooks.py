@@ -16,7 +16,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.plan import DERIVATIVES, EXPAND, HOOKS, MODES, Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.rules.table import parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
@@ -24,7 +24,12 @@ from autograd_hacks.support.switch import Switch
 
 
 def add_hooks(
-    model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True, reuse: bool = True
+    model: nn.Module,
+    batch_dim: BatchDim = 0,
+    probe: bool = True,
+    param_grad: bool = True,
+    reuse: bool = True,
+    mode: str = HOOKS,
 ) -> Hooked:
     """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
 
@@ -59,17 +64,24 @@ def add_hooks(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
     check_hookable(model)
+    if mode not in MODES:
+        raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}")
+    if mode == EXPAND and not probe:
+        raise ValueError(
+            'add_hooks(mode="expand", probe=False): each read gets a copy of the weights for each sample, and the probe finds '
+            "where the samples are there. Leave probe out."
+        )
     if not param_grad:
         check_one_process(model)
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
     before = recorder.param_grad.wanted
     try:
-        recorder.plan_by(Planner(model, batch_dim, probe))
+        recorder.plan_by(Planner(model, batch_dim, probe, mode))
         recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
         if not param_grad:
             recorder.watch_steps()
-        _hook_all(recorder, model, param_grad)
+        _hook_all(recorder, model, not param_grad or mode == DERIVATIVES)
     except BaseException:
         if known is None:
             _take_off(recorder, model)
@@ -77,8 +89,8 @@ def add_hooks(
     return Hooked(model, known is None, before)
 
 
-def _hook_all(recorder: Recorder, model: nn.Module, param_grad: bool) -> None:
-    """Puts hooks on a model and its layers, but for those that are there."""
+def _hook_all(recorder: Recorder, model: nn.Module, begin: bool) -> None:
+    """Puts hooks on a model and its layers, but for those that are there.  begin: whether in front of each layer, too"""
     if _recorder_of(model) is None:
         first, last = Hook(recorder, partial(_begin, recorder)), Hook(recorder, recorder.end)
         model.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
@@ -92,7 +104,7 @@ def _hook_all(recorder: Recorder, model: nn.Module, param_grad: bool) -> None:
             own.path = path  # which may be another than it was
         by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
         has_dropout = isinstance(getattr(layer, "dropout", None), int | float)
-        if by_rule and (not param_grad or has_dropout) and forward.begin_layer not in does:
+        if by_rule and (begin or has_dropout) and forward.begin_layer not in does:
             guard(layer, recorder)
             layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
         if by_rule and forward.end_layer not in does:

@@ -11,10 +11,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.graph import edges_of
 from autograd_hacks.capture.inner_maps import OpenMaps
 from autograd_hacks.capture.param_grad import ParamGrad
-from autograd_hacks.capture.reads import OpenReads
+from autograd_hacks.capture.open_reads import OpenReads
 from autograd_hacks.capture.records import Graph, Record, RecordedCall
 from autograd_hacks.capture.replay import OpenUnits
 from autograd_hacks.probe.plan import Plan
@@ -31,6 +32,7 @@ class Noting:
         self.static = Plan()  # of layers that are called by themselves
         self.is_running = False
         self.samples: int | None = None  # N, where the plan knows it
+        self._entries: dict[nn.Module, tuple[Entry, Tensor]] = {}  # of the layers that run, with what each was given
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.units = OpenUnits()
         self.inside = OpenMaps()
@@ -64,7 +66,7 @@ class Noting:
         self.param_grad.switch_on()
         self.inside.leave_all()
         self.reads.leave_all()
-        self.units.open, self._calls = [], {}
+        self.units.open, self._calls, self._entries = [], {}, {}
 
     def _call(
         self,

@@ -27,6 +27,7 @@ class ParamGrad:
         self.awaited: frozenset[str] = frozenset()  # the parameters that need ordinary gradients all the same
         self.names = names
         self._off: list[tuple[nn.Module, list[Tensor], bool]] = []  # running layers, their parameters, the fast way's switch
+        self._swapped: dict[nn.Module, dict[str, nn.Parameter | None]] = {}  # parameters in whose place others stand
         self.keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
 
     @contextmanager
@@ -36,15 +37,19 @@ class ParamGrad:
             self.wanted, self.skips = True, False
             yield
 
-    def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
+    def switch_off(self, layer: nn.Module, parameters: Sequence[Tensor], swaps: bool = False) -> None:
         """Has parameters not ask for gradients while their layer runs, so that autograd keeps nothing for them.
 
-        parameters: those that `may_skip`
+        parameters: those that `may_skip`    swaps: whether other tensors stand in their place, for a graph that is made of a
+        backward pass, in which they ask again
         """
         off = [p for p in parameters if p.requires_grad]
         self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))  # first, for what an interrupt may leave
         if isinstance(layer, nn.MultiheadAttention):  # it would take a fused way that has no gradients
             torch.backends.mha.set_fastpath_enabled(False)
+        own = {name: p for name, p in layer._parameters.items() if swaps and any(p is other for other in off)}
+        self._swapped[layer] = own
+        layer._parameters.update({name: p.detach() for name, p in own.items() if p is not None})
         for parameter in off:
             parameter.requires_grad_(False)
 
@@ -68,6 +73,7 @@ class ParamGrad:
 
     def _undo(self) -> tuple[nn.Module, list[Tensor]]:
         layer, parameters, fast = self._off[-1]
+        layer._parameters.update(self._swapped.pop(layer, {}))
         for parameter in parameters:
             parameter.requires_grad_(True)
         if isinstance(layer, nn.MultiheadAttention):

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autograd_hacks.capture.by_copies import by_group, by_sample
 from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
+from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
+from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Layout, only_by_sizes
-from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, ROWS, VALUE, VMAPPED, Plan, Read
+from autograd_hacks.probe.plan import BY_LAYER, DERIVATIVES, EXPANDED, HOOKS, ROWS, VALUE, VMAPPED, Plan, Read
 from autograd_hacks.probe.tracker import Frame
-from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
-from autograd_hacks.support.restored import leave
-from autograd_hacks.support.trees import plain, tensors_of, version_of
+from autograd_hacks.rules.operations import ADDED, ELEMENTWISE, LOOKUPS, NORMS, OPERATIONS
+from autograd_hacks.support.trees import plain, version_of
 from autograd_hacks.support.untouched import RandomState, random_state
 
 
@@ -35,8 +36,8 @@ class Running(NamedTuple):
 class Notes(NamedTuple):
     """Where what is seen goes."""
 
-    # note(running, way, operands, output, parameters, layout, off): returns the output that is to be used
-    note: Callable[[Running, Way, Sequence[Tensor], Tensor, Mapping[str, Tensor], Layout | None, bool], Tensor]
+    # note(running, way, operands, output, parameters, layout, off, entry, turns, live): returns the output that is to be used
+    note: Callable[..., Tensor]
     lose: Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # where it isn't known how a read is to be taken
     doubt: Callable[[set[str]], None]  # parameters whose calls may not be those that the plan knows
     is_off: Callable[[Sequence[Tensor]], bool]  # whether parameters go without ordinary gradients
@@ -92,11 +93,26 @@ class Reads(Following[Value]):
             if any(x.requires_grad for x in tensors_in(out)):
                 self.places[running.frame] = None
             return self._lost(out, parameters)
-        off = self.notes.is_off(list(parameters.values()))
+        off, mode = self.notes.is_off(list(parameters.values())), self.plan.mode
         is_product = name in ELEMENTWISE and read.ndim > 0  # and makes no axis of samples itself
-        if is_in_order and (read.kind == EXPANDED or (off and is_product)):
+        if is_in_order and (read.kind == EXPANDED or ((off or mode != HOOKS) and is_product)):
             return self._expand(func, args, kwargs, read, off)
-        return self._record(name, func, args, kwargs, read, off, is_in_order)
+        is_lookup = name in LOOKUPS or (name in ELEMENTWISE and not is_product)
+        turns = self._turns(name, args, kwargs) if mode == DERIVATIVES else None
+        if mode == HOOKS or is_lookup or turns is not None or not self.samples:
+            return self._record(name, func, args, kwargs, read, off, is_in_order, turns or ())
+        return self._by_sample(name, func, args, kwargs, read, off, is_in_order)
+
+    def _turns(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str] | None:
+        """The parameters of the one value that a function multiplies its only other tensor by; None where it does something
+        else, or adds them too."""
+        if name not in ADDED or len(self.others((args, kwargs))) != 1:
+            return None
+        place, key = ADDED[name] or (len(args), "")
+        added = self._parameters((args[place : place + 1], kwargs.get(key)), {})
+        known = [x for x in self.known((args, kwargs)) if x is not kwargs.get(key) and not any(x is y for y in args[place:][:1])]
+        factor = self._parameters(tuple(known), {})
+        return list(factor) if len(known) == 1 and added.keys().isdisjoint(factor) else None
 
     def _find(self, frame: Frame, name: str, names: frozenset[str]) -> tuple[Read | None, bool]:
         """How a call is read: as it was traced, while calls come in that order; else as all that are alike.  And which."""
@@ -150,7 +166,7 @@ class Reads(Following[Value]):
 
     def _expand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool) -> Any:
         """Calls a function that broadcasts with a copy of each value for each sample."""
-        layout, running = read.layout, self.running[-1]
+        layout = read.layout
         assert layout is not None
         everything = [*self.known((args, kwargs)), *(others := self.others((args, kwargs)))]
         sizes = [aligned(x.shape, read.ndim)[layout.axis] for x in everything if x.ndim <= read.ndim]
@@ -162,21 +178,77 @@ class Reads(Following[Value]):
             value = self.values.get(id(x)) if isinstance(x, Tensor) else None
             if value is None or not x.requires_grad:
                 return x
-            trained = {name: p for name, p in value.parameters.items() if p.requires_grad}
-            shape = list(aligned(x.shape, read.ndim))
+            shape = aligned(x.shape, read.ndim)
             if not is_right or (shape[layout.axis] != 1 and self.samples != 1):
-                return self.notes.lose(x, trained)
-            shape[layout.axis] = size
-            return self.notes.note(running, ByExpansion(value, layout), (), x.expand(shape), trained, layout, off)
+                return self.notes.lose(x, {name: p for name, p in value.parameters.items() if p.requires_grad})
+            return self._copies(x, shape, layout, size, off)
 
         args, kwargs = tree_map(expanded, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _record(
+    def _copies(self, x: Tensor, shape: tuple[int, ...], layout: Layout, size: int, off: bool) -> Tensor:
+        """A copy of a value for each sample.  shape: the value's, with as many axes as the copies are to have"""
+        value, sizes = self.values[id(x)], list(shape)
+        sizes[layout.axis] = size
+        trained = {name: p for name, p in value.parameters.items() if p.requires_grad}
+        way = ByExpansion(value, layout, shape)
+        return self.notes.note(self.running[-1], way, (), x.reshape(shape).expand(sizes), trained, layout, off)
+
+    def _by_sample(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: Read, off: bool, is_in_order: bool
     ) -> Any:
+        """Calls a function for each sample, or for each row that is one's, with copies of the values."""
+        others, labels = self.others((args, kwargs)), self._labels(args, read)
+        size, layout = (self.samples, read.layout) if labels is None else (len(labels), Layout())
+        operands = read.operands if labels is None else [Layout() if Layout().fits(x, size) else None for x in others]
+        is_right = all(at is None or at.fits(x, size) for at, x in zip(operands, others)) and layout is not None
+        is_right &= labels is not None or (is_in_order and all(x.ndim == r or not r for x, r in zip(others, read.ranks)))
+        if not is_right or layout is None:
+            return self._lost(func(*args, **kwargs), self._parameters(args, kwargs))
+        if name in NORMS and labels is None:
+            given = signature(func).bind(*args, **kwargs).arguments
+            out = func(**{key: x for key, x in given.items() if key not in ("weight", "bias")})
+            for key, combine in (("weight", torch.mul), ("bias", torch.add)):
+                if (x := given.get(key)) is not None:
+                    shape = (*x.shape, *[1] * (out.ndim - 2)) if NORMS[name] else x.shape
+                    wide, is_copied = aligned(shape, out.ndim), id(x) in self.values and x.requires_grad
+                    axis = out.shape[layout.axis]
+                    out = combine(out, self._copies(x, wide, layout, axis, off) if is_copied else x.view(wide))
+            return out
+        leaves = tree_leaves((args, kwargs))
+        copies, places = {}, {}
+        numbers = iter(operands)
+        for n, x in enumerate(leaves):
+            if isinstance(x, Tensor) and id(x) not in self.values:
+                if (at := next(numbers, None)) is not None:
+                    places[n] = at
+            elif isinstance(x, Tensor) and x.requires_grad:
+                own = self._copies(x, (1, *x.shape), Layout(), self.samples, off)
+                copies[n] = own if labels is None else own[labels]
+        if name in GROUPED and labels is not None:
+            return by_group(leaves, copies)
+        return by_sample(func, args, kwargs, copies, places, layout, size)
+
+    def _labels(self, args: tuple[Any, ...], read: Read) -> Tensor | None:
+        return next((self.rows[id(x)] for x in args if id(x) in self.rows), None) if read.kind == ROWS else None
+
+    def _record(
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: Read,
+        off: bool,
+        is_in_order: bool,
+        turns: Sequence[str],
+    ) -> Any:
+        """Calls a function, and notes what it was given.  turns: the parameters that have rows in derivative passes, too"""
         parameters, layout = self._parameters(args, kwargs), read.layout
-        labels = next((self.rows[id(x)] for x in args if id(x) in self.rows), None) if read.kind == ROWS else None
+        labels, entry = self._labels(args, read), Entry() if turns else None
+        if entry is not None:
+            into = {id(x): entry.into(x) for x in self.others((args, kwargs))}
+            args, kwargs = tree_map(lambda x: into.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
         given = (args, kwargs)
         if off:
             given = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and id(x) in self.values else x, given)
@@ -205,81 +277,5 @@ class Reads(Following[Value]):
         kept, named = tree_map(keep, (args, kwargs))
         way = ByOperation(name, func, kept, named, read, labels)
         operands = [x for x in tree_leaves((kept, named)) if isinstance(x, Tensor)]
-        return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off)
-
-
-class OpenReads:
-    """The modules that run with `Reads` on, or would, one inside the other."""
-
-    def __init__(self) -> None:
-        self.reads: Reads | None = None
-        self._calls: dict[str, int] = {}
-
-    def aside(self) -> AbstractContextManager[None]:
-        """A context in which the library's own code runs."""
-        reads = self.reads
-        return _NOTHING if reads is None else reads.aside()
-
-    def replace(self, output: Any, other: Any) -> None:
-        """The library hands something else on in the place of a module's output: whose its rows are is known of it, too."""
-        if self.reads is not None and self.reads.rows:
-            for x, new in zip(tensors_of(output), tensors_of(other)):
-                if (labels := self.reads.rows.get(id(x))) is not None:
-                    self.reads.label(new, labels)
-
-    def begin(self, reads: Reads | None) -> None:
-        """A forward begins, or checkpointing runs a part of one again."""
-        self.leave_all()
-        self.reads = reads
-
-    def enter(self, path: str, module: nn.Module, again: bool, inputs: Any) -> None:
-        """A module begins.  again: whether checkpointing runs it once more"""
-        reads = self.reads
-        if reads is not None:
-            for x, at in zip(tensors_of(inputs), reads.plan.reading.sources.get(path, ())):
-                if at is not None and at.fits(x, reads.samples):
-                    reads.label(x, at.rows(len(x), reads.samples, x.device))
-            number = self._calls[path] = self._calls.get(path, -1) + 1
-            reads.running.append(Running(Frame(path, Plan.AGAIN if again else number), module))
-            self._switch()
-
-    def leave(self, path: str) -> None:
-        """A module has ended, or failed."""
-        reads = self.reads
-        if reads is not None and any(running.frame.path == path for running in reads.running):
-            ended = reads.running.pop()
-            while ended.frame.path != path:
-                ended = reads.running.pop()
-            reads.end(ended.frame)
-            self._switch()
-
-    def resume(self) -> None:
-        """Another mode has ended, and those that were entered inside with it."""
-        if self.reads is not None:
-            self._switch()
-
-    def leave_all(self) -> None:
-        if self.reads is not None:
-            self.reads.running.clear()
-            leave(self.reads)
-        self.reads, self._calls = None, {}
-
-    def _switch(self) -> None:
-        """Has the mode on in the code of the modules that the plan knows, and off in others."""
-        reads = self.reads
-        assert reads is not None
-        on = bool(reads.running) and reads.running[-1].frame.path in reads.plan.reading.paths
-        top = torch._C._len_torch_function_stack() - 1
-        is_top = top >= 0 and torch._C._get_function_stack_at(top) is reads
-        if not on and is_top:
-            torch._C._pop_torch_function_stack()
-        elif on and not is_top and not _is_there(reads):
-            torch._C._push_on_torch_function_stack(reads)
-        reads.is_paused = not on  # where a mode of the user's stands before it
-
-
-_NOTHING = nullcontext()
-
-
-def _is_there(mode: TorchFunctionMode) -> bool:
-    return any(torch._C._get_function_stack_at(n) is mode for n in range(torch._C._len_torch_function_stack()))
+        live = (tuple(self.others((args, kwargs))) if needs else (), {}) if self.plan.mode != HOOKS else None
+        return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off, entry, turns, live)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,19 @@ class Way(Protocol):
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         """How many rows the call had, where the model's arguments don't tell its samples."""
 
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        """The call as if it had been given something else."""
+
+
+class Turning(Protocol):
+    """Makes calls of a call, of passes of which a graph is made."""
+
+    def turn(self, call: RecordedCall, grad: Tensor, shape: torch.Size, receive: Any) -> Tensor:
+        """What is to go on in the place of a gradient at the call's output."""
+
+    def forget(self) -> None:
+        """The pass is over."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecordedCall(Call):
@@ -67,6 +80,10 @@ class RecordedCall(Call):
     graph: weakref.ref[Graph]
     is_first: bool = True  # whether no other forward hook came before ours
     skipped: frozenset[str] = frozenset()  # the names of its parameters of which autograd computes no ordinary gradients
+    # Where gradient leaves it again, if a pass of which a graph is made is to be noted as a call of its own, ...
+    entry: Turning | None = None
+    turns: Sequence[str] = ()  # ... and the parameters, by their names in the layer, that have rows there
+    order: int = 0  # how many such passes it took to make it
 
     def batch_size(self, grads: OutputGrads) -> int:
         """How many samples the call saw: as many as the model was given, or else as many as it has rows."""
@@ -74,6 +91,8 @@ class RecordedCall(Call):
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the layer: form} for the parameters that a pass has reached, a row for each sample."""
+        if grads.live is not None:
+            self = self.way.with_input(self, *grads.live)
         if self.samples == 0:  # on whichever axis
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
             return {local: Zero(0, p.shape, p) for local, p in edges.items()}
@@ -92,6 +111,8 @@ class OutputGrads:
     at: list[Tensor | None]  # for each tensor that the call returned
     reached: set[str] = field(default_factory=set)  # the parameters that the pass goes on to, by their names in the layer
     versions: Versions = field(default_factory=list)
+    # The call's arguments in their graph, where the gradients are in theirs, too: the rows can be differentiated.
+    live: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
     @property
     def first(self) -> Tensor:
@@ -128,6 +149,7 @@ class Pass:
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # since the pass before it
     higher_order: bool = False  # whether it makes a graph
+    mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     reached: set[str] = field(default_factory=set)  # the parameters that its calls bring gradients to

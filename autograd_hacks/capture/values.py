@@ -62,10 +62,8 @@ class Value:
     version: int = 0  # of a parameter
 
     def again(self, made: dict[Value, Tensor], steps: dict[Step, Any]) -> Tensor:
-        """The same, in a graph from copies of the parameters."""
-        if self not in made and self.step is None:
-            made[self] = self.tensor.detach().requires_grad_()
-        elif self not in made:
+        """The same, in a graph from the parameters, or copies of them, which are there."""
+        if self not in made:
             assert self.step is not None
             made[self] = tensors_in(self.step.run(made, steps))[self.slot]
         return made[self]
@@ -91,8 +89,8 @@ class Value:
             if isinstance(x, Value):
                 x.check_unchanged()
 
-    def forms(self, form: Form) -> dict[str, Form]:
-        """{name: form} of its parameters, from its own."""
+    def forms(self, form: Form, is_live: bool = False) -> dict[str, Form]:
+        """{name: form} of its parameters, from its own.  is_live: whether they may be differentiated by the parameters"""
         if self.step is None:
             return dict.fromkeys(self.parameters, form)
         found: dict[str, Form] = {}
@@ -100,8 +98,8 @@ class Value:
             return looked_up
         made: dict[Value, Tensor] = {}
         roots = self.roots()
-        for root in roots:
-            root.again(made, {})
+        for root, name in roots.items():
+            made[root] = root.parameters[name] if is_live else root.tensor.detach().requires_grad_()
         with Switch.paused_here(), torch.enable_grad():
             graph = self.again(made, {})
         for root, name in roots.items():
@@ -109,7 +107,7 @@ class Value:
             if len(roots) == 1 and (whole := _moved(form, graph, leaf)) is not None:
                 return {name: whole}
             self.check_unchanged()
-            found[name] = chained = Chained(form, pull_along(graph, leaf), leaf.shape, leaf.detach())
+            found[name] = chained = Chained(form, pull_along(graph, leaf, is_live), leaf.shape, leaf.detach())
             chained.through = frozenset(value.dtype for value in made.values())
         return found
 

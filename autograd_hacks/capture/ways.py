@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class ByRule:
         if rule is not None and rule.count is not None:
             return rule.count(call.layer, call.args, call.kwargs)
         return grads.first.shape[0] if grads.first.ndim else 1
+
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        return replace(call, args=args, kwargs=kwargs)
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         rule, rows = rule_for(call.layer), self.rows(call, grads)
@@ -56,6 +60,9 @@ class ByMap:
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return self.count
 
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        return replace(call, args=args)
+
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         ready = _ready(call, grads, self.at, self.count)
         shapes = {name: edge.parameter.shape for name, edge in call.edges.items()}
@@ -73,6 +80,9 @@ class ByCopies:
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return self.count
+
+    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
+        return call
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         rows = _ready(call, grads, Layout(1), self.count).grad

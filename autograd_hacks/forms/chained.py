@@ -20,11 +20,14 @@ _SMALL = 2**16
 of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normalised, 10.8 and 8.5; a standardised 256 × 64 × 3 × 3, 33 and 18."""
 
 
-def pull_along(v: Tensor, leaf: Tensor) -> Pull:
-    """The vector-Jacobian product of φ, in v's dtype, where v = φ(leaf) has its graph, which is kept."""
+def pull_along(v: Tensor, leaf: Tensor, is_live: bool = False) -> Pull:
+    """The vector-Jacobian product of φ, in v's dtype, where v = φ(leaf) has its graph, which is kept.
+
+    is_live: whether it may be differentiated by the leaf, too
+    """
 
     def pull(rows: Tensor, batched: bool) -> Tensor:
-        options = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
+        options = {"retain_graph": True, "create_graph": (is_live or rows.requires_grad) and torch.is_grad_enabled()}
         return torch.autograd.grad(v, leaf, rows.to(v.dtype), is_grads_batched=batched, **options)[0]
 
     return pull

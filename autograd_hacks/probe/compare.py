@@ -139,6 +139,16 @@ class Comparison:
         told = [[next(iter(fits.layouts([0], False)[0]), None) for fits in call] for call in calls]
         return tuple([each[0] if all(at == each[0] for at in each) else None for each in zip(*told)])
 
+    def arguments_of(self, call: Traced) -> Layouts:
+        """Where samples are in what a call was given."""
+        found = []
+        for fits in self._inputs[call.stack[-1]]:
+            axes = range(fits.real.ndim)
+            own, has_changed = fits.layouts(axes, self._exactly(call))
+            by_size = only_by_sizes(fits.real.shape, self.samples, axes)
+            found.append(own[0] if len(own) == 1 and has_changed else by_size if by_size in own else None)
+        return tuple(found)
+
     def _mixes_in_packed(self, call: Traced) -> bool:
         """Whether samples mix in a packed sequence, which has no layout."""
         return self._outputs[call.stack[-1]][0].mixes_by_rows and not self._is_routed(call)

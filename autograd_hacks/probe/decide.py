@@ -63,6 +63,7 @@ class Decision:
     def plan(self) -> Plan:
         comparison, whole = self.comparison, self.calls[""][-1]
         plan = Plan(
+            mode=comparison.tracer.mode,
             axis=comparison.axis,
             told_by=self.told_by,
             model=whole.layouts,
@@ -85,7 +86,7 @@ class Decision:
             if unread := {local: name for local, name in static.parameters.items() if name not in self.facts.uses}:
                 plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
         for call in self.compared:
-            if call.owned and call.placed:
+            if call.owned and call.placed and not self._is_read(call):
                 paths = {frame.path for frame in call.traced.stack}
                 again = {name for name in call.owned if paths & self.chosen.get(name, set())}
                 plan.by_rule |= call.owned - plan.refused.keys() - again
@@ -148,6 +149,7 @@ class Decision:
             parameters={},
             why=why,
             calls=[call.layouts for call in calls],
+            inputs=[self.comparison.arguments_of(call.traced) for call in calls],
             copies=any(call.traced.changes_arguments for call in calls),
             buffers=sorted({name for call in calls for name in call.traced.buffers}),
         )

@@ -27,6 +27,17 @@ class Layout:
             return x.unflatten(self.axis, (samples, positions)).movedim(self.axis, 0)
         return x.unflatten(self.axis, (positions, samples)).movedim(self.axis + 1, 0)
 
+    def back(self, rows: Tensor) -> Tensor:
+        """What `samples_first` was given."""
+        if not self.fold:
+            return rows.movedim(0, self.axis)
+        at = self.axis if self.fold == "N·T" else self.axis + 1
+        return rows.movedim(0, at).flatten(self.axis, self.axis + 1)
+
+    def one_of(self, batch: Tensor) -> Tensor:
+        """The sample of a batch of one."""
+        return batch if self.fold else batch.squeeze(self.axis)
+
     def batch_of_one(self, sample: Tensor) -> Tensor:
         """One entry of `samples_first`, as a batch of one sample."""
         return sample if self.fold else sample.unsqueeze(self.axis)

@@ -23,6 +23,10 @@ UNKNOWN = (
 )
 
 
+HOOKS, DERIVATIVES, EXPAND = MODES = "hooks", "derivatives", "expand"
+"""How parameters are read: by layers' rules; the same, and in backward passes of which a graph is made, where other
+parameters are read as copies; as copies all, one for each sample."""
+
 UNTRACED = "the model failed when it was probed, in a forward before its own, so that it isn't known whether samples mix"
 """How the reason begins, where a model can't be run once more on its arguments."""
 
@@ -34,8 +38,15 @@ class Unit:
     parameters: dict[str, str]  # by their names in the module, their names in the model
     why: str  # for people
     calls: Sequence[Layouts] = ()  # the layouts of its outputs, for each call in a forward, or for all
+    inputs: Sequence[Layouts] = ()  # the same of the tensors that it is given, where they were looked at
     copies: bool = False  # whether the module changes its arguments
     buffers: Sequence[str] = ()  # those that it changes, by name
+
+    def places_of(self, call: int, inputs: Sequence[Tensor], samples: int) -> Layouts:
+        known = self.inputs[min(call, len(self.inputs) - 1)] if self.inputs else ()
+        if len(known) != len(inputs):
+            known = (Layout(),) * len(inputs)
+        return tuple([at if at is not None and at.fits(x, samples) else None for at, x in zip(known, inputs)])
 
     def layouts_of(self, call: int, outputs: Sequence[Tensor], samples: int | None) -> Layouts:
         known = self.calls[min(call, len(self.calls) - 1)] if self.calls else ()
@@ -126,6 +137,7 @@ class Plan:
     AGAIN: ClassVar[int] = -1
     """The number of a call that a backward pass makes anew, so that it can't be known which one it was."""
 
+    mode: str = HOOKS
     axis: int | None = None  # of the samples in the model's arguments; None where the user has said it for each
     told_by: int | None = None  # which argument tells how many samples there are, where it isn't the first
     model: Layouts = ()  # of the model's outputs

@@ -15,7 +15,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.copies import Arguments
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.meetings import Follow
-from autograd_hacks.probe.plan import UNTRACED, Plan, is_milestone, is_second_try, static_units
+from autograd_hacks.probe.plan import EXPAND, HOOKS, UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Trace, Tracer
 from autograd_hacks.rules.table import rule_for
@@ -37,6 +37,7 @@ def plan_for(
     seed: int = 0,
     opened: Collection[str] = (),
     before: Follow | None = None,
+    mode: str = HOOKS,
 ) -> Plan:
     """The plan of a forward, from traces: of the batch, and of the batch with samples replaced.
 
@@ -44,14 +45,15 @@ def plan_for(
 
     batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
     seed: which samples are replaced, and by which    opened: parameters by name that are zero, and hide what is behind them:
-    they are tried with noise in their place too    before: what an earlier plan of the signature has followed
+    they are tried with noise in their place too    before: what an earlier plan of the signature has followed    mode: see
+    `add_hooks`
     Returns a plan that refuses everything where the model can't run its own arguments, as the forward will say.
     Raises ProbeFailed where it can't run them with samples replaced.
     """
-    tracer, decisions = Tracer(model), []
-    follow = Follow(tracer.unruled)
+    tracer, decisions = Tracer(model, mode), []
+    follow = tracer.first
     if before is not None:
-        follow = replace(before, names=before.names & tracer.trained | tracer.unruled, unruled=frozenset())
+        follow = replace(before, names=before.names & tracer.trained | follow.names, unruled=follow.unruled)
     wholes: dict[tuple[bool, ...], Trace] = {}  # by which arguments carry samples
     for axis in axes:
         samples, told_by = batch.samples(axis), None
@@ -68,7 +70,7 @@ def plan_for(
                 "probe, and take axis 0 of every layer's input for the batch: add_hooks(model, probe=False)."
             )
             unplaced, refused = set(tracer.paths.values()), dict.fromkeys(tracer.names.values(), why)
-            return Plan(unplaced=unplaced, refused=refused, incomplete=True)
+            return Plan(mode, unplaced=unplaced, refused=refused, incomplete=True)
         if (told_by := batch.told_otherwise(axis, whole.output_size())) is not None:
             samples = whole.output_size()
             whole = tracer.trace((args, kwargs), batch, axis, samples, follow)
@@ -123,15 +125,21 @@ NESTED = (
 )
 
 
+UNPLACED = (
+    'with add_hooks(mode="expand") each sample reads copies of its own, and here no probe could tell where the samples are: in '
+    "bags, a model that isn't whole yet, arguments without samples. Use another mode."
+)
+
+
 class Planner:
     """The plans of one hooked model, by signature.
 
-    batch_dim: see `add_hooks`    probes: whether new signatures are traced
+    batch_dim, mode: see `add_hooks`    probes: whether new signatures are traced
     """
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool) -> None:
-        self.batch_dim, self.probes = batch_dim, probes
-        self.static = Plan(units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, mode: str = HOOKS) -> None:
+        self.batch_dim, self.probes, self.mode = batch_dim, probes, mode
+        self.static = Plan(mode, units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
         self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
@@ -148,10 +156,10 @@ class Planner:
         """
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Plan(
-                units=self.static.units, refused=dict.fromkeys((n for n, _ in model.named_parameters()), NESTED)
+                self.mode, units=self.static.units, refused=dict.fromkeys((n for n, _ in model.named_parameters()), NESTED)
             ), None
-        if not self.probes or (rule_for(model) and self.batch_dim == 0):
-            return self._without_probe(), None  # a layer alone mixes nothing that its rule doesn't know
+        if not self.probes or (rule_for(model) and self.batch_dim == 0 and self.mode == HOOKS):
+            return self._without_probe(model), None  # a layer alone mixes nothing that its rule doesn't know
         batch = Batch.of(args, kwargs, self.batch_dim)
         axis = self.batch_dim if isinstance(self.batch_dim, int) else None
         axis = self._learnt if axis == 0 and self._learnt is not None else axis
@@ -159,7 +167,7 @@ class Planner:
         if any(p is not None and is_lazy(p) for module in modules for p in module._parameters.values()) or _is_ragged(
             model, batch
         ):
-            return self._without_probe(), None  # a model that isn't whole yet, or samples that no axis tells apart
+            return self._without_probe(model), None  # a model that isn't whole yet, or samples that no axis tells apart
         if samples is None and self.batch_dim is not None and (kinds := batch.opaque()):
             raise ProbeFailed(
                 f"the model was given {', '.join(kinds)}, in which the library can't look for the samples. Give it "
@@ -167,7 +175,7 @@ class Planner:
                 "the batch and that samples don't mix: add_hooks(model, probe=False)."
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
-            return self._without_probe(), None
+            return self._without_probe(model), None
         kind = batch.signature(), samples == 1, tuple([module.training for module in modules])
         signature = kind, self._choosing(kind, batch.numbers())
         known = self.plans.get(signature)
@@ -183,7 +191,7 @@ class Planner:
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         self.make_room()
         zeros, self._seed = _zeros(model), self._seed + 1
-        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed)
+        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed, self.mode)
         plan.opened = zeros
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis
@@ -194,7 +202,9 @@ class Planner:
         self.plans[signature] = plan
         return plan, batch.samples(plan.axis, plan.told_by)
 
-    def _without_probe(self) -> Plan:
+    def _without_probe(self, model: nn.Module) -> Plan:
+        if self.mode == EXPAND:
+            return Plan(self.mode, refused=dict.fromkeys((n for n, _ in model.named_parameters()), UNPLACED))
         self.static.forwards += 1
         if is_milestone(self.static.forwards):
             self.static.summed.clear()

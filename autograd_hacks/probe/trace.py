@@ -18,6 +18,7 @@ from autograd_hacks.probe.copies import PLAIN, Arguments, copies
 from autograd_hacks.probe.guard import Kept, WriteGuard
 from autograd_hacks.probe.layout import Fits, samples_of_rows
 from autograd_hacks.probe.meetings import Follow, Meetings, Repeat, Watch
+from autograd_hacks.probe.plan import DERIVATIVES, HOOKS
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
@@ -74,14 +75,17 @@ class Trace:
 class Tracer:
     """Traces a model: with gradients, as the forward runs that follows, for it may do something else without them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, mode: str) -> None:
+        self.model, self.mode = model, mode
         self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.owned = {path: {self.names[p] for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
         trained = {name for p, name in self.names.items() if p.requires_grad}
         self.trained, ruled = frozenset(trained), {name for names in self.owned.values() for name in names}
-        self.unruled = self.trained - ruled  # by any rule
+        past = [path for m, path in self.paths.items() if path in self.owned and not _goes_by_rule(m, mode)]
+        # Parameters that no rule covers are followed from the beginning, and those of layers that don't go by theirs.
+        names = {name for path in past for name in self.owned[path]} & trained | (self.trained - ruled)
+        self.first = Follow(frozenset(names), unruled=frozenset(past))
         self.parts = {self.paths[part] for part in parts_of_composites(model) if part in self.paths}
         self._state = random_state(cuda_devices_of(model))
         self._kept: Kept = {}
@@ -140,8 +144,8 @@ class Tracer:
 
         def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
             running.append(stack)
-            is_seen = _goes_by_input(module) or stack[-1].path in whole.meetings.follow.rows
-            return tensors_of((args, kwargs)) if is_seen else []
+            seen = self._seen_inputs(stack[-1].path, module, whole.meetings.follow)
+            return tensors_of((args, kwargs)) if seen != 0 else []
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             running.append(stack[:-1] or stack)
@@ -219,7 +223,7 @@ class Tracer:
 
     def _seen_inputs(self, path: str, module: nn.Module, follow: Follow) -> int | None:
         """How many of a call's first inputs are compared; None for all."""
-        return None if path in follow.rows else int(_goes_by_input(module))
+        return None if path in follow.rows or self.mode != HOOKS else int(_goes_by_input(module))
 
     @contextmanager
     def _walking(self, mode: Watch | Repeat, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:
@@ -255,6 +259,12 @@ class Tracer:
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Each buffer's identity and version, by name."""
     return {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
+
+
+def _goes_by_rule(layer: nn.Module, mode: str) -> bool:
+    """Whether a layer's rule gives the rows of its parameters in a mode."""
+    rule = rule_for(layer)
+    return rule is not None and (mode == HOOKS or (mode == DERIVATIVES and rule.linear_in is not None))
 
 
 def _goes_by_input(module: nn.Module) -> bool:

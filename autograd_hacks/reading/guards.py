@@ -19,7 +19,7 @@ from autograd_hacks.errors import (
     VerificationFailed,
     where,
 )
-from autograd_hacks.probe.plan import MIXING
+from autograd_hacks.probe.plan import HOOKS, MIXING
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
@@ -27,6 +27,14 @@ _MICRO_BATCHES = (
     "For micro-batches run all passes within autograd_hacks.accumulate(model), or clip each, with param_grad=False: "
     "clip_grad1_norm_(model, max_norm, add=True); to read the last alone clear"
 )
+
+
+OTHER_MODES = (
+    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" for what '
+    "that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call clear_backprops(model) and "
+    "repeat the step."
+)
+"""What to do where a pass makes a graph."""
 
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
@@ -59,11 +67,13 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
         raise NothingRecorded(record.why_empty or (no_backward if record.forwards else no_forward))
     for recorded in (p for segment in record.segments for p in segment.passes):
-        if recorded.higher_order:
-            raise HigherOrderError(
-                "the backward pass ran with create_graph=True. Per-sample gradients of higher-order losses are not "
-                "supported: run the backward pass without it, or call clear_backprops(model) and repeat the step."
+        if recorded.mixes:
+            raise SamplesMixed(
+                "samples mix: the loss is made of a gradient of the whole batch by parameters, a sum over its samples. Make it "
+                "of per-sample gradients, per_sample_grads(model); or run its backward pass within pause_hooks()."
             )
+        if recorded.higher_order and record.plan.mode == HOOKS:
+            raise HigherOrderError(f"the backward pass ran with create_graph=True. {OTHER_MODES}")
         if not recorded.finished:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # which may be what it failed for

@@ -19,12 +19,12 @@ _RUNNING_NORM = Rule(running_norm, mixes=why_norm_mixes)
 _LOSS = partial(Rule, axes=lambda layer: (0,), count=count_rows, by_input=True, recomputes=True)
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear, features=lambda layer: 1),
+    nn.Linear: Rule(linear, features=lambda layer: 1, linear_in="weight"),
     nn.Bilinear: Rule(bilinear, features=lambda layer: 1),
     nn.PReLU: Rule(prelu),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv)),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv_transpose)),
-    nn.Embedding: Rule(embedding, features=lambda layer: 1),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv, linear_in="weight")),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv_transpose, linear_in="weight")),
+    nn.Embedding: Rule(embedding, features=lambda layer: 1, linear_in="weight"),
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
     nn.LayerNorm: Rule(layer_norm, features=lambda layer: len(layer.normalized_shape)),
     nn.RMSNorm: Rule(rms_norm, features=lambda layer: len(layer.normalized_shape)),
@@ -52,7 +52,7 @@ RULES: dict[type[nn.Module], Rule] = {
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
     RULES[nn.LinearCrossEntropyLoss] = _LOSS(linear_cross_entropy, covers=lambda layer: ("linear",))
 
-FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
+FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, linear_in="weight")}
 """{a layer type of another library by its full name, which is not imported: rule}"""
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})

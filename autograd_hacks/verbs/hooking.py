@@ -7,13 +7,19 @@ import torch.nn as nn
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.probe.plan import HOOKS
 from autograd_hacks.reading.proof import prove
 
 
 def add_hooks(
-    model: nn.Module, batch_dim: BatchDim = 0, probe: bool = True, param_grad: bool = True, reuse: bool = True
+    model: nn.Module,
+    batch_dim: BatchDim = 0,
+    probe: bool = True,
+    param_grad: bool = True,
+    reuse: bool = True,
+    mode: str = HOOKS,
 ) -> Hooked:
-    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse)
+    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
     recorder_of(model).prove = prove
     return hooked
 
