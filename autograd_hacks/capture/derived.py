@@ -25,7 +25,8 @@ from autograd_hacks.support.trees import version_of
 class Entry:
     """Where gradient leaves a call: an alias of what it was given, with a hook on its node."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: torch.Size | None = None) -> None:
+        self._shape = shape  # of what leaves, as formulas know it, where that isn't as it leaves
         self._made: Made | None = None  # by the running pass, whose gradient is on its way out
 
     def into(self, x: Tensor) -> Tensor:
@@ -54,14 +55,14 @@ class Entry:
         grad = grads[0]
         if made is None or grad is None or not (grad.requires_grad or made.call.skipped):
             return None
-        return (made.attach(grad),)
+        return (made.attach(grad, self._shape or grad.shape),)
 
 
 class Made:
     """A call that a pass makes of another: it is given the gradient at that one's output, and returns that at its input."""
 
     def __init__(self, call: RecordedCall, grad: Tensor, shape: torch.Size, receive: Receive) -> None:
-        way, self.entry, self.receive = call.way, Entry(), receive
+        way, self.entry, self.receive = call.way, Entry(shape), receive
         self.known = grad.reshape(shape)
         inner, of_input = (way.way, not way.of_input) if isinstance(way, ByTurning) else (way, False)
         self.call = replace(
@@ -74,11 +75,11 @@ class Made:
             order=call.order + 1,
         )
 
-    def attach(self, out: Tensor) -> Tensor:
-        """What the call returns, with a hook where gradient comes to it."""
+    def attach(self, out: Tensor, shape: torch.Size) -> Tensor:
+        """What the call returns, with a hook where gradient comes to it.  shape: as formulas know it"""
         graph = Graph()
         call = replace(self.call, graph=weakref.ref(graph))
-        alias, at = out.view_as(out), AtNode(call, graph, self.receive, 0, 0, out.shape, ((self.known,), {}))
+        alias, at = out.view_as(out), AtNode(call, graph, self.receive, 0, 0, shape, ((self.known,), {}))
         if call.skipped:
             parameters = [edge.parameter for edge in call.edges.values()]
             return anchored(alias if out.requires_grad else alias.clone(), at, parameters)

@@ -112,7 +112,7 @@ class Comparison:
             layouts, placed = (Layout(axes_for(call.module, call.outputs[0])[0]),), True
         elif owned and not missing and call.from_batch:
             own = self._place_by_rule(call, all_of)
-            layouts, placed = (own,) if own else layouts, own is not None
+            layouts, placed = (own, *layouts[1:]) if own else layouts, own is not None
         return Compared(call, missing, owned, layouts, [mixes for _, mixes in found], placed)
 
     def _place(self, call: Traced, slot: int, real: Tensor, all_of: Sequence[Comparison]) -> tuple[Layout | None, bool]:
