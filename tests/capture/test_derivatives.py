@@ -1,0 +1,174 @@
+"""Law 8: losses with derivatives, of any order, by the hooks and by copies of the parameters: rows are those of each loss
+alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from derivatives import LOSSES, Loss, gradient_penalty, laplacian, rows_of, step
+from nets import Choosy, Scale
+from oracle import assert_same, squares
+from quantities import assert_quantities
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+
+MODES = ("derivatives", "expand")
+
+
+class Block(nn.Module):
+    """Attention with a class token, a layer scale, and a weight that is read twice past its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) * self.scale
+        x = x @ self.weight + F.linear(x, self.weight.t(), self.scale)
+        with sdpa_kernel(SDPBackend.MATH):
+            x = x + self.attend(x, x, x, need_weights=False)[0]
+        return self.out(x.tanh())
+
+
+class Tied(nn.Module):
+    """One layer twice, its weight turned round, and one shared with a layer that stores it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.two(self.one(self.one(x).tanh()).tanh()).sigmoid()
+        return self.out(h) + F.linear(h, self.out.weight.t())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recur, self.out = nn.LSTM(3, 4, batch_first=True, bidirectional=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.recur(x)[0][:, -1])
+
+
+class Routed(nn.Module):
+    """Experts that rows are chosen for, as modules and as one stack, and norms of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.scale = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(4))
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 4)
+        scores = self.gate(rows)
+        out = torch.zeros_like(rows)
+        for expert in range(3):
+            at = (scores.argmax(1) == expert).nonzero()[:, 0]
+            own = F.linear(rows[at], self.stack[expert]) * scores[at, expert, None]
+            out = out.index_add(0, at, self.experts[expert](own.tanh()).sigmoid())
+        return F.rms_norm(out.view_as(x), (4,), self.scale)
+
+
+class Normed(nn.Module):
+    """Parametrisations, a lookup, time first, and an operation in place on what a layer was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.table, self.mix, self.bilinear = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x + self.table(torch.arange(x.shape[1]))).transpose(0, 1)
+        g = self.normed(h.clone())
+        h = h.clone().add_(1)
+        return self.bilinear(self.mix(h).tanh(), g).transpose(0, 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.inner, self.out = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inner, self.into(x).sigmoid(), use_reentrant=False))
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Softplus(), nn.Conv2d(4, 4, 3, stride=2, groups=2),
+        nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(18, 2),
+    )  # fmt: skip
+
+
+def _norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.RMSNorm(6), nn.PReLU(5), nn.Linear(6, 2)
+    )
+
+
+def _by_channel() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.PReLU(), nn.Conv1d(4, 4, 1, bias=False),
+        nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, 2),
+    )  # fmt: skip
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Softplus(), nn.Linear(5, 2)), (4, 3)),
+    "a layer alone": (lambda: nn.Linear(3, 2), (4, 3)),
+    "convolutions": (_conv, (4, 2, 6, 6)),
+    "norms": (_norms, (4, 5, 4)),
+    "norms by channel": (_by_channel, (4, 2, 6)),
+    "attention": (Block, (4, 3, 4)),
+    "tied": (Tied, (4, 3)),
+    "recurrent": (Recurrent, (3, 4, 3)),
+    "routed": (Routed, (4, 3, 4)),
+    "normed": (Normed, (4, 3, 4)),
+    "checkpointed": (Checkpointed, (4, 3)),
+    "choosy": (Choosy, (4, 3)),
+    "scale": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scale(3)), (4, 3)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    model, shape = MODELS[name]
+    torch.manual_seed(0)
+    return model().double(), torch.randn(*shape, dtype=torch.float64)
+
+
+def found(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad1 for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("param_grad", [True, False], ids=["default", "param_grad=False"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_those_of_each_loss_alone(name: str, loss: Loss, mode: str, param_grad: bool) -> None:
+    model, x = made(name)
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for batch in (x, x + 0.1, x[:2]):
+            step(model, loss, batch)
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, loss, batch))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_verb(name: str, mode: str) -> None:
+    model, x = made(name)
+    with autograd_hacks.add_hooks(model, mode=mode):
+        step(model, gradient_penalty, x)
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_quantities(model, {key: rows for key, rows in found(model).items() if rows is not None}, loss_type="sum")
