@@ -59,6 +59,14 @@ class ShardedParameters(PerSampleGradientError):
     """Processes hold parts of a parameter that trains."""
 
 
+OTHER_MODES = (
+    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" for what '
+    "that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call clear_backprops(model) and "
+    "repeat the step."
+)
+"""What to do where a pass makes a graph."""
+
+
 def where(path: str, layer: nn.Module) -> str:
     """A layer's name for people: its path in the model and its type."""
     return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"

@@ -13,12 +13,13 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 def _sums(model: nn.Module, x: Tensor) -> Tensor:
     """A number for each sample, N, that isn't linear in the parameters."""
-    return model(x).flatten(1).sin().sum(1)
+    y = model(x).sin()
+    return y.flatten(1).sum(1) if y.ndim > 1 else y
 
 
 def _slope(of: Tensor, x: Tensor) -> Tensor:
     """N D"""
-    return torch.autograd.grad(of.sum(), x, create_graph=True)[0].flatten(1)
+    return torch.autograd.grad(of.sum(), x, create_graph=True)[0].reshape(len(x), -1)
 
 
 def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def attach_copies(
     call: RecordedCall, graph: Graph, copies: Tensor, receive: Receive, parameters: Sequence[Tensor]
 ) -> Tensor:
     """The same for copies of a value, a view that has just been made.  With ``parameters`` the gradients go no further."""
-    at = AtNode(call, graph, receive, 0, 0, copies.shape)
+    at = AtNode(call, graph, receive, 0, 0, copies.shape, ((), {}))
     if parameters:
         anchor: Tensor = _AnchoredCopies.apply(copies.detach(), at, *parameters)
         return anchor

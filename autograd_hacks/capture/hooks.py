@@ -195,7 +195,8 @@ class Hooked:
         if recorder is None:
             return f"<hooks of a {kind}, removed>"
         layers, batch_dim = len(recorder.layers), recorder.planner.batch_dim
-        return f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={recorder.param_grad.wanted}>"
+        mode, wanted = recorder.planner.mode, recorder.param_grad.wanted
+        return f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, mode={mode!r}, param_grad={wanted}>"
 
     def __enter__(self) -> None:
         pass

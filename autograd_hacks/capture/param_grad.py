@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import HigherOrderError, ParamGradSkipped
+from autograd_hacks.errors import OTHER_MODES, HigherOrderError, ParamGradSkipped
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
 
@@ -103,7 +103,7 @@ class ParamGrad:
         if torch.is_grad_enabled():
             raise HigherOrderError(
                 "a backward pass ran with create_graph=True through layers whose parameters are in no graph "
-                "(add_hooks(param_grad=False)), so that its terms would be missing. Use param_grad=True."
+                f"(add_hooks(param_grad=False)), so that its terms would be missing. {OTHER_MODES}"
             )
 
     def check_captured(self, parameters: Sequence[Tensor]) -> None:

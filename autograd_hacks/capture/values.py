@@ -99,7 +99,8 @@ class Value:
         made: dict[Value, Tensor] = {}
         roots = self.roots()
         for root, name in roots.items():
-            made[root] = root.parameters[name] if is_live else root.tensor.detach().requires_grad_()
+            p = root.parameters[name]  # whose own hooks are not to hear of what is read
+            made[root] = p.view_as(p) if is_live else root.tensor.detach().requires_grad_()
         with Switch.paused_here(), torch.enable_grad():
             graph = self.again(made, {})
         for root, name in roots.items():

@@ -130,6 +130,10 @@ class Reading:
         return Reading(self.names | (earlier.names & names), calls, sources, carrying, known)
 
 
+_PATIENCE = 16
+"""For so many forwards a pass with derivatives in it is waited for, to compare the sums of its rows."""
+
+
 @dataclass
 class Plan:
     """What holds for all forwards of a signature.  Parameters are known by their first name in the model."""
@@ -155,6 +159,7 @@ class Plan:
     unread: bool = False  # whether a backward pass has gone by that nobody read
     # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
     summed: set[str] = field(default_factory=set)
+    deepest: int = 0  # of how many derivatives the passes were whose rows' sums were compared
     forwards: int = 1  # of its signature, so far
     largest: int = 0  # the largest N that was traced
     shared: frozenset[int] = frozenset()  # the arguments that have no samples, by number: see `Batch`
@@ -189,6 +194,7 @@ class Plan:
         """Takes the place of an earlier plan, and what that knew of calls that this one's forward has not made, of layers
         that are skipped at random say."""
         self.forwards, self.largest, self.unread = earlier.forwards, earlier.largest, earlier.unread
+        self.deepest = earlier.deepest
         if earlier.unproven:
             return
         held = {n for unit in self.units.values() for n in unit.parameters.values()} - self.unused
@@ -221,7 +227,8 @@ class Plan:
 
     def awaits_sum(self, name: str) -> bool:
         """Whether a parameter's rows are to be compared with the gradient that arrives."""
-        return name not in self.summed and not self.unread
+        is_waiting = self.mode == DERIVATIVES and not self.deepest and self.forwards <= _PATIENCE
+        return (name not in self.summed or is_waiting) and not self.unread
 
 
 def is_milestone(forwards: int) -> bool:

@@ -10,8 +10,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
-from autograd_hacks.errors import HigherOrderError, UnseenGradient
+from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
+from autograd_hacks.probe.plan import HOOKS
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -60,12 +61,19 @@ def check_sum(
     with torch.no_grad():
         if agree(form, expected.new_ones(form.samples), expected, used, received):
             summed.add(known)
+            record.plan.deepest = max([record.plan.deepest, *(call.order for call, _, _ in calls)])
             return
+    if record.comparing and record.plan.mode == HOOKS:
+        raise HigherOrderError(
+            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
+            f"leads to it past the hooks. {OTHER_MODES}"
+        )
     if record.comparing:
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
-            "leads to it past the hooks. Per-sample gradients of such losses, a gradient penalty say, are not supported: "
-            "run the penalty's backward pass by itself, within autograd_hacks.pause_hooks()."
+            "leads to it by a way that isn't known: a rule that says linear_in and isn't, a layer that was called before "
+            'add_hooks, or by itself; or a penalty on the weight, which belongs to no sample. Try add_hooks(model, mode="expand"), '
+            "or run that part's backward pass within autograd_hacks.pause_hooks()."
         )
     raise UnseenGradient(
         f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "

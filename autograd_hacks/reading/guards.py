@@ -11,6 +11,7 @@ from torch import Tensor
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import OutputGrads, Record, RecordedCall, Segment
 from autograd_hacks.errors import (
+    OTHER_MODES,
     HigherOrderError,
     NothingRecorded,
     SamplesMixed,
@@ -27,14 +28,6 @@ _MICRO_BATCHES = (
     "For micro-batches run all passes within autograd_hacks.accumulate(model), or clip each, with param_grad=False: "
     "clip_grad1_norm_(model, max_norm, add=True); to read the last alone clear"
 )
-
-
-OTHER_MODES = (
-    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" for what '
-    "that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call clear_backprops(model) and "
-    "repeat the step."
-)
-"""What to do where a pass makes a graph."""
 
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
@@ -74,6 +67,13 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.higher_order and record.plan.mode == HOOKS:
             raise HigherOrderError(f"the backward pass ran with create_graph=True. {OTHER_MODES}")
+        if any(call.skipped and call.order > record.plan.deepest for call in recorded.received):
+            record.plan.unread = False
+            record.plan.summed.clear()
+            raise HigherOrderError(
+                "a loss has derivatives in it for the first time, or of a higher order than before, and with param_grad=False "
+                "there was nothing to compare its rows with. Repeat the step: it will compute ordinary gradients, once."
+            )
         if not recorded.finished:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # which may be what it failed for
@@ -145,11 +145,16 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             raise SamplesMixed(f"{name} has no per-sample gradients: {reason}")
         if reason:
             raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
+    if record.comparing and record.plan.mode == HOOKS:
+        raise HigherOrderError(
+            f"gradient has reached {', '.join(past)} through the graph of a backward pass with create_graph=True. {OTHER_MODES}"
+        )
     raise UnseenGradient(
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
         "it: a forward pass from before add_hooks, a weight used outside its own layer's forward, a penalty on weights in a "
         "loss, torch.compile, scripting, functional_call. Let layers be called as modules; run a backward pass of a penalty "
-        "alone within autograd_hacks.pause_hooks(); or freeze the parameter."
+        "alone within autograd_hacks.pause_hooks(); use add_hooks(model, mode=\"expand\") for derivatives by "
+        "torch.autograd.forward_ad; or freeze the parameter."
     )
 
 

@@ -1,0 +1,308 @@
+"""add_hooks(mode=): programs with losses that have derivatives in them, and what the modes refuse."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.nn as nn
+from derivatives import gradient_penalty, laplacian, rows_of, step
+from hypothesis import given
+from oracle import assert_same, one_loss_at_a_time, squares
+from steps import batch, check, check_batches, mlp
+from strategies import Case, layers
+from test_derivatives import MODES, found, made
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
+from autograd_hacks.rules import Call, Rule
+
+BOTH = pytest.mark.parametrize("mode", MODES)
+
+
+@BOTH
+@given(layers)
+def test_first_derivatives_of_every_layer(mode: str, case: Case) -> None:
+    with autograd_hacks.add_hooks(case.layer, mode=mode):
+        check(case.layer, case.x, "sum")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(layers)
+def test_second_derivatives_of_every_layer(mode: str, case: Case) -> None:
+    """Behind another layer, so that each has an input that asks for gradients."""
+    if not case.x.is_floating_point() or not len(case.x):
+        return
+    with autograd_hacks.add_hooks(case.layer, mode=mode):
+        try:
+            step(case.layer, gradient_penalty, case.x)
+        except RuntimeError as error:
+            assert "not implemented" in str(error) or "does not require grad" in str(error)  # torch's own
+            return
+        autograd_hacks.compute_grad1(case.layer, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_same(found(case.layer), rows_of(case.layer, gradient_penalty, case.x))
+
+
+@BOTH
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_critic_with_three_forwards(mode: str, param_grad: bool) -> None:
+    """WGAN-GP: of real and of generated samples, and a penalty on the slope between them."""
+    critic, real, made_up = made("mlp")[0], torch.randn(4, 3).double(), torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        mixed = (real + made_up).div(2).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        return (critic(made_up) - critic(real)).sum(1) + 10 * (slope.norm(dim=1) - 1).square()
+
+    with autograd_hacks.add_hooks(critic, mode=mode, param_grad=param_grad):
+        for _ in range(3):
+            critic.zero_grad()
+            autograd_hacks.backward(losses())
+            autograd_hacks.compute_grad1(critic)
+            with autograd_hacks.pause_hooks():
+                assert_same(found(critic), one_loss_at_a_time(critic, losses))
+
+
+@BOTH
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_training_with_clipped_gradients(mode: str, param_grad: bool) -> None:
+    model, x = made("convolutions")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for _ in range(3):
+            optimizer.zero_grad()
+            gradient_penalty(model, x.clone().requires_grad_()).mean().backward()
+            with autograd_hacks.pause_hooks():
+                rows = {name: own for name, own in rows_of(model, gradient_penalty, x).items() if own is not None}
+            norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+            torch.testing.assert_close(autograd_hacks.clip_grad1_norm_(model, 1.0), norms)
+            factors = (1 / (norms + 1e-6)).clamp(max=1)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, torch.einsum("n,n...->...", factors, rows[name]) / len(x))
+            optimizer.step()
+
+
+@BOTH
+def test_streaming_and_accumulating(mode: str) -> None:
+    model, x = made("norms")
+    with autograd_hacks.add_hooks(model, mode=mode):
+        with autograd_hacks.pause_hooks():
+            rows = {name: own for name, own in rows_of(model, laplacian, x).items() if own is not None}
+        norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+        for _ in range(2):
+            total = laplacian(model, x.clone().requires_grad_()).sum()
+            with autograd_hacks.streaming(model, loss_type="sum") as stream:
+                total.backward()
+            torch.testing.assert_close(stream.norms, norms)
+            model.zero_grad()
+        with autograd_hacks.accumulate(model):
+            for part in x.split(2):
+                laplacian(model, part.clone().requires_grad_()).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_same(found(model), rows)
+
+
+@BOTH
+def test_two_derivative_passes_through_one_forward(mode: str) -> None:
+    model, x = made("mlp")
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        y = model(h)
+        first, second = (torch.autograd.grad(y[:, n].sum(), h, create_graph=True)[0] for n in range(2))
+        return (first * second).sum(1) + y.square().sum(1)
+
+    with autograd_hacks.add_hooks(model, mode=mode):
+        model.zero_grad()
+        losses().sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_same(found(model), one_loss_at_a_time(model, losses))
+
+
+class Latent(nn.Module):
+    """Returns what is inside, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent = self.into(x).tanh()
+        return self.out(latent).sin(), latent
+
+
+@BOTH
+def test_a_derivative_by_something_inside(mode: str) -> None:
+    """Path length regularisation, by a latent."""
+    model, x = Latent().double(), batch()[0]
+
+    def losses() -> Tensor:
+        y, latent = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), latent, create_graph=True)
+        return slope.square().sum(1)
+
+    with autograd_hacks.add_hooks(model, mode=mode):
+        for _ in range(2):
+            model.zero_grad()
+            losses().sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), one_loss_at_a_time(model, losses))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of forward_ad
+def test_copies_take_many_rows_at_once_and_forward_derivatives() -> None:
+    """is_grads_batched, and torch.autograd.forward_ad."""
+    model, x = made("mlp")
+
+    def batched() -> Tensor:
+        h = x.clone().requires_grad_()
+        y = model(h)
+        ones = torch.eye(2, dtype=y.dtype)[:, None].expand(2, *y.shape)
+        (jacobian,) = torch.autograd.grad(y, h, ones, create_graph=True, is_grads_batched=True)
+        return jacobian.square().sum((0, 2))
+
+    def forwards() -> Tensor:
+        with fwd.dual_level():
+            return fwd.unpack_dual(model(fwd.make_dual(x, torch.ones_like(x)))).tangent.square().sum(1)
+
+    for losses in (batched, forwards):
+        with autograd_hacks.add_hooks(model, mode="expand"):
+            for _ in range(2):
+                model.zero_grad()
+                losses().sum().backward()
+                autograd_hacks.compute_grad1(model, "sum")
+                with autograd_hacks.pause_hooks():
+                    assert_same(found(model), one_loss_at_a_time(model, losses))
+        with autograd_hacks.add_hooks(model, mode="derivatives"):
+            model.zero_grad()
+            with pytest.raises((HigherOrderError, UnseenGradient), match="mode"):
+                losses().sum().backward()
+                autograd_hacks.compute_grad1(model, "sum")
+
+
+@BOTH
+def test_plain_steps_first_and_a_penalty_later(mode: str) -> None:
+    """With param_grad=False a pass that was never compared is refused, once."""
+    model, x = made("mlp")
+    refused = 0
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=False):
+        for number in range(24):
+            loss = gradient_penalty if number > 20 else lambda net, h: squares(net(h))
+            step(model, loss, x)
+            try:
+                autograd_hacks.compute_grad1(model, "sum")
+            except HigherOrderError as error:
+                assert "Repeat the step" in str(error)
+                refused += 1
+                continue
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, loss, x))
+    assert refused == (mode == "derivatives")
+
+
+def test_a_rule_that_is_not_linear_fails() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square() * self.weight
+
+    def rule(layer: nn.Module, call: Call) -> dict[str, autograd_hacks.forms.Form]:
+        return {"weight": autograd_hacks.forms.Dense(call.grad * call.args[0].square())}
+
+    for linear_in, error in (("weight", HigherOrderError), (None, None)):
+        autograd_hacks.register_rule(Square, Rule(rule, linear_in=linear_in))
+        model, x = nn.Sequential(Square(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
+        with autograd_hacks.add_hooks(model, mode="derivatives"):
+            step(model, gradient_penalty, x)
+            if error is not None:
+                with pytest.raises(error, match="linear_in"):
+                    autograd_hacks.compute_grad1(model, "sum")
+                continue
+            autograd_hacks.compute_grad1(model, "sum")  # by copies of its weight
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, gradient_penalty, x))
+
+
+def test_the_default_mode_names_the_others() -> None:
+    model, x = made("mlp")
+    for param_grad in (True, False):
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            with pytest.raises(HigherOrderError, match='mode="derivatives"'):
+                step(model, gradient_penalty, x)
+                autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_there_and_back_again() -> None:
+    model, x = made("norms")
+    before = model(x)
+    autograd_hacks.add_hooks(model)
+    for mode in ("hooks", "expand", "derivatives", "hooks"):
+        autograd_hacks.add_hooks(model, mode=mode)
+        assert mode in repr(autograd_hacks.add_hooks(model, mode=mode))
+        check(model, x)
+        if mode != "hooks":
+            step(model, gradient_penalty, x)
+            autograd_hacks.compute_grad1(model, "sum")
+    assert torch.equal(model(x), before)
+    autograd_hacks.remove_hooks(model)
+    assert torch.equal(model(x), before)
+
+
+def test_what_add_hooks_refuses() -> None:
+    with pytest.raises(ValueError, match="'hooks', 'derivatives', 'expand'"):
+        autograd_hacks.add_hooks(mlp(), mode="higher")
+    with pytest.raises(ValueError, match="probe"):
+        autograd_hacks.add_hooks(mlp(), mode="expand", probe=False)
+
+
+def test_without_a_probe() -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, mode="derivatives", probe=False):
+        step(model, gradient_penalty, x)
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_same(found(model), rows_of(model, gradient_penalty, x))
+
+
+@BOTH
+def test_samples_that_mix_are_refused(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    with autograd_hacks.add_hooks(model, mode=mode):
+        with pytest.raises(SamplesMixed):
+            step(model, gradient_penalty, batch()[0])
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_hook_that_changes_what_a_layer_is_given() -> None:
+    """The gradient at what the layer was given is not that at its own input then."""
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, mode="derivatives"):
+        model[2].register_forward_pre_hook(lambda layer, args: (args[0].square(),))
+        step(model, gradient_penalty, x)
+        with pytest.raises(HigherOrderError):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+@BOTH
+def test_nothing_is_left_of_a_step(mode: str) -> None:
+    model, x = made("norms")
+    with autograd_hacks.add_hooks(model, mode=mode):
+        for _ in range(3):
+            h = x.clone().requires_grad_()
+            alive = weakref.ref(h)
+            y = model(h)
+            torch.autograd.grad(y.sum(), list(model.parameters()), create_graph=True)  # which goes out by no layer's input
+            gradient_penalty(model, h).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            model.zero_grad()
+            autograd_hacks.clear_backprops(model)
+            del h, y
+            assert alive() is None or gc.collect() and alive() is None
