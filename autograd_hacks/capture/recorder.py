@@ -21,7 +21,7 @@ from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_unwrapped, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.plan import HOOKS, Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import restored
@@ -174,7 +174,8 @@ class Recorder:
                     mark_returned(x, layout, self.forward.samples, self.record.plan)
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
-        if self.record.plan.has_doors:
+        # A copy in its place would be no part of the graph of the loss, which may be differentiated by it.
+        if self.record.plan.has_doors and self.record.plan.mode == HOOKS:
             watch_doors(doors_of(model, output), self.backward.note_door)
 
 

@@ -1,0 +1,74 @@
+"""The benchmark's architectures in a small size: a penalty on the slope of each sample's loss by what its first layer returns,
+by the hooks and by copies of the parameters."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn as nn
+from architectures import ARCHITECTURES
+from families import TINY
+from measuring import batch_of
+from oracle import assert_rows, one_loss_at_a_time
+from systems import trainable
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from workloads import Batch, Workload
+
+import autograd_hacks
+
+COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "t5")
+"""Of names of models that compute in part in single precision, whatever they are given."""
+
+
+@contextmanager
+def first_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What layers return, as they run, which a gradient can come to."""
+    found: list[Tensor] = []
+
+    def keep(layer: nn.Module, args: object, out: object) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            found.append(out)
+
+    handles = [m.register_forward_hook(keep) for m in model.modules() if not list(m.children())]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def penalised(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
+    """N losses, each with the squared slope by what came out of the first layers."""
+    # Fused attention has no second derivatives.
+    with sdpa_kernel(SDPBackend.MATH), first_outputs(model) as outputs:
+        losses = workload.losses(model, batch)
+    for h in outputs:
+        if len(h) == len(losses) and h.ndim > 1:
+            (slope,) = torch.autograd.grad(losses.sum(), h, create_graph=True, allow_unused=True)
+            if slope is not None:
+                return losses + slope.flatten(1).square().sum(1)
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["derivatives", "expand"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_penalty(name: str, mode: str) -> None:
+    workload = ARCHITECTURES[name](TINY)
+    try:
+        model = workload.model().to(workload.dtype)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} isn't installed")
+    with autograd_hacks.add_hooks(model, mode=mode):
+        for step in range(2):
+            batch = batch_of(workload, step, torch.device("cpu"), workload.dtype)
+            state = torch.get_rng_state()
+            model.zero_grad()
+            penalised(workload, model, batch).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            torch.set_rng_state(state)
+            with autograd_hacks.pause_hooks():
+                found = one_loss_at_a_time(model, lambda batch=batch: penalised(workload, model, batch))
+            expected = {key: found[key] for key in trainable(model)}
+            assert_rows(model, expected, inside=torch.float32 if name.startswith(COARSE) else None)
+            autograd_hacks.clear_backprops(model)
