@@ -10,7 +10,7 @@ from autograd_hacks.probe.compare import Compared, Comparison
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.locate import ReadDecision
 from autograd_hacks.probe.meetings import Follow
-from autograd_hacks.probe.plan import MIXING, Plan, Unit, static_units
+from autograd_hacks.probe.plan import HOOKS, MIXING, Plan, Unit, static_units
 from autograd_hacks.probe.tracker import Stack
 from autograd_hacks.rules.table import rule_for
 
@@ -78,11 +78,13 @@ class Decision:
         # The modules that this forward has shown must be run again, each for the parameters read inside; beside layers that
         # can't tell samples apart also for those that it has not read: an expert that no sample has chosen.
         unused = set(comparison.tracer.names.values()) - self.facts.uses
-        for name, path in [(name, path) for name, paths in self.chosen.items() for path in paths]:
+        names = self.chosen.keys() if plan.mode == HOOKS else self.chosen.keys() & comparison.tracer.trained
+        for name, path in [(name, path) for name in self.chosen if name in names for path in self.chosen[name]]:
             unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
             unit.parameters |= self._named(path, {name} | (unused if name in self.unplaced else set()))
-        # What none covers, a later forward may read.
-        for path, static in static_units(comparison.tracer.model).items():
+        # What none covers, a later forward may read; where copies are read it would run for nothing.
+        of_none = static_units(comparison.tracer.model) if plan.mode == HOOKS else {}
+        for path, static in of_none.items():
             if unread := {local: name for local, name in static.parameters.items() if name not in self.facts.uses}:
                 plan.units.setdefault(path, self._unit(path, static.why)).parameters |= unread
         for call in self.compared:

@@ -14,6 +14,10 @@ from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, RECORDED, ROWS, VALUE,
 from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
 
 
+_BY_LAST = frozenset(("linear", "embedding", "layer_norm", "rms_norm"))
+"""Operations that give each position a vector, on the last axis, of what follows from a weight."""
+
+
 class ReadDecision:
     """How the meetings of traces are to be read.
 
@@ -120,8 +124,11 @@ class ReadDecision:
             elif not found:
                 return None, ()
         fitting = [at for at in fitting if self._is_trusted(met, at, real.ndim)]
+        if len(fitting) > 1:  # too little has changed to tell; the operation may
+            axes = range(1 if key.function in BY_CHANNEL else real.ndim - (key.function in _BY_LAST))
+            fitting = [at for at in fitting if at.axis in axes] or fitting
         if len(fitting) > 1 and samples > 1 and not self.comparison.is_unproven:
-            by_size = only_by_sizes(real.shape, samples, range(real.ndim))
+            by_size = only_by_sizes(real.shape, samples, axes)
             fitting = [by_size] if by_size in fitting else []
         if not fitting:
             return None, ()
