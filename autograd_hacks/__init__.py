@@ -25,6 +25,7 @@ from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grad1 import compute_grad1
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
@@ -47,6 +48,7 @@ __all__ = [
     # Read the per-sample gradients.
     "compute_grad1",
     "per_sample_grads",
+    "per_sample_jacobian",
     "PerSampleGrads",
     "clip_grad1_norm_",
     "streaming",

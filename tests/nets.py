@@ -187,3 +187,17 @@ class SequenceFirst(nn.Module):
         x = x.view(steps, samples, 4).transpose(0, 1).reshape(samples * steps, 4)
         x = torch.tanh(self.late(x)).view(samples, steps, 4)  # N·T
         return self.out(x)
+
+
+class LossesInside(nn.Module):
+    """As in transformers: a dictionary of several outputs, losses among them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = Patched(), kind
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(tokens)[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        each = {"flat": losses, "tokens": losses.view(targets.shape), "samples": losses.view(targets.shape).mean(1)}
+        return {"logits": logits, "losses": each.get(self.kind, losses.mean())}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autograd_hacks.forms import (
+    Bags,
     Chained,
     Concatenation,
     Convolution,
@@ -187,7 +188,9 @@ class Minimal(Form):
 @st.composite
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
-    kind = draw(st.sampled_from(["dense", "minimal", "zero", "outer", "lookup", *["convolution"] * (len(shape) == 3)]))
+    kind = draw(
+        st.sampled_from(["dense", "minimal", "zero", "outer", "lookup", "bags", *["convolution"] * (len(shape) == 3)])
+    )
     positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
     g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
     if kind == "dense":
@@ -201,6 +204,13 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
         return Outer(g, torch.randn(samples, positions, shape[-1], dtype=torch.float64), torch.Size(shape))
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
+    if kind == "bags" and len(shape) == 2:
+        bags = torch.randint(samples, (positions * samples,)).sort()[0] if samples else torch.zeros(0, dtype=torch.long)
+        factors = (torch.randn(size, dtype=torch.float64) for size in ((samples, shape[1]), bags.shape))
+        return Bags(*factors, torch.randint(shape[0], bags.shape), bags, shape[0])
+    if kind == "bags":  # entries of features of their own, as of the largest in a bag
+        index = torch.randint(prod(shape), (samples, positions))
+        return Lookup(index, torch.randn(samples, positions, 1, dtype=torch.float64), prod(shape), torch.Size(shape))
     if kind == "lookup":
         index = torch.randint(shape[0], (samples, positions))
         g = torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64)

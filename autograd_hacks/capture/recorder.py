@@ -166,6 +166,8 @@ class Recorder:
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
+        for x, layout in zip(outputs, layouts):
+            self.record.outputs[x] = layout, self.forward.samples
         if self._proven is not None or not self.forward.records():
             return
         if self._was_proven and self.forward.samples is not None:

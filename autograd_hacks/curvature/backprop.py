@@ -1,6 +1,6 @@
 """The backward passes that second-order quantities are made of."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import index
 from typing import SupportsIndex
 
@@ -15,6 +15,7 @@ from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.untouched import outside_inference
+from autograd_hacks.verbs.jacobian import run_pass
 
 
 def backprop_hess(
@@ -52,7 +53,7 @@ def backprop_hess(
         with outside_inference(), announced(output, losses) as root:
             leaves = list(_leaves(root))
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
-                _run(root, leaves, s)
+                run_pass("backprop_hess", root, leaves, s)
         losses.complete = True
     except BaseException as error:
         for record in losses.heard_by:
@@ -64,18 +65,6 @@ def backprop_hess(
             "that train. Give it what the model returned, after add_hooks(model), with hooks enabled."
         )
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
-
-
-def _run(root: Tensor, leaves: Sequence[Tensor], s: Tensor) -> None:
-    try:
-        torch.autograd.grad(root, leaves, s, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise NothingRecorded(
-            "backprop_hess was given an output whose graph was freed by an earlier backward pass. Run backprop_hess before "
-            "that, which keeps the graph; or that with retain_graph=True."
-        ) from None
 
 
 def _check_arguments(output: Tensor, hess_type: str, samples: int | None, generator: torch.Generator | None) -> None:

@@ -6,7 +6,7 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.chained import Chained, pull_along
 from autograd_hacks.forms.convolution import Convolution
-from autograd_hacks.forms.lookup import Lookup
+from autograd_hacks.forms.lookup import Bags, Lookup
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
@@ -18,6 +18,7 @@ from autograd_hacks.forms.sums import Scaled, Sum, add, magnitudes, scale
 
 __all__ = [
     "BUDGET",
+    "Bags",
     "Chained",
     "Concatenation",
     "Convolution",

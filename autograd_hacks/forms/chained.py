@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.numerics import put
+from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.source import Source
 from autograd_hacks.forms.sums import add
 
@@ -79,7 +79,13 @@ class Chained(Form):
         return torch.stack([self.pull(row, False) for row in rows])
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        return put(self._pulled(self.form.dense(factor=factor)).to(self.like.dtype).contiguous(), out)
+        pieces = stretches(self.samples, BUDGET // (self.row_size() * self.sum_dtype.itemsize))
+        if len(pieces) == 1:
+            return put(self._pulled(self.form.dense(factor=factor)).to(self.like.dtype).contiguous(), out)
+        out = self.like.new_empty(self.samples, *self.shape) if out is None else out
+        for piece in pieces:
+            out[piece] = self._pulled(self.form[piece].dense(factor=factor))
+        return out
 
     def __getitem__(self, index: Index) -> Form:
         return self._of(self.form[index], self.like)

@@ -1,14 +1,17 @@
-"""The weight of a table that is read by index."""
+"""The weight of a table that is read by index, entry by entry or in bags."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.factored import Paired
-from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms
+from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.factored import Factored, Paired
+from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, stretches
 from autograd_hacks.forms.positions import OneHot
+from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.rows import Grouping
 
 
 class Lookup(Paired):
@@ -38,10 +41,11 @@ class Lookup(Paired):
         return rows
 
     def block(self, rows: slice) -> Form:
-        first, last, _ = rows.indices(self.entries)
-        inside = (self.index >= first) & (self.index < last)
-        index, entries = torch.where(inside, self.index - first, 0), max(0, last - first)
-        return Lookup(index, self.g.masked_fill(~inside[..., None], 0), entries, torch.Size((entries, *self.shape[1:])))
+        first, last, _ = rows.indices(self.shape[0])
+        each, count = self.entries // max(1, self.shape[0]), max(0, last - first)
+        inside = (self.index >= first * each) & (self.index < last * each)
+        index, shape = torch.where(inside, self.index - first * each, 0), torch.Size((count, *self.shape[1:]))
+        return Lookup(index, self.g.masked_fill(~inside[..., None], 0), count * each, shape)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
@@ -86,3 +90,103 @@ class Lookup(Paired):
         """The slots that were read, and what is there; positions that read the same entry are added up."""
         slots, place = self._slots().unique(return_inverse=True)
         return slots, self.g.new_zeros(len(slots), self.g.shape[2]).index_add(0, place, self.g.flatten(0, 1))
+
+
+class Bags(Factored):
+    """Row n of J is c[n] ⊗ g[n], c[n] having scale[m] added at index[m] for each entry m of bag n: nothing of M × D.
+
+    g: (N, D)    scale: (M,)    index: (M,) integers in [0, entries)    bags: (M,) in [0, N), ascending: each entry's bag
+    """
+
+    cuts_well, varies, smallest = True, (0,), 0
+
+    def __init__(self, g: Tensor, scale: Tensor, index: Tensor, bags: Tensor, entries: int) -> None:
+        self.g, self.scale, self.index, self.bags, self.entries = g, scale, index, bags, entries
+        self.held, self.samples, self.shape = (g, scale, index, bags), len(g), torch.Size((entries, g.shape[1]))
+
+    def _of(self, *held: Tensor) -> Bags:
+        g, scale, index, bags = held
+        return Bags(g, scale, index, bags, self.entries)
+
+    def __getitem__(self, index: Index) -> Bags:
+        wanted = torch.arange(self.samples, device=self.bags.device)[index]
+        sizes, starts = self._sizes()[wanted], self._starts()[wanted]
+        bags = torch.arange(len(wanted), device=wanted.device).repeat_interleave(sizes)
+        entries = torch.arange(len(bags), device=wanted.device) + (starts - sizes.cumsum(0) + sizes)[bags]
+        return self._of(self.g[wanted], self.scale[entries], self.index[entries], bags)
+
+    def block(self, rows: slice) -> Bags:
+        first, last, _ = rows.indices(self.entries)
+        inside = ((self.index >= first) & (self.index < last)).nonzero()[:, 0]
+        return Bags(self.g, self.scale[inside], self.index[inside] - first, self.bags[inside], max(0, last - first))
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        if out is not None and not out.is_contiguous():
+            return out.copy_(self.dense(factor=factor))
+        rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
+        by_slot = rows.view(self.samples * self.entries, self.shape[1])
+        self._add_to(by_slot, self.bags * self.entries + self.index, self.scale * factor, BUDGET)
+        return rows
+
+    def row_size(self) -> int:
+        return self.shape.numel() + 2 * self.entries
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        return self._of_table(v)
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        for each, weights in pairs_of(total, w):
+            self._add_to(each, self.index, self.scale * weights.to(total.dtype)[self.bags], budget)
+        return total
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if about is not None:
+            return super().second_moment(w, about, budget)
+        wide = self.wide()
+        slots, place = (self.bags * self.entries + self.index).unique(return_inverse=True)
+        counts = wide.scale.new_zeros(len(slots)).index_add(0, place, wide.scale)
+        squares = wide.g.abs().square(), counts.square(), slots % self.entries, slots // self.entries
+        return self._of(*squares).weighted_sum(w, budget)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        wide = self.wide()
+        each = Lookup(self.index[:, None], wide.scale[:, None, None], self.entries, self.shape[:1])
+        return Grouping(each, self.bags, self.samples).norms(budget) * row_norms(wide.g)
+
+    def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
+        if not isinstance(other, Bags):
+            return super().gram(other, budget)
+        mine, theirs, found = self.wide(), other.wide(), []
+        for piece in stretches(other.samples, budget // (4 * max(1, self.entries) * self.sum_dtype.itemsize)):
+            found.append(mine._of_table(theirs[piece]._counts().mT))
+        return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
+
+    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+        wide, found = self.wide(), self.new_sums(self.samples, random.dim)
+        for columns, u, v in random.columns(found):
+            found[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
+        return found
+
+    def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, budget: int) -> None:
+        """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""
+        for piece in stretches(len(slots), budget // (4 * max(1, self.shape[1]) * total.element_size())):
+            values = self.g[self.bags[piece]].to(total.dtype) * scale[piece, None]
+            total.index_add_(0, slots[piece], values.to(total.dtype))
+
+    def _of_table(self, table: Tensor) -> Tensor:
+        """c · table, (N, F).  table: entries F"""
+        return F.embedding_bag(
+            self.index, table.contiguous(), self._starts(), mode="sum", per_sample_weights=self.scale.to(table)
+        )
+
+    def _counts(self) -> Tensor:
+        """c, (N, entries)."""
+        slots = self.bags * self.entries + self.index
+        return self.scale.new_zeros(self.samples * self.entries).index_add(0, slots, self.scale).view(-1, self.entries)
+
+    def _sizes(self) -> Tensor:
+        return torch.bincount(self.bags, minlength=self.samples)
+
+    def _starts(self) -> Tensor:
+        return self._sizes().cumsum(0) - self._sizes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.doors import doors_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import RecordedCall
@@ -152,20 +153,23 @@ class Trial:
                     found[call.path, number, slot] = call, grad
         return found
 
-    @contextmanager
-    def listening(self, note: Note) -> Iterator[None]:
-        """A context in which gradients at calls go to a callable, and into no record."""
-        counts: dict[tuple[str, int], dict[int, int]] = {}
+    def listening(self, note: Note) -> AbstractContextManager[None]:
+        return listening(self.recorder.backward, note)
 
-        def hear(call: RecordedCall, slot: int, grad: Tensor | None) -> None:
-            if grad is not None:
-                seen = counts.setdefault((call.path, slot), {})
-                note((call.path, seen.setdefault(id(call), len(seen)), slot), call, grad)
 
-        backward = self.recorder.backward
-        with restored(lambda: setattr(backward, "listener", None)):
-            backward.listener = hear
-            yield
+@contextmanager
+def listening(backward: Backward, note: Note) -> Iterator[None]:
+    """A context in which gradients at calls go to a callable, and into no record."""
+    counts: dict[tuple[str, int], dict[int, int]] = {}
+
+    def hear(call: RecordedCall, slot: int, grad: Tensor | None) -> None:
+        if grad is not None:
+            seen = counts.setdefault((call.path, slot), {})
+            note((call.path, seen.setdefault(id(call), len(seen)), slot), call, grad)
+
+    with restored(lambda: setattr(backward, "listener", None)):
+        backward.listener = hear
+        yield
 
 
 def layout_in(call: RecordedCall, slot: int, samples: int) -> Layout | None:

@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Form, Lookup, group
+from autograd_hacks.forms import Bags, Form, Lookup
 from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
 from autograd_hacks.rules.rule import single_input
@@ -47,12 +47,10 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, (~padding).long())
     if layer.mode == "max":
         return {"weight": _largest(layer, call, index, offsets, g.masked_fill((sizes == 0)[:, None], 0))}
-    values = g[bags].masked_fill(padding[:, None], 0)
-    if layer.mode == "mean":
-        values = values / sizes.clamp(min=1)[bags, None]
-    elif weights is not None:
-        values = values * weights[:, None]
-    return {"weight": group(Lookup(index[:, None], values[:, None], layer.num_embeddings), bags, len(offsets))}
+    g, index, bags = g.masked_fill((sizes == 0)[:, None], 0), index[~padding], bags[~padding]
+    scale = g.new_ones(len(index)) if weights is None else weights[~padding]
+    scale = scale / sizes[bags] if layer.mode == "mean" else scale
+    return {"weight": Bags(g, scale, index, bags, layer.num_embeddings)}
 
 
 def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
@@ -61,7 +59,8 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
     weight = call.read("weight")
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
     check_recomputed(call, [out])
-    return Lookup(entries.long(), g.diag_embed(), layer.num_embeddings)
+    features = torch.arange(g.shape[1], device=g.device)
+    return Lookup(entries.long().clamp(min=0) * g.shape[1] + features, g[..., None], weight.numel(), weight.shape)
 
 
 def refuse_scaling_by_frequency(scale_grad_by_freq: bool) -> None:

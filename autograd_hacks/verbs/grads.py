@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
+from math import prod
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import check_dim, check_direction, kind_of, unwrapped
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, unwrapped
 from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
 
@@ -54,7 +55,9 @@ class PerSampleGrads(Hinting, Curvature):
     samples: N, how many rows    reached: the names of the parameters that the loss reached
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch    batch: how many samples there were
     hess_type: what `backprop_hess` was told, if these are its rows, one for each pass and sample, row k · N + n being pass
-    k's of sample n; else None
+    k's of sample n; 'Jacobian' for those of `per_sample_jacobian`; else None
+    entries: of `per_sample_jacobian`, the shape of a sample's output; verbs then have these axes behind that of the samples,
+    where (N,) is said below, and a form has row k · N + n for entry k of sample n
 
     Each verb takes ``budget``, the bytes that it may use beside its result (and, for modules that are run again, beside
     what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
@@ -70,10 +73,11 @@ class PerSampleGrads(Hinting, Curvature):
         model: weakref.ref[nn.Module],
         hess_type: str | None,
         batches: Sequence[int],
+        entries: Sequence[int] = (),
     ) -> None:
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model = model
+        self._model, self._axes = model, Axes(samples, tuple(entries))
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -111,12 +115,12 @@ class PerSampleGrads(Hinting, Curvature):
 
     def __repr__(self) -> str:
         size = sum(form.shape.numel() for form in self.values())
-        return f"PerSampleGrads of {self.samples} samples for {len(self)} parameters, {size} numbers each"
+        return f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
 
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            return {name: form.dense() for name, form in self.items()}
+            return {name: self._axes.placed(form.dense()) for name, form in self.items()}
 
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
@@ -125,8 +129,10 @@ class PerSampleGrads(Hinting, Curvature):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = by_rows(self, self.samples, lambda name, form: form.norms(budget), budget)
-            return norms if per_parameter else joint_norms(list(norms.values()), self.samples)
+            norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
+            if per_parameter:
+                return {name: self._axes.placed(own) for name, own in norms.items()}
+            return self._axes.placed(joint_norms(list(norms.values()), self._axes.rows))
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
@@ -136,7 +142,8 @@ class PerSampleGrads(Hinting, Curvature):
         """
         check_direction(v, {name: form.shape for name, form in self.items()})
         with self.reading():
-            return summed(self, self.samples, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
+            along = summed(self, self._axes.rows, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
+            return self._axes.placed(along)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -144,14 +151,14 @@ class PerSampleGrads(Hinting, Curvature):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
+        w = self._by_row(w, several=True)
         with self.reading():
             # Weights in what a form adds up in, or better.
             own = {n: w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype)) for n, form in self.items()}
             return {n: form.weighted_sum(own[n], budget).to(form.like.dtype) for n, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
-        """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  The empirical tangent kernel, for the Jacobian of outputs.
+        """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
 
         other: the gradients of another batch by the same model; these themselves unless told
         Raises ValueError for the gradients of another model.
@@ -167,7 +174,7 @@ class PerSampleGrads(Hinting, Curvature):
             )
         with self.reading(), other.reading():
             found = (form.gram(other[name], budget) for name, form in self.items())
-            return added(found, (self.samples, other.samples))
+            return self._axes.placed(other._axes.placed(added(found, (self._axes.rows, other._axes.rows)), 1))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -175,16 +182,20 @@ class PerSampleGrads(Hinting, Curvature):
         w: N, ones unless told
         Raises as `weighted_sum` does.
         """
-        if w is not None:
-            self._check_weights(w, "(N,)", ndim=(1,))
+        w = None if w is None else self._by_row(w)
         with self.reading():
-            return second_moments(self, self.samples, w, {}, budget)
+            return second_moments(self, self._axes.rows, w, {}, budget)
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
 
-        Raises ValueError for fewer than two samples.
+        Raises ValueError for fewer than two samples, and for rows of an output's entries.
         """
+        if self.entries:
+            raise ValueError(
+                f"these are the gradients of {self._axes}: the variance of which is "
+                "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
+            )
         if self.samples < 2:
             raise ValueError(f"the variance over samples needs two of them; these are the gradients of {self.samples}")
         with self.reading():
@@ -205,7 +216,9 @@ class PerSampleGrads(Hinting, Curvature):
         check_dim("project was given dim", dim)
         with self.reading():
             maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            return summed(self, self.samples, lambda name, form: form.project(maps[name], budget), budget, dim)
+            return self._axes.placed(
+                summed(self, self._axes.rows, lambda name, form: form.project(maps[name], budget), budget, dim)
+            )
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -225,7 +238,9 @@ class PerSampleGrads(Hinting, Curvature):
             groups = len(known)
         elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
             raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
-        return self.with_forms({n: group(form, ids.to(form.like.device), groups) for n, form in self.items()}, groups)
+        ids = self._axes.of_samples(ids, groups)
+        forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
+        return self.with_forms(forms, groups)
 
     def select(self, index: slice | Tensor) -> PerSampleGrads:
         """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
@@ -241,17 +256,23 @@ class PerSampleGrads(Hinting, Curvature):
         if isinstance(index, slice):
             index = torch.tensor(range(self.samples)[index], dtype=torch.long, device="cpu")
         chosen = torch.arange(self.samples, device="cpu")[index.cpu()]
-        return self.with_forms({n: form[chosen.to(form.like.device)] for n, form in self.items()}, len(chosen))
+        rows = self._axes.of_samples(chosen, self.samples)
+        return self.with_forms({n: form[rows.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
         """The same gradients as other forms, some rows of these say."""
         batches = self.batches if self.hess_type else [samples]
-        made = PerSampleGrads(forms, samples, self.reached, self.loss_type, self._model, self.hess_type, batches)
+        kept = self.reached, self.loss_type, self._model, self.hess_type
+        made = PerSampleGrads(forms, samples, *kept, batches, self.entries)
         made._versions = [*self._versions, *made._versions]
         return made
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        return self._axes.entries
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -272,9 +293,5 @@ class PerSampleGrads(Hinting, Curvature):
                 for form in self.values():
                     form.release()
 
-    def _check_weights(self, w: Tensor, expected: str, ndim: tuple[int, ...]) -> None:
-        has_complex = any(form.like.is_complex() for form in self.values())
-        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and has_complex)):
-            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}")
-        if w.ndim not in ndim or w.shape[-1] != self.samples:
-            raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
+    def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
+        return self._axes.by_row(w, several, any(form.like.is_complex() for form in self.values()))

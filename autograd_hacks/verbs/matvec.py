@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import BlockTooLarge, NothingRecorded
 from autograd_hacks.forms import Form
+from autograd_hacks.verbs.arguments import Axes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ class Curvature(Mapping[str, Form]):
 
     samples: int
     batch: int
+    _axes: Axes
     hess_type: str | None
 
     @abstractmethod
@@ -41,6 +43,10 @@ class Curvature(Mapping[str, Form]):
     @abstractmethod
     def gram(self) -> Tensor:
         """J Jᵀ."""
+
+    @abstractmethod
+    def _by_row(self, w: Tensor) -> Tensor:
+        """Weights in the order of the rows."""
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
@@ -81,6 +87,7 @@ class Curvature(Mapping[str, Form]):
 
     def _spread(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""
+        w = self._by_row(w)
         with self.reading():
             return {name: form.weighted_sum(w.to(form.like.device, form.sum_dtype)) for name, form in self.items()}
 
@@ -101,8 +108,8 @@ class Curvature(Mapping[str, Form]):
         """
         if damping is None:
             raise TypeError(
-                f"natural_gradient was given no damping. JᵀJ / N has rank {self.samples} at most, a row for each pass and "
-                "sample, and can't be inverted without. Add λ > 0 to it, natural_gradient(v, damping=1e-2) say, and try "
+                f"natural_gradient was given no damping. JᵀJ / N has rank {self._axes.rows} at most, a row for each pass "
+                "and sample, and can't be inverted without. Add λ > 0 to it, natural_gradient(v, damping=1e-2) say, and try "
                 "powers of ten: large makes the step v / λ, small follows the curvature of these samples alone."
             )
         damping = _number("natural_gradient", damping)
@@ -110,17 +117,17 @@ class Curvature(Mapping[str, Form]):
             raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0")
         self._check_real()
         check_limit(limit)
-        if (size := 8 * self.samples**2) > limit:
+        if (size := 8 * self._axes.rows**2) > limit:
             raise BlockTooLarge(
-                f"J Jᵀ has {self.samples:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the limit is "
-                f"{limit / 2**20:,.0f} MiB. Draw vectors, backprop_hess(output, samples=1); or use conjugate gradients, "
-                "scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or raise limit."
+                f"J Jᵀ has {self._axes.rows:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the "
+                f"limit is {limit / 2**20:,.0f} MiB. Draw vectors, backprop_hess(output, samples=1); or use conjugate "
+                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or raise limit."
             )
-        products, count = self.gram().double(), max(1, self.batch)
+        products, count = self.gram().double().reshape(self._axes.rows, self._axes.rows), max(1, self.batch)
         products.diagonal().add_(count * damping)
         along = self.dot(v)
-        inside = torch.linalg.solve(products, along.double()) if len(products) else along
-        spread = self._spread(inside)
+        inside = torch.linalg.solve(products, along.double().flatten()) if len(products) else along
+        spread = self._spread(inside.view(along.shape))
         return self._narrowed({name: (v[name].to(spread[name]) - spread[name]) / damping for name in self})
 
     def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.forms import RandomMap
 
 
 def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
@@ -69,3 +70,58 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
     ]:
         with at_most(budget + result + small, what):
             verb()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_never_have_a_gradient_for_each_entry(mode: str) -> None:
+    table, samples, length, features, budget = 300, 256, 400, 64, 2**21
+    model = nn.Sequential(nn.EmbeddingBag(table, features, mode=mode), nn.Tanh(), nn.Linear(features, 2))
+    x, row = torch.randint(table, (samples, length)), 4 * table * features
+    indices = 5 * 8 * x.numel()  # and the bag of each, in the order of the entries
+    assert 4 * x.numel() * features > 2 * (indices + budget)  # a gradient for each
+    form = stepped(model, x)["0.weight"]
+    assert sum(held.nbytes for leaf in form.leaves() for held in leaf.held) <= indices
+    v, w = torch.randn(table, features), torch.rand(samples)
+    for what, result, verb in [
+        ("norms", 0, lambda: form.norms(budget)),
+        ("dot", 0, lambda: form.dot(v, budget)),
+        ("weighted_sum", row, lambda: form.weighted_sum(w, budget)),
+        ("second_moment", row, lambda: form.second_moment(w, budget=budget)),
+        ("gram", 4 * samples**2, lambda: form.gram(form, budget)),
+        ("project", 0, lambda: form.project(RandomMap("", form.shape, 8, 0), budget)),
+    ]:
+        with at_most(indices + result + 3 * budget, what):
+            verb()
+
+
+def test_rows_of_a_table_of_relative_positions_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attention(nn.Module):
+        def __init__(self, length: int) -> None:
+            super().__init__()
+            self.maps, self.table = nn.Linear(4, 12), nn.Parameter(torch.randn(2 * length, 2))
+            self.register_buffer("places", torch.arange(length)[:, None] - torch.arange(length) + length)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in self.maps(x).chunk(3, -1))
+            bias = self.table[self.places.view(-1)].view(*self.places.shape, 2).permute(2, 0, 1)
+            return ((q @ k.mT + bias).softmax(-1) @ v).flatten(1)
+
+    samples, length, budget = 128, 96, 2**20
+    model, x, scores = Attention(length), torch.randn(samples, length, 4), 4 * samples * 2 * length**2
+    with autograd_hacks.add_hooks(model):
+        model(x[:4]).sum().backward()
+        autograd_hacks.compute_grad1(model)
+        model(x).square().sum().backward()
+        form = autograd_hacks.per_sample_grads(model, "sum")["table"]
+        monkeypatch.setattr("autograd_hacks.forms.chained.BUDGET", budget)
+        result = 4 * samples * form.shape.numel()
+        assert scores > 5 * budget + result
+        with at_most(2 * budget + result):
+            rows = form.dense()
+        for what, verb in [
+            ("norms", form.norms),
+            ("weighted_sum", lambda budget: form.weighted_sum(torch.ones(samples), budget)),
+        ]:
+            with at_most(2 * budget, what):
+                verb(budget=budget)
+    assert_close(rows.flatten(1).norm(dim=1), form.norms())

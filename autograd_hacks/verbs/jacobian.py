@@ -1,0 +1,216 @@
+"""Rows of outputs: the gradient of each entry of each sample's output."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Announcement
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.forms import Concatenation, Dense, Form
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.reading.apart import are_apart, two_weights
+from autograd_hacks.reading.trial import Grads, layout_in, listening
+from autograd_hacks.support.display import progress
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.untouched import outside_inference
+from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+
+WHAT = "per_sample_jacobian"
+
+
+def per_sample_jacobian(
+    model: nn.Module, output: Tensor, *, retain_graph: bool = False, chunk_size: int | None = None
+) -> PerSampleGrads:
+    """The Jacobian of an output by the parameters: a row for each sample and each entry of its output, by so many passes.
+
+    Verbs have the output's axes behind the samples': of logits ``norms()`` is (N, C), ``gram(other)`` (N, C, M, C), which
+    is the tangent kernel; of tokens' losses ``norms()`` is (N, T), and ``weighted_sum(w)`` takes (N, T).
+
+    output: what the hooked model returned, with the samples on whichever axis, which the rows have first; or what follows
+    from that, losses of tokens say, with the samples first: two more passes show that no sample's follows from another's
+    retain_graph: whether another backward pass of this forward is to follow
+    chunk_size: after how many passes rows are written out that take less memory so than what they are made of, the gradients
+    of each pass at layers' outputs; unless told never
+
+    ``.grad`` and what was recorded of other passes stay as they are, also within `accumulate` and `streaming`.
+
+    Raises TypeError for what is no tensor of real numbers, ValueError for one without entries or a chunk_size below 1;
+    SamplesMixed for an output in which samples have no place, or that mixes them; BatchSizeError for one with another number
+    of them; NothingRecorded for one without a graph, or of no forward of the model with hooks; and what `compute_grad1`
+    raises.
+    """
+    recorder = recorder_of(model)
+    _check_arguments(output, chunk_size)
+    with outside_inference(), _aside(recorder):
+        found = recorder.record.outputs.get(output)
+        with torch.enable_grad():
+            first = _samples_first(output, *((Layout(), None) if found is None else found))
+        leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if found is None:
+            _check_function(recorder, first, leaves)
+        count = prod(first.shape[1:])
+        size, chunks, reached = chunk_size or count, list[dict[str, Form]](), set[str]()
+        losses = _announcement(first)
+        for number, s in enumerate(progress(_each_entry(first), "Jacobian", "pass", count), 1):
+            with announced(first, losses) as root:
+                run_pass(WHAT, root, leaves, s, retain_graph or number < count)
+            if number % size == 0 or number == count:
+                losses.complete = True
+                grads = _read(model, recorder, losses)
+                chunks.append(dict(grads) if chunk_size is None else _smallest(grads))
+                reached |= grads.reached
+                losses = _announcement(first)
+        forms = {
+            name: c if len(chunks) == 1 else Concatenation([chunk[name] for chunk in chunks])
+            for name, c in chunks[0].items()
+        }
+        samples, entries = len(first), first.shape[1:]
+        return PerSampleGrads(forms, samples, frozenset(reached), "sum", weakref.ref(model), "Jacobian", [samples], entries)
+
+
+def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
+    """A backward pass for its hooks alone: it leaves ``.grad`` as it is.  what: runs it, for people"""
+    try:
+        torch.autograd.grad(root, leaves, s, retain_graph=retain_graph, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise NothingRecorded(
+            f"{what} was given an output whose graph was freed by an earlier backward pass. Run {what} before that, keeping "
+            "the graph; or that with retain_graph=True."
+        ) from None
+
+
+@contextmanager
+def _aside(recorder: Recorder) -> Iterator[None]:
+    """A context whose passes leave the record as it is."""
+    record = recorder.record
+    with restored(partial(setattr, record, "on_arrival", record.on_arrival)), record.set_aside(), recorder.backward.aside():
+        record.on_arrival = None
+        yield
+
+
+def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:
+    """N ..., of an output of the model."""
+    if layout is None or layout.axis >= output.ndim or (samples is not None and not layout.fits(output, samples)):
+        raise SamplesMixed(
+            f"in the output of shape {tuple(output.shape)} given to {WHAT} samples have no place: it belongs to all, as a "
+            "mean over the batch does, or they mix in it. Give it something for each sample, losses by reduction='none' say."
+        )
+    return layout.samples_first(output, output.shape[layout.axis] if samples is None else samples)
+
+
+def _check_function(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raises unless a tensor that follows from the model's outputs has the samples on axis 0: gradients from it must come to
+    each call apart."""
+    samples = len(first)
+    given = torch.randn(first.shape, generator=(draws := torch.Generator().manual_seed(samples)), device="cpu").to(first)
+    weights = two_weights(samples, draws)
+    known, again = ({}, {}) if not samples else [_heard(recorder, first, leaves, given, w) for w in weights]
+    verdicts = []
+    for key, (call, grad) in known.items():
+        if not call.is_own:
+            continue
+        if call.samples not in (None, samples):
+            raise BatchSizeError(
+                f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and takes axis "
+                f"0 for the samples, but the model was given {call.samples}. Bring them there; or give what it returned."
+            )
+        layout = layout_in(call, key[2], samples) if call.samples is not None else Layout()
+        if key in again and layout is not None and layout.fits(grad, samples):
+            verdicts.append(are_apart(layout, grad, again[key][1], *weights))
+    if False in verdicts:
+        raise SamplesMixed(
+            f"samples mix in the tensor of shape {tuple(first.shape)} given to {WHAT}, which the model has not returned: "
+            "what it has for one sample on axis 0 leads to another's. If samples are on another axis, bring them to axis 0, "
+            "output.transpose(0, 1) say; losses of samples must not compare them."
+        )
+    if known and True not in verdicts and any(call.is_own for call, _ in known.values()):
+        raise SamplesMixed(
+            f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and no layer's "
+            "gradient tells whether its samples are on axis 0. Give it what the model returned, or have that compute it."
+        )
+
+
+def _heard(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor], given: Tensor, w: Tensor) -> Grads:
+    """What a backward pass from w ∘ given brings to calls."""
+    found: Grads = {}
+    with listening(recorder.backward, lambda key, call, grad: found.update({key: (call, grad.clone())})):
+        run_pass(WHAT, first, leaves, given * Layout().over(given, w.to(given)))
+    return found
+
+
+def _announcement(first: Tensor) -> Announcement:
+    return Announcement(first.shape, "sum", f"the output given to {WHAT}", "Jacobian", complete=False)
+
+
+def _each_entry(first: Tensor) -> Iterator[Tensor]:
+    """1 at one entry of every sample's, and 0 elsewhere, entry by entry.  first: N ..."""
+    for entry in range(prod(first.shape[1:])):
+        s = torch.zeros(len(first), prod(first.shape[1:]), dtype=first.dtype, device=first.device)
+        s[:, entry] = 1
+        yield s.view(first.shape)
+
+
+def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:
+    """The rows of the passes that have run, which are recorded no longer."""
+    own = recorder.record
+    for record in losses.heard_by:
+        if record is not own:  # of a part of the model that is hooked by itself
+            record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
+    if not any(call.is_own for s in own.segments for p in s.passes for call in p.received):
+        raise NothingRecorded(
+            f"the output of shape {tuple(losses.shape)} given to {WHAT} comes of no forward of this {type(model).__name__} "
+            "with hooks. Give it what the model returned, called as a whole after add_hooks(model), with hooks enabled."
+        )
+    grads = per_sample_grads(model)
+    own.clear()
+    return grads
+
+
+@torch.no_grad()
+def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
+    """The forms, written out where that takes less memory."""
+    with grads.reading():
+        return {name: Dense(form.dense()) if _is_large(form) else form for name, form in grads.items()}
+
+
+def _is_large(form: Form) -> bool:
+    """Whether what a form is made of takes more memory than its rows."""
+    held = {x.data_ptr(): x.numel() * x.element_size() for leaf in form.leaves() for x in leaf.held}
+    return bool(form.sources) or sum(held.values()) > form.samples * form.shape.numel() * form.like.element_size()
+
+
+def _check_arguments(output: Tensor, chunk_size: int | None) -> None:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        complex_ = " View a complex output as real numbers: torch.view_as_real(output)." if _is_complex(output) else ""
+        raise TypeError(
+            f"{WHAT} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{complex_}"
+        )
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
+        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None")
+    if 0 in output.shape[1:]:
+        raise ValueError(f"{WHAT} was given an output of shape {tuple(output.shape)}, without entries")
+    if not output.requires_grad:
+        raise NothingRecorded(
+            f"{WHAT} was given an output without a graph, detached or made under torch.no_grad. Give it what the model "
+            "returned, with gradients enabled and before anything has freed its graph."
+        )
+
+
+def _is_complex(output: object) -> bool:
+    return isinstance(output, Tensor) and output.is_complex()

@@ -1,0 +1,297 @@
+"""Rows of outputs, against one plain backward pass from each entry of each sample's output."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, perceptron
+from oracle import Rows, one_backward_per_sample
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import per_sample_jacobian
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SMALL = {name: case for name, case in MODELS.items() if name != "reentrant"} | {
+    "reads": (Patched, lambda: torch.randint(7, (3, 3))),
+    "folded": (SequenceFirst, lambda: torch.randint(9, (3, 4))),
+    "language": (lambda: Language(5, 3), lambda: torch.randint(5, (3, 2))),
+}
+
+
+def jacobian_of(
+    model: nn.Module, x: Tensor, entries: Callable[..., Tensor], run: Callable[[Tensor], Tensor] | None = None
+) -> Rows:
+    """{name: (N, *entries, *shape)}: a backward pass for each entry of each sample alone.
+
+    entries: of what the model returns for a batch of one, the samples first
+    """
+    with autograd_hacks.pause_hooks():
+        shape = entries((run or model)(x[:1])).shape[1:]
+        rows = [
+            one_backward_per_sample(model, lambda out, e=e: entries(out).reshape(1, -1)[:, e], x, run=run)
+            for e in range(shape.numel())
+        ]
+    parameters = dict(model.named_parameters())
+    return {
+        name: torch.stack([row[name] if row[name] is not None else p.new_zeros(len(x), *p.shape) for row in rows], 1).view(
+            len(x), *shape, *p.shape
+        )
+        for name, p in parameters.items()
+    }
+
+
+def check(rows: autograd_hacks.PerSampleGrads, expected: Rows) -> None:
+    """Every verb against algebra on the oracle's rows."""
+    assert_close(rows.dense(), expected)
+    axes = rows.norms().shape
+    assert axes == (rows.samples, *rows.entries)
+    flat = torch.cat([own.reshape(axes.numel(), -1) for own in expected.values()], 1)
+    assert_close(rows.norms(), flat.norm(dim=1).view(axes))
+    for name, own in rows.norms(per_parameter=True).items():
+        assert_close(own, expected[name].reshape(*axes, -1).norm(dim=-1))
+    assert_close(rows.gram(), (flat @ flat.T).view(*axes, *axes))
+    w = torch.randn(2, *axes)
+    for weights, sums in ((w[0], rows.weighted_sum(w[0])), (w[1], {n: s[1] for n, s in rows.weighted_sum(w).items()})):
+        assert_close(rows.to_vector(sums), weights.flatten() @ flat)
+    assert_close(rows.to_vector(rows.second_moment(w[0].abs())), w[0].abs().flatten() @ flat**2)
+    v = rows.from_vector(torch.randn(flat.shape[1]))
+    assert_close(rows.dot(v), (flat @ rows.to_vector(v)).view(axes))
+    assert_close(rows.to_vector(rows.ggn_matvec(v)), flat.T @ (flat @ rows.to_vector(v)) / rows.batch)
+    natural = torch.linalg.solve(flat.T @ flat / rows.batch + 0.1 * torch.eye(flat.shape[1]), rows.to_vector(v))
+    assert_close(rows.to_vector(rows.natural_gradient(v, damping=0.1)), natural)
+    assert rows.project(7).shape == (*axes, 7)
+    some = torch.tensor([2, 0])
+    assert_close(rows.select(some).dense(), {name: own[some] for name, own in expected.items()})
+    users = rows.group(torch.tensor([5, 7, 5])).dense()
+    assert_close(users, {name: torch.stack([own[0] + own[2], own[1]]) for name, own in expected.items()})
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_verb_for_every_entry(name: str, param_grad: bool) -> None:
+    build, data = SMALL[name]
+    model, x = build().double(), data()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(2):  # the second step's parameters are switched off
+            rows = per_sample_jacobian(model, model(x))
+            assert all(p.grad is None for p in model.parameters())
+        check(rows, jacobian_of(model, x, lambda out: out))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 100])
+@pytest.mark.parametrize("name", ["cnn", "tied", "lstm"])
+def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
+    build, data = MODELS[name]
+    model, x = build().double(), data()
+    with autograd_hacks.add_hooks(model):
+        check(per_sample_jacobian(model, model(x), chunk_size=chunk_size), jacobian_of(model, x, lambda out: out))
+
+
+def test_written_out_where_that_is_smaller() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4)), torch.randn(3, 50, 2)
+    with autograd_hacks.add_hooks(model):
+        rows = per_sample_jacobian(model, model(x).sum(1), chunk_size=1)
+    held = {y.data_ptr(): y.numel() for form in rows.values() for leaf in form.leaves() for y in leaf.held}
+    assert sum(held.values()) <= 12 * sum(p.numel() for p in model.parameters())
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("positions", [2, 3])  # as many as samples
+def test_samples_on_another_axis(positions: int) -> None:
+    model, x = TimeFirst(), torch.randn(3, positions, 4)
+
+    def run(batch_first: Tensor) -> Tensor:
+        return model(batch_first.transpose(0, 1)).transpose(0, 1)
+
+    expected = jacobian_of(model, x, lambda out: out, run)
+    with autograd_hacks.add_hooks(model, batch_dim=1):
+        check(per_sample_jacobian(model, model(x.transpose(0, 1))), expected)
+        check(per_sample_jacobian(model, run(x)), expected)  # what follows from it has samples first
+        out = model(x.transpose(0, 1))
+        with pytest.raises((BatchSizeError, SamplesMixed), match="axis"):
+            per_sample_jacobian(model, 2 * out)
+
+
+@pytest.mark.parametrize("kind", ["flat", "tokens", "samples"])
+def test_losses_made_inside_the_model(kind: str) -> None:
+    model, tokens, targets = LossesInside(kind), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
+    both = torch.stack([tokens, targets], 1)
+    with autograd_hacks.add_hooks(model):
+        rows = per_sample_jacobian(model, model(tokens, targets)["losses"])
+        expected = jacobian_of(
+            model,
+            both,
+            lambda out: out["losses"].view(1, -1) if kind != "samples" else out["losses"],
+            lambda b: model(b[:, 0], b[:, 1]),
+        )
+        check(rows, expected)
+
+
+def test_losses_of_tokens_made_outside() -> None:
+    model, tokens, targets = Tied(), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
+    both = torch.stack([tokens, targets], 1)
+
+    def losses(b: Tensor) -> Tensor:
+        return F.cross_entropy(model(b[:, 0]).transpose(1, 2), b[:, 1], reduction="none")
+
+    with autograd_hacks.add_hooks(model):
+        check(per_sample_jacobian(model, losses(both)), jacobian_of(model, both, lambda out: out, losses))
+
+
+def test_the_tangent_kernel_of_two_batches() -> None:
+    model, x, y = perceptron(), torch.randn(4, 4), torch.randn(2, 4)
+    dense = [
+        torch.func.jacrev(lambda p, x=x: torch.func.functional_call(model, p, (x,)))(
+            {name: p.detach() for name, p in model.named_parameters()}
+        )
+        for x in (x, y)
+    ]
+    j, k = (torch.cat([own.flatten(2) for own in each.values()], 2) for each in dense)
+    with autograd_hacks.add_hooks(model):
+        first, second = (per_sample_jacobian(model, model(batch)) for batch in (x, y))
+        assert_close(first.gram(second), torch.einsum("ncp,mdp->ncmd", j, k))
+        model(x).square().sum().backward()
+        ordinary = autograd_hacks.per_sample_grads(model, "sum")
+        assert_close(first.gram(ordinary), torch.einsum("ncp,mdp,md->ncm", j, j, 2 * model(x).detach()))
+        assert_close(ordinary.gram(first), first.gram(ordinary).movedim(2, 0))
+    assert "4 samples" in repr(first)
+    assert "3 entries" in repr(first)
+
+
+def test_one_number_for_each_sample() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model):
+        check(per_sample_jacobian(model, model(x)), jacobian_of(model, x, lambda out: out))
+        assert per_sample_jacobian(model, model(x)).variance()["0.weight"].shape == (1, 4)
+
+
+def test_a_layer_alone_and_no_probe() -> None:
+    x = torch.randn(3, 4)
+    for model, probe in ((nn.Linear(4, 2), True), (perceptron(), False)):
+        with autograd_hacks.add_hooks(model, probe=probe):
+            check(per_sample_jacobian(model, model(x)), jacobian_of(model, x, lambda out: out))
+            check(per_sample_jacobian(model, model(x).square()), jacobian_of(model, x, torch.square))
+            with pytest.raises(SamplesMixed):
+                per_sample_jacobian(model, model(x).flip(0))
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_few_samples(samples: int) -> None:
+    model = perceptron()
+    with autograd_hacks.add_hooks(model):
+        model(torch.randn(3, 4))
+        for change in (lambda out: out, torch.tanh):
+            rows = per_sample_jacobian(model, change(model(torch.randn(samples, 4))))
+            assert rows.norms().shape == (samples, 3)
+            assert rows.gram().shape == (samples, 3, samples, 3)
+            assert rows.dense()["0.weight"].shape == (samples, 3, 5, 4)
+            assert rows.weighted_sum(torch.ones(samples, 3))["0.weight"].shape == (5, 4)
+
+
+# What it leaves alone.
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_gradients_and_the_record_stay_as_they_are(param_grad: bool) -> None:
+    model, x = perceptron(), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        out = model(x)
+        out.square().sum().backward(retain_graph=True)
+        before = {name: p.grad for name, p in model.named_parameters()}
+        rows = per_sample_jacobian(model, out, retain_graph=True)
+        assert all(p.grad is before[name] for name, p in model.named_parameters())
+        autograd_hacks.compute_grad1(model, "sum")  # of the pass before
+        for name, own in rows.dense().items():
+            assert_close(model.get_parameter(name).grad1, torch.einsum("nc,nc...->n...", 2 * out.detach(), own))
+        autograd_hacks.clear_backprops(model)
+        out.sum().backward()  # and of one after
+        autograd_hacks.compute_grad1(model, "sum")
+        for name, own in rows.dense().items():
+            assert_close(model.get_parameter(name).grad1, own.sum(1))
+        with pytest.raises(NothingRecorded, match="freed"):
+            per_sample_jacobian(model, out)
+
+
+def test_then_a_pass_of_the_same_forward() -> None:
+    model, x = perceptron(), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model):
+        for retain_graph in (True, False):
+            out = model(x)
+            rows = per_sample_jacobian(model, out, retain_graph=retain_graph)
+            with pytest.raises(NothingRecorded, match=r"loss.backward\(\)|freed"):
+                autograd_hacks.compute_grad1(model)
+            if retain_graph:
+                out.sum().backward()
+                autograd_hacks.compute_grad1(model, "sum")
+                assert_close(model[0].weight.grad1, rows.dense()["0.weight"].sum(1))
+                assert_close(model[0].weight.grad, rows.dense()["0.weight"].sum((0, 1)))
+            else:
+                with pytest.raises(RuntimeError, match="second time"):
+                    out.sum().backward()
+
+
+def test_within_accumulate_and_streaming() -> None:
+    model, x = perceptron(), torch.randn(3, 4)
+    expected = jacobian_of(model, x, lambda out: out)
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.accumulate(model):
+            model(x).sum().backward()
+            check(per_sample_jacobian(model, model(x)), expected)
+            model(x).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_close(model[0].weight.grad1, expected["0.weight"].sum(1).repeat(2, 1, 1))
+        with autograd_hacks.streaming(model, loss_type="sum") as streamed:
+            check(per_sample_jacobian(model, model(x)), expected)
+            model(x).sum().backward()
+        assert_close(streamed.norms, torch.cat([own.sum(1).flatten(1) for own in expected.values()], 1).norm(dim=1))
+
+
+def test_a_hooked_model_behind_another_and_one_inside() -> None:
+    first, second, x = perceptron(), nn.Linear(3, 2), torch.randn(3, 4)
+    whole = nn.Sequential(first, second)
+    with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(second):
+        out = second(first(x))
+        rows = [per_sample_jacobian(model, out, retain_graph=True).dense() for model in (second, first)]
+    expected = jacobian_of(whole, x, lambda out: out)
+    assert_close(rows[0]["weight"], expected["1.weight"])
+    assert_close(rows[1]["0.weight"], expected["0.0.weight"])
+
+
+def test_a_parameter_that_no_entry_reaches_or_that_is_frozen() -> None:
+    model, x = perceptron(), torch.randn(3, 4)
+    model.spare, model[2].bias.requires_grad = nn.Linear(2, 2), False
+    model.forward = lambda x: nn.Sequential.forward(model[:3], x)  # type: ignore[method-assign]  # past the spare one
+    with autograd_hacks.add_hooks(model):
+        rows = per_sample_jacobian(model, model(x), chunk_size=2)
+    assert not rows.norms(per_parameter=True)["spare.weight"].any()
+    assert rows.reached == {"0.weight", "0.bias", "2.weight"}
+    assert "2.bias" not in rows
+
+
+def test_complex_outputs_as_real_numbers() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(self.inner(x).tanh())
+
+    model, x = Complex(), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model):
+        rows = per_sample_jacobian(model, torch.view_as_real(model(x)))
+        check(rows, jacobian_of(model, x, torch.view_as_real))
