@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autograd_hacks.capture.doors import doors_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import RecordedCall
-from autograd_hacks.capture.ways import ByCopies, ByMap
+from autograd_hacks.capture.ways import ByInner
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.copies import Arguments, copies
 from autograd_hacks.probe.guard import WriteGuard
@@ -170,9 +170,8 @@ class Trial:
 
 def layout_in(call: RecordedCall, slot: int, samples: int) -> Layout | None:
     """Where samples are in a gradient at one of a call's outputs; None where that isn't known."""
-    if isinstance(call.way, ByMap | ByCopies):
-        at = call.way.at if isinstance(call.way, ByMap) else Layout(1)
-        return at if call.way.count == samples else None
+    if isinstance(call.way, ByInner) and call.way.count != samples:
+        return None
     if call.samples is None or slot >= len(call.layouts) or any(is_packed(x) for x in call.args):
         return None
     return call.layouts[slot]
