@@ -68,14 +68,15 @@ class Forward(Noting):
         count = count_queries(layer, args, kwargs)
         notes = Notes(note, self._lose_read, self._doubt, lambda parameters: may_skip and self._is_off(parameters))
         parameters = {names[local]: p for local, p in named if local in names}
-        self.inside.enter(layer, InnerMaps(path, layer, parameters, count, notes))
+        self.maps[layer] = maps = InnerMaps(path, layer, parameters, count, notes)  # first, for what an interrupt may leave
+        maps.__enter__()
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
         off = self.param_grad.end_layer(layer)
-        inside = self.inside.leave(layer)
+        inside = self.leave_maps(layer)
         if inside is not None:
             self.reads.resume()
         if output is None:

@@ -19,7 +19,6 @@ from autograd_hacks.probe.plan import RECORDED, VALUE, Plan, Read, Reading
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import attention
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.restored import leave
 
 
 class InnerMaps(Reads):
@@ -49,29 +48,6 @@ class InnerMaps(Reads):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As torch does where the weight asks for a gradient, and else for each position apart: 2.4 ms against 3.5."""
     return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
-
-
-class OpenMaps:
-    """The attention layers that run, each with its maps."""
-
-    def __init__(self) -> None:
-        self._open: dict[nn.Module, InnerMaps] = {}
-
-    def enter(self, layer: nn.Module, maps: InnerMaps) -> None:
-        self._open[layer] = maps  # first, for what an interrupt may leave
-        maps.__enter__()
-
-    def leave(self, layer: nn.Module) -> InnerMaps | None:
-        """Ends a layer's maps, if it has some, and returns them."""
-        maps = self._open.get(layer) if self._open else None
-        if maps is not None:
-            leave(maps)
-            del self._open[layer]
-        return maps
-
-    def leave_all(self) -> None:
-        for layer in list(self._open):
-            self.leave(layer)
 
 
 def has_inner_maps(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
