@@ -67,8 +67,6 @@ class Proposal:
                 return found
             self._show(found, order[1:])
             retry = found.sizes_differ
-        except ProbeFailed:
-            raise
         except Exception as error:  # whatever the model's own code raises
             if not self._has_orders():
                 raise ProbeFailed(
@@ -96,8 +94,6 @@ class Proposal:
                 whole = self.trace(follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)
                 self._show(found, self._order()[:2], noise)
-            except ProbeFailed:
-                raise
             except Exception:  # whatever the model's own code raises, for numbers that it doesn't expect
                 continue
             if found.is_finite:

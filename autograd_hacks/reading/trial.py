@@ -20,6 +20,7 @@ from autograd_hacks.probe.copies import Arguments, copies
 from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.propose import NOISE
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -30,9 +31,6 @@ from autograd_hacks.support.untouched import (
     with_other_generators,
     with_random_state,
 )
-
-NOISE = 0.02
-"""How large the noise is that stands in the place of zeros."""
 
 Key = tuple[str, int, int]
 """A call's path, its number there in the order in which a backward pass comes to them, and the output's number."""
@@ -86,7 +84,7 @@ class Trial:
             for name in zeros:
                 p = self.parameters[name]
                 noise = torch.randn(p.shape, generator=self.draws, device="cpu")
-                p.data = (NOISE * noise).to(p)  # which `untouched` takes back
+                p.data = (NOISE[0] * noise).to(p)  # which `untouched` takes back
             yield
 
     def run(self, arguments: Arguments | None = None) -> None:
