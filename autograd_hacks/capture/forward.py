@@ -78,7 +78,7 @@ class Forward(Noting):
         off = self.param_grad.end_layer(layer)
         inside = self.leave_maps(layer)
         if inside is not None:
-            self.reads.switch()  # with this mode those ended that were entered inside
+            self.reads.resume()
         if output is None:
             return None
         if inside is not None and inside.noted:

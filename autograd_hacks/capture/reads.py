@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
@@ -230,7 +230,7 @@ class OpenReads:
                     reads.label(x, at.rows(len(x), reads.samples, x.device))
             number = self._calls[path] = self._calls.get(path, -1) + 1
             reads.running.append(Running(Frame(path, Plan.AGAIN if again else number), module))
-            self.switch()
+            self._switch()
 
     def leave(self, path: str) -> None:
         """A module has ended, or failed."""
@@ -240,7 +240,12 @@ class OpenReads:
             while ended.frame.path != path:
                 ended = reads.running.pop()
             reads.end(ended.frame)
-            self.switch()
+            self._switch()
+
+    def resume(self) -> None:
+        """Another mode has ended, and those that were entered inside with it."""
+        if self.reads is not None:
+            self._switch()
 
     def leave_all(self) -> None:
         if self.reads is not None:
@@ -248,18 +253,22 @@ class OpenReads:
             leave(self.reads)
         self.reads, self._calls = None, {}
 
-    def switch(self) -> None:
+    def _switch(self) -> None:
         """Has the mode on in the code of the modules that the plan knows, and off in others."""
-        if (reads := self.reads) is None:
-            return
+        reads = self.reads
+        assert reads is not None
         on = bool(reads.running) and reads.running[-1].frame.path in reads.plan.reading.paths
         top = torch._C._len_torch_function_stack() - 1
         is_top = top >= 0 and torch._C._get_function_stack_at(top) is reads
         if not on and is_top:
             torch._C._pop_torch_function_stack()
-        elif on and not is_top and reads not in _get_current_function_mode_stack():
+        elif on and not is_top and not _is_there(reads):
             torch._C._push_on_torch_function_stack(reads)
         reads.is_paused = not on  # where a mode of the user's stands before it
 
 
 _NOTHING = nullcontext()
+
+
+def _is_there(mode: TorchFunctionMode) -> bool:
+    return any(torch._C._get_function_stack_at(n) is mode for n in range(torch._C._len_torch_function_stack()))

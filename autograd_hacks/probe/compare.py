@@ -98,7 +98,7 @@ class Comparison:
         frame = call.stack[-1]
         found = [self._place(call, slot, x, all_of) for slot, x in enumerate(call.outputs)]
         if call.rows_of_packed is not None and found:
-            found[0] = None, self._outputs[frame][0].mixes_by_rows and not self._is_routed(call)  # which has no layout
+            found[0] = None, self._mixes_in_packed(call)
         layouts, placed = tuple(layout for layout, _ in found), False
         is_owner = bool(call.outputs) and frame.path not in self.tracer.parts
         owned = self.tracer.owned.get(frame.path, set()) if is_owner else set()
@@ -133,6 +133,10 @@ class Comparison:
             return ()
         told = [[next(iter(fits.layouts([0], False)[0]), None) for fits in call] for call in calls]
         return tuple([each[0] if all(at == each[0] for at in each) else None for each in zip(*told)])
+
+    def _mixes_in_packed(self, call: Traced) -> bool:
+        """Whether samples mix in a packed sequence, which has no layout."""
+        return self._outputs[call.stack[-1]][0].mixes_by_rows and not self._is_routed(call)
 
     def _place_by_rule(self, call: Traced, all_of: Sequence[Comparison]) -> Layout | None:
         """Where a layer's rule finds the samples in its output; None where it can't tell them apart."""

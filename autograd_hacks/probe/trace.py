@@ -76,8 +76,7 @@ class Tracer:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        own = [(path, module) for path, module in model.named_modules() if "_orig_mod" not in path.split(".")]
-        self.paths = {module: path for path, module in own if not isinstance(module, torch.jit.ScriptModule)}
+        self.paths = {module: path for path, module in model.named_modules() if _takes_hooks(path, module)}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.owned = {path: {self.names[p] for p in covered(m).values()} for m, path in self.paths.items() if rule_for(m)}
         trained = {name for p, name in self.names.items() if p.requires_grad}
@@ -203,14 +202,13 @@ class Tracer:
 
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker, follow: Follow) -> Traced:
         (buffers, arguments, plain), outputs = begun, tensors_of(output)
-        facts, is_followed = [tracker.facts(x) for x in outputs], stack[-1].path in follow.rows
+        facts = [tracker.facts(x) for x in outputs]
         now, first = _versions(module), output[0] if type(output) is tuple and output else output
         return Traced(
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
-            # A rule may go by the first; where rows are followed all are compared.
-            inputs=[tracker.keep(x) for x, _ in arguments[: None if is_followed else int(_goes_by_input(module))]],
+            inputs=[tracker.keep(x) for x, _ in arguments[: self._seen_inputs(stack[-1].path, module, follow)]],
             rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),
@@ -219,6 +217,10 @@ class Tracer:
             buffers=[name for name, version in buffers.items() if now.get(name) != version],
             has_plain_arguments=plain and all(x.layout == torch.strided for x in outputs),
         )
+
+    def _seen_inputs(self, path: str, module: nn.Module, follow: Follow) -> int | None:
+        """How many of a call's first inputs are compared; None for all."""
+        return None if path in follow.rows else int(_goes_by_input(module))
 
     @contextmanager
     def _walking(self, mode: Watch | Repeat, begins: Callable[..., Any], ended: Callable[..., Any]) -> Iterator[None]:
@@ -260,3 +262,7 @@ def _goes_by_input(module: nn.Module) -> bool:
     """Whether the samples' place in a layer's output may follow from its input."""
     rule = rule_for(module)
     return rule is not None and (rule.by_input or rule.features is not None)
+
+
+def _takes_hooks(path: str, module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule) and "_orig_mod" not in path.split(".")
