@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,7 @@ class ByOperation:
                 return x
             x = ready(x).reshape(aligned(x.shape, ndim))
             is_own = layout.fits(x, samples) and x.shape[layout.axis] != 1
-            return (
-                layout.samples_first(x, samples) if is_own else x.unsqueeze(0) if layout.fold else x.movedim(layout.axis, 0)
-            )
+            return layout.samples_first(x, samples) if is_own else _without(x, layout)
 
         def own(x: Any) -> Any:
             if isinstance(x, Value):
@@ -147,13 +145,17 @@ class ByOperation:
         parts = [at.samples_first(ready(leaves[n]), samples) for n, at in places.items()]
         first = layout.samples_first(g, samples)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "There is a performance drop")  # of operations that run sample by sample
+            with _no_word_of_speed():
                 rows = vmap(one)(first, *parts)
         except RuntimeError:  # what vmap can't run, by torch's own page on its limits
             each = [one(first[n], *(part[n] for part in parts)) for n in range(samples)]
             rows = tuple(torch.stack(own) for own in zip(*each))
         yield from ((leaves[n], Dense(own)) for n, own in zip(values, rows))
+
+
+def _without(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor that has no samples, beside others with samples first."""
+    return x.unsqueeze(0) if layout.fold else x.movedim(layout.axis, 0)
 
 
 def _summed(rows: Tensor, shape: torch.Size, layout: Layout, ndim: int) -> Tensor:
@@ -176,3 +178,14 @@ def _reached(pairs: Iterator[tuple[Value, Form]] | list[tuple[Value, Form]], gra
             if name in grads.reached:
                 found[name] = add([found[name], own]) if name in found else own
     return found
+
+
+@contextmanager
+def _no_word_of_speed() -> Iterator[None]:
+    """A context in which vmap doesn't warn of operations that it runs sample by sample."""
+    functorch: Any = torch._C._functorch  # torch has no types for these
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
