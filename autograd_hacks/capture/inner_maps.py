@@ -37,12 +37,12 @@ class InnerMaps(Reads):
             return Read(RECORDED, Layout(1), names, (Layout(1),)), True
         return (Read(VALUE, None, names) if name in ("split", "chunk") else None), True
 
-    def _record(self, name: str, func: Any, args: Any, kwargs: Any, read: Read, off: bool, is_in_order: bool) -> Any:
+    def _record(self, name: str, func: Any, args: Any, kwargs: Any, read: Read, off: bool, *rest: Any) -> Any:
         self.noted = True
         if args[0].ndim == 2:  # for the last map the function folds positions into the rows
             read = replace(read, layout=Layout(0, "T·N"), operands=(Layout(0, "T·N"),))
         run = _linear if off and name == "linear" and args[0].ndim == 3 else func
-        return super()._record(name, run, args, kwargs, read, off, is_in_order)
+        return super()._record(name, run, args, kwargs, read, off, *rest)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
