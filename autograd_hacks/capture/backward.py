@@ -40,7 +40,9 @@ class Backward:
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
         self._turned: list[Turning] = []  # what the running pass has made calls of
-        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = None  # what hears of gradients in the record's place
+        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = (
+            None  # what hears of gradients in the record's place
+        )
 
     def detach(self) -> None:
         self.attached = False
@@ -110,9 +112,7 @@ class Backward:
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
 
-    def receive(
-        self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live
-    ) -> Tensor | None:
+    def receive(self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live) -> Tensor | None:
         """Notes the gradient that the running pass brings to one of a call's outputs; see `Receive`."""
         if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
             return None

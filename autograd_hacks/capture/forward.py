@@ -16,13 +16,12 @@ from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
 from autograd_hacks.capture.noting import Noting
-from autograd_hacks.capture.param_grad import asking
 from autograd_hacks.capture.reads import Notes, Reads, Running
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.replay import ByRunningAgain
 from autograd_hacks.capture.values import Value
-from autograd_hacks.capture.ways import BY_RULE
-from autograd_hacks.probe.layout import Layout, Layouts
+from autograd_hacks.capture.ways import BY_RULE, ByInner
+from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import DERIVATIVES, HOOKS, UNKNOWN
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import count_queries
@@ -46,7 +45,10 @@ class Forward(Noting):
         plan = self.record.plan
         if path in plan.unplaced:
             return None
-        if self.param_grad.skips and (self.is_running or current_task() != NO_TASK):
+        may_skip = self.param_grad.skips and (self.is_running or current_task() != NO_TASK)
+        if self.samples != 0 and has_inner_maps(layer, args, kwargs):
+            self._begin_maps(path, layer, args, kwargs, may_skip)
+        elif may_skip:
             again = self.units.names_at(path, plan) | self.param_grad.awaited
             own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
             own = [p for p in own if self.param_grad.may_skip(p)]
@@ -57,27 +59,38 @@ class Forward(Noting):
                 alias = (entry := Entry()).into(inputs[0])
                 self._entries[layer] = entry, alias
                 return map_tensors(lambda _: alias, args), map_tensors(lambda _: alias, kwargs)
-        if self.samples != 0 and has_inner_maps(layer, args, kwargs):
-            self._locate(path, layer)
-            again, named = self.units.names_at(path, self.record.plan), covered(layer).items()
-            names = {local: name for local, p in named if (name := self.record.name_of(p, path, local)) not in again}
-            # Where the samples are in its output, whose first axes are the query's.
-            query, number = args[0] if args else kwargs["query"], self._count(path, ends=False)
-            layouts = self.record.plan.layouts_of(path, number, layer, [query], self.samples)
-            if layouts and layouts[0] is None:
-                self.record.plan.refused |= dict.fromkeys(names.values(), UNKNOWN)
-                return None
-            off = self.param_grad.off_in(layer)
-            note = partial(self._note_map, path, layer, off, layouts)
-            self.inside.enter(layer, InnerMaps(layer, names, off, count_queries(layer, args, kwargs), note))
         return None
+
+    def _begin_maps(
+        self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], may_skip: bool
+    ) -> None:
+        """An attention layer begins, whose maps are to be noted."""
+        self._locate(path, layer)
+        again, named = self.units.names_at(path, self.record.plan), covered(layer).items()
+        names = {local: name for local, p in named if (name := self.record.name_of(p, path, local)) not in again}
+        # Where the samples are in its output, whose first axes are the query's.
+        query, number = args[0] if args else kwargs["query"], self._count(path, ends=False)
+        layouts = self.record.plan.layouts_of(path, number, layer, [query], self.samples)
+        if layouts and layouts[0] is None:
+            self.record.plan.refused |= dict.fromkeys(names.values(), UNKNOWN)
+            return
+
+        def note(running: Running, way: Way, *of_read: Any) -> Tensor:
+            return self._note_read(running, ByInner(way, count, layouts[0] if layouts else None), *of_read)
+
+        count, mode = count_queries(layer, args, kwargs), self.record.plan.mode
+        notes = Notes(note, self._lose_read, self._doubt, lambda parameters: may_skip and self._is_off(parameters))
+        parameters = {names[local]: p for local, p in named if local in names}
+        maps = InnerMaps(path, layer, parameters, count, notes, mode)
+        self.maps[layer] = maps  # first, for what an interrupt may leave
+        maps.__enter__()
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
         """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
         off, entry = self.param_grad.end_layer(layer), self._entries.pop(layer, None) if self._entries else None
-        inside = self.inside.leave(layer)
+        inside = self.leave_maps(layer)
         if inside is not None:
             self.reads.resume()
         if output is None:
@@ -151,28 +164,6 @@ class Forward(Noting):
             turns=turns,
         )
         return attach(call, graph, output, self.backward.receive, rule.recomputes, off, live)
-
-    def _note_map(
-        self,
-        path: str,
-        layer: nn.Module,
-        off: Sequence[Tensor],
-        layouts: Layouts,
-        way: Way,
-        inputs: tuple[Tensor, ...],
-        output: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> Tensor | None:
-        """Notes a linear map inside a layer.  Returns its output; None where no gradient can come to it."""
-        if not off and output.grad_fn is None:
-            return None
-        named = {local: (self.record.name_of(p, path, local), p) for local, p in parameters.items()}
-        switched = [p for p in parameters.values() if any(p is other for other in off)]
-        with asking(off):
-            inputs, skipped = map_tensors(Tensor.detach, inputs), self._names(off)
-            call, graph = self._call(path, layer, inputs, {}, [output], named, way=way, layouts=layouts, skipped=skipped)
-            noted: Tensor = attach(call, graph, output, self.backward.receive, False, switched)
-        return noted
 
     def begin_reads(self, model: nn.Module) -> None:
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""

@@ -13,12 +13,13 @@ from torch import Tensor
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.graph import edges_of
-from autograd_hacks.capture.inner_maps import OpenMaps
+from autograd_hacks.capture.inner_maps import InnerMaps
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.open_reads import OpenReads
 from autograd_hacks.capture.records import Graph, Record, RecordedCall
 from autograd_hacks.capture.replay import OpenUnits
 from autograd_hacks.probe.plan import Plan
+from autograd_hacks.support.restored import leave
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
 from autograd_hacks.support.untouched import RandomState, autocast_dtype
@@ -35,7 +36,7 @@ class Noting:
         self._entries: dict[nn.Module, tuple[Entry, Tensor]] = {}  # of the layers that run, with what each was given
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
         self.units = OpenUnits()
-        self.inside = OpenMaps()
+        self.maps: dict[nn.Module, InnerMaps] = {}  # of the attention layers that run
         self.reads = OpenReads()
         self._calls: dict[str, int] = {}  # how many there were of each layer, by path
         self._model = nn.Module()  # the hooked one, whose forward runs
@@ -64,9 +65,18 @@ class Noting:
     def restart(self) -> None:
         """Forgets the calls so far, and what a forward that was interrupted has left."""
         self.param_grad.switch_on()
-        self.inside.leave_all()
+        for layer in list(self.maps):
+            self.leave_maps(layer)
         self.reads.leave_all()
         self.units.open, self._calls, self._entries = [], {}, {}
+
+    def leave_maps(self, layer: nn.Module) -> InnerMaps | None:
+        """An attention layer has ended: its maps, if it has some."""
+        maps = self.maps.get(layer) if self.maps else None
+        if maps is not None:
+            leave(maps)
+            del self.maps[layer]  # last: an interrupt before it has all this done once more
+        return maps
 
     def _call(
         self,

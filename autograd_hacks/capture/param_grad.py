@@ -26,7 +26,7 @@ class ParamGrad:
         self.skips = False  # whether the layers of the running forward that a rule covers go without
         self.awaited: frozenset[str] = frozenset()  # the parameters that need ordinary gradients all the same
         self.names = names
-        self._off: list[tuple[nn.Module, list[Tensor], bool]] = []  # running layers, their parameters, the fast way's switch
+        self._off: list[tuple[nn.Module, list[Tensor]]] = []  # running layers and their parameters
         self._swapped: dict[nn.Module, dict[str, nn.Parameter | None]] = {}  # parameters in whose place others stand
         self.keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
 
@@ -44,22 +44,15 @@ class ParamGrad:
         backward pass, in which they ask again
         """
         off = [p for p in parameters if p.requires_grad]
-        self._off.append((layer, off, torch.backends.mha.get_fastpath_enabled()))  # first, for what an interrupt may leave
-        if isinstance(layer, nn.MultiheadAttention):  # it would take a fused way that has no gradients
-            torch.backends.mha.set_fastpath_enabled(False)
-        own = {name: p for name, p in layer._parameters.items() if swaps and any(p is other for other in off)}
-        self._swapped[layer] = own
-        layer._parameters.update({name: p.detach() for name, p in own.items() if p is not None})
+        self._off.append((layer, off))  # first, for what an interrupt may leave
+        self._swapped[layer] = {name: p for name, p in layer._parameters.items() if swaps and any(p is x for x in off)}
+        layer._parameters.update({name: p.detach() for name, p in self._swapped[layer].items() if p is not None})
         for parameter in off:
             parameter.requires_grad_(False)
 
-    def off_in(self, layer: nn.Module) -> list[Tensor]:
-        """The parameters of a layer that runs, which are switched off."""
-        return next((parameters for running, parameters, _ in self._off if running is layer), [])
-
     def end_layer(self, layer: nn.Module) -> list[Tensor]:
         """Switches a layer's parameters on again, and those of layers inside that have failed.  Returns its parameters."""
-        if not self._off or not any(running is layer for running, _, _ in self._off):
+        if not self._off or not any(running is layer for running, _ in self._off):
             return []
         while True:
             running, parameters = self._undo()
@@ -72,12 +65,10 @@ class ParamGrad:
             self._undo()
 
     def _undo(self) -> tuple[nn.Module, list[Tensor]]:
-        layer, parameters, fast = self._off[-1]
+        layer, parameters = self._off[-1]
         layer._parameters.update(self._swapped.pop(layer, {}))
         for parameter in parameters:
             parameter.requires_grad_(True)
-        if isinstance(layer, nn.MultiheadAttention):
-            torch.backends.mha.set_fastpath_enabled(fast)
         self._off.pop()  # last: an interrupt before it has all this done once more
         return layer, parameters
 
@@ -114,15 +105,3 @@ class ParamGrad:
                 "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
                 "param_grad=True."
             )
-
-
-@contextmanager
-def asking(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which parameters that are switched off ask for gradients."""
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(False)

@@ -16,7 +16,7 @@ from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
 from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.values import Step, Value, tensors_in
-from autograd_hacks.probe.functions import QUIET, Following, aligned, is_constant, name_of, opened
+from autograd_hacks.probe.functions import Following, aligned
 from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Layout, only_by_sizes
 from autograd_hacks.probe.plan import BY_LAYER, DERIVATIVES, EXPANDED, HOOKS, ROWS, VALUE, VMAPPED, Plan, Read
@@ -61,20 +61,9 @@ class Reads(Following[Value]):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = name_of(func)
-        if name in QUIET:
-            return func(*args, **kwargs)
-        if (inner := opened(func)) is not None:
-            with self:
-                return inner(*args, **kwargs)
-        if name == "get":
-            out = func(*args, **kwargs)
-            if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
-                self._make(func, args, kwargs, [out])
-            return out
+    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = self.running[-1]
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         names = frozenset(n for x in self.known((args, kwargs)) for n in self.values[id(x)].parameters)
         read, is_in_order = self._find(running.frame, name, names)
@@ -83,7 +72,7 @@ class Reads(Following[Value]):
         if read is not None and read.kind == VALUE:
             state = random_state({x.device for x in self.known((args, kwargs))}) if read.draws else {}
             out = func(*args, **kwargs)
-            self._make(func, args, kwargs, tensors_in(out), state)
+            self.make(func, args, kwargs, tensors_in(out), state)
             return out
         parameters = self._parameters(args, kwargs)
         if not parameters:  # of none that trains
@@ -110,7 +99,9 @@ class Reads(Following[Value]):
             return None
         place, key = ADDED[name] or (len(args), "")
         added = self._parameters((args[place : place + 1], kwargs.get(key)), {})
-        known = [x for x in self.known((args, kwargs)) if x is not kwargs.get(key) and not any(x is y for y in args[place:][:1])]
+        known = [
+            x for x in self.known((args, kwargs)) if x is not kwargs.get(key) and not any(x is y for y in args[place:][:1])
+        ]
         factor = self._parameters(tuple(known), {})
         return list(factor) if len(known) == 1 and added.keys().isdisjoint(factor) else None
 
@@ -143,7 +134,7 @@ class Reads(Following[Value]):
 
         return tree_map(lost, out)
 
-    def _make(
+    def make(
         self,
         func: Any,
         args: tuple[Any, ...],

@@ -95,7 +95,7 @@ class Recorder:
     def interrupt(self, layer: nn.Module) -> None:
         """A layer was left by what is no Exception, of which its hooks don't hear."""
         self.param_grad.end_layer(layer)
-        self.forward.inside.leave(layer)
+        self.forward.leave_maps(layer)
         self.forward.reads.leave_all()
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:

@@ -1,4 +1,4 @@
-"""The ways from a call to the rows of its parameters: by the layer's rule, or by an inner linear map."""
+"""The ways from a call to the rows of its parameters: by the layer's rule, or by operations inside it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.records import OutputGrads, RecordedCall
+from autograd_hacks.capture.records import OutputGrads, RecordedCall, Way
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Dense, Form, group
+from autograd_hacks.forms import Form, group
 from autograd_hacks.probe.layout import Layout
-from autograd_hacks.rules.attention import projection
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import map_tensors
 from autograd_hacks.support.untouched import without_autocast
@@ -42,62 +41,40 @@ class ByRule:
         if rule is not None and rule.features is not None:
             _check_layout(call, layout, grads.first.shape)
             return _apply(call, grads, layout if layout.axis or layout.fold else None, call.samples)
-        return _by_sample(_apply(call, grads, None, rows), call, rows, grads)
+        return _by_sample(_apply(call, grads, None, rows), layout, rows, call.samples, grads)
 
 
 BY_RULE = ByRule()
 
 
 @dataclass(frozen=True)
-class ByMap:
-    """By a linear map inside the layer, from the call's only argument to its only output."""
+class ByInner:
+    """By an operation inside the layer."""
 
-    uses: Mapping[str, slice]  # by a parameter's name in the layer, the entries of its first axis that the map uses
-    weight: str  # the name of its weight
-    count: int  # how many rows the layer has
-    at: Layout  # where they are in the map's output
-
-    def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
-        return self.count
-
-    def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
-        return replace(call, args=args)
-
-    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
-        ready = _ready(call, grads, self.at, self.count)
-        shapes = {name: edge.parameter.shape for name, edge in call.edges.items()}
-        uses = {name: used for name, used in self.uses.items() if name in grads.reached}
-        forms = projection(ready.args[0].flatten(1, -2), ready.grad.flatten(1, -2), self.weight, uses, shapes)
-        return _by_sample(forms, call, self.count, grads)
-
-
-@dataclass(frozen=True)
-class ByCopies:
-    """By the copies that the layer makes of a parameter, 1 N E, one for each of its rows."""
-
-    name: str  # the parameter's in the layer
-    count: int  # N
+    way: Way
+    count: int  # how many rows the layer has, a batch of its own
+    layout: Layout | None  # where the samples are in its output; None where they are its rows
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         return self.count
 
     def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
-        return call
+        way = self.way.with_input(call, args, kwargs).way
+        return replace(call, way=replace(self, way=way))
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
-        rows = _ready(call, grads, Layout(1), self.count).grad
-        return _by_sample(
-            {self.name: Dense(rows.view(self.count, *call.edges[self.name].parameter.shape))}, call, self.count, grads
-        )
+        forms = self.way.forms(replace(call, samples=self.count), grads)
+        return _by_sample(forms, self.layout, self.count, call.samples or 0, grads)
 
 
-def _by_sample(forms: Mapping[str, Form], call: RecordedCall, rows: int, grads: OutputGrads) -> Mapping[str, Form]:
+def _by_sample(
+    forms: Mapping[str, Form], layout: Layout | None, rows: int, samples: int, grads: OutputGrads
+) -> Mapping[str, Form]:
     """Forms of a layer's rows, grouped where a sample has several of them."""
-    layout = call.layouts[0] if call.samples is not None else None
     if layout is None or not layout.fold:
         return forms
-    labels = layout.rows(rows, call.samples or 0, grads.first.device)
-    return {name: group(form, labels, call.samples or 0) for name, form in forms.items()}
+    labels = layout.rows(rows, samples, grads.first.device)
+    return {name: group(form, labels, samples) for name, form in forms.items()}
 
 
 def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, samples: int) -> RecordedCall:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 
+from autograd_hacks.probe.copies import PLAIN
 from autograd_hacks.probe.layout import same, samples_of_rows
 from autograd_hacks.support.trees import is_packed, like_its_kind, opened
 
@@ -74,8 +75,7 @@ class Batch:
 
     def opaque(self) -> list[str]:
         """The types of arguments that may hold tensors unseen."""
-        plain = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-        return sorted({type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, plain) and not is_packed(leaf)})
+        return sorted({type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, PLAIN) and not is_packed(leaf)})
 
     def carried(self, axis: int | None, samples: int) -> list[int | None]:
         """For each leaf the axis on which it has samples; None where it has none."""

@@ -49,14 +49,9 @@ class Comparison:
         self._inputs = {frame: [Fits(x, samples) for x in call.inputs] for frame, call in whole.calls.items()}
 
     @property
-    def is_alike(self) -> bool:
-        """Whether the samples were all the same, so that nothing could be replaced."""
-        return not self.traces
-
-    @property
     def is_unproven(self) -> bool:
-        """Whether nothing but sizes tells the samples' axis."""
-        return self.is_alike and self.samples > 1
+        """Whether nothing but sizes tells the samples' axis: they were all the same, so that nothing could be replaced."""
+        return not self.traces and self.samples > 1
 
     def see(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes a call of another trace, with the samples replaced that are not kept."""

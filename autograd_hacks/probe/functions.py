@@ -167,9 +167,34 @@ class Following(TorchFunctionMode, Generic[V]):
                 return self.see(func, args, kwargs)
         return func(*args, **kwargs)
 
-    @abstractmethod
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that is given a value, and returns what it returns."""
+        name = name_of(func)
+        if name in QUIET:
+            return self.run(func, args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # the operations inside tell that it is used there
+            return func(*args, **kwargs)
+        if (inner := opened(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        if name == "get":
+            out = self.run(func, args, kwargs)
+            if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
+                self.make(func, args, kwargs, [out])
+            return out
+        return self.meet(name, func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function, and no more."""
+        return func(*args, **kwargs)
+
+    @abstractmethod
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
+        """Knows what a function has made of values alone."""
+
+    @abstractmethod
+    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function that may be given something of the batch beside a value, and returns what it returns."""
 
     def count(self, frame: Frame, name: str) -> Key:
         number = self.counts[frame, name] = self.counts.get((frame, name), -1) + 1

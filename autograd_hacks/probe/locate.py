@@ -49,13 +49,12 @@ class ReadDecision:
         name = key.function
         if met.by_layer:
             return Read(BY_LAYER, None, met.names)
-        if not met.meets and key in self.comparison.whole.meetings.follow.forced and met.grew_to is not None:
+        if met.output is None and key in self.comparison.whole.meetings.follow.forced and met.grew_to is not None:
             operands = tuple([None if axis is None else Layout(axis) for axis in met.axes])
             kind = RECORDED if name in OPERATIONS or name in ELEMENTWISE else VMAPPED
             return Read(kind, met.grew_to, met.names, operands)
-        if not met.meets:
+        if met.output is None:
             return Read(VALUE, None, met.names, draws=met.draws)
-        assert met.output is not None
         ndim, shapes = met.output.real.ndim, [shape for shape, _ in met.values]
         layout, operands = self._place(key, met)
         if (

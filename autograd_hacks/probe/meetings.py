@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autograd_hacks.probe.functions import QUIET, SIZED, Following, Key, grown, is_constant, name_of, only_axis, opened
+from autograd_hacks.probe.functions import SIZED, Following, Key, grown, only_axis
 from autograd_hacks.probe.guard import comparable
 from autograd_hacks.probe.layout import Fits, Layout
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
@@ -30,12 +30,11 @@ class Known:
 class Met:
     """A call of a function in the batch's own trace that was given something which follows from parameters."""
 
-    meets: bool  # whether it met the batch; else it makes something new that follows from parameters alone
     stack: Stack
     names: frozenset[str] = frozenset()
     values: Sequence[tuple[torch.Size, tuple[Key, ...]]] = ()  # the shape of each value, and where it has grown
     operands: Sequence[Fits | None] = ()  # the other tensors; None where one doesn't follow from the batch
-    output: Fits | None = None
+    output: Fits | None = None  # where it met the batch; else it has made something new that follows from parameters alone
     routed: bool = False  # whether the rows were chosen by their values
     rounds: bool = False
     source: str | None = None  # the module by path from whose arguments it is known whose they are
@@ -113,23 +112,20 @@ class Watch(Following[Known]):
             self.sources |= dict.fromkeys(map(id, labelled), origin)
             self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path if self.tracker.stack else "")
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = name_of(func)
-        if name in QUIET:
-            return self._call(func, args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # the operations inside tell that it is used there
-            return func(*args, **kwargs)
-        if (inner := opened(func)) is not None:
-            with self:
-                return inner(*args, **kwargs)
+    def make(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor], grew: tuple[Key, ...] = ()
+    ) -> None:
+        """grew: the calls on the way that have given it an axis of N entries, beside those of the values"""
+        values = [self.values[id(x)] for x in self.known((args, kwargs))]
+        names, before = frozenset().union(*(value.names for value in values)), [k for value in values for k in value.grew]
+        for x in made:
+            if id(x) not in self.values:
+                self.know(x, Known(names, tuple(dict.fromkeys([*before, *grew])), _saving()))
+
+    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         held, others = self.known((args, kwargs)), self.others((args, kwargs))
         values = [self.values[id(x)] for x in held]
         names = frozenset().union(*(value.names for value in values))
-        if name == "get":
-            out = self._call(func, args, kwargs)
-            if isinstance(out, Tensor) and not is_constant(func) and id(out) not in self.values:
-                self.know(out, Known(names, values[0].grew, _saving()))
-            return out
         facts = [self.tracker.facts(x) for x in others]
         follows = [fact.from_batch and name not in SIZED for fact in facts]
         frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
@@ -138,10 +134,10 @@ class Watch(Following[Known]):
         key = self.count(frame, name)
         is_ruled = all(self.by_rule(frame.path, n) for n in names)
         if meets and is_ruled:
-            self.found.calls[key] = Met(False, self.tracker.stack, names, by_layer=True)
+            self.found.calls[key] = Met(self.tracker.stack, names, by_layer=True)
             return func(*args, **kwargs)
         kept, state = [self.tracker.keep(x) for x in others] if meets else [], random_state({x.device for x in held})
-        out = self._call(func, args, kwargs)
+        out = self.run(func, args, kwargs)
         draws = any(not torch.equal(state[name], now) for name, now in random_state({x.device for x in held}).items())
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
         if self._is_lost(name, meets, out, outs, names, values):
@@ -156,24 +152,21 @@ class Watch(Following[Known]):
             seen = Fits(self.tracker.keep(outs[0]), self.samples)
             source = next((self.sources.get(id(x)) for x in others if id(x) in self.rows), None)
             self.found.calls[key] = Met(
-                True, self.tracker.stack, names, shapes, fits, seen, routed, rounds, draws=draws, source=source
+                self.tracker.stack, names, shapes, fits, seen, routed, rounds, draws=draws, source=source
             )
             return out
         grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None
         is_own = key in self.found.follow.forced and grew_to is not None
         if is_own and is_ruled:
-            self.found.calls[key] = Met(False, self.tracker.stack, names, by_layer=True)
+            self.found.calls[key] = Met(self.tracker.stack, names, by_layer=True)
         else:
             axes = [only_axis(x, self.samples) for x in others]
-            self.found.calls[key] = Met(False, self.tracker.stack, names, shapes, grew_to=grew_to, axes=axes, draws=draws)
+            self.found.calls[key] = Met(self.tracker.stack, names, shapes, grew_to=grew_to, axes=axes, draws=draws)
         if is_own:
             copy = outs[0].clone()
             self.tracker.mark(copy)
             return copy
-        grew = tuple(dict.fromkeys(k for value in values for k in value.grew))
-        for x in outs:
-            if id(x) not in self.values:
-                self.know(x, Known(names, grew if grew_to is None else (*grew, key), _saving()))
+        self.make(func, args, kwargs, outs, () if grew_to is None else (key,))
         return out
 
     def _is_lost(
@@ -200,7 +193,7 @@ class Watch(Following[Known]):
         derived = [value.saving for value in values if value.saving is not None]
         return [self.savings.get(frame, _saving()), *derived]
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.is_seeing = True
         try:
             return func(*args, **kwargs)
@@ -218,31 +211,23 @@ class Repeat(Following[None]):
         super().__init__(dict.fromkeys(map(id, found.wanted.values())))
         self.found, self.frame, self.show = found, frame, show
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = name_of(func)
-        if name in QUIET:
-            return func(*args, **kwargs)
-        if name == "get":
-            out = func(*args, **kwargs)
-            if isinstance(out, Tensor) and not is_constant(func):
-                self.know(out, None)
-            return out
-        if (inner := opened(func)) is not None:
-            with self:
-                return inner(*args, **kwargs)
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
+        for x in made:
+            self.know(x, None)
+
+    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         others, key = self.others((args, kwargs)), self.count(self.frame(), name)
         met = self.found.calls.get(key)
-        writes = met is not None and met.meets and name.endswith("_")
+        writes = met is not None and met.output is not None and name.endswith("_")
         before = [x.detach().clone() for x in others] if writes else others
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
         if met is None or met.by_layer or not outs:
             return out
-        if not met.meets:
-            for x in () if key in self.found.follow.forced else outs:
-                self.know(x, None)
+        if met.output is None:
+            self.make(func, args, kwargs, [] if key in self.found.follow.forced else outs)
             return out
-        if met.output is not None and len(before) == len(met.operands):
+        if len(before) == len(met.operands):
             for fits, x in zip(met.operands, before):
                 if fits is not None:
                     self.show(fits, comparable(x))

@@ -12,17 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
-from autograd_hacks.probe.copies import Arguments
-from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.plan import EXPAND, HOOKS, UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
 from autograd_hacks.probe.trace import Trace, Tracer
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
-
-_ROUNDS = 6
-"""How often a model is traced anew, at the most, for meetings that the traces before have shown."""
 
 _FEW = 4
 """So many values of the numbers among the arguments have plans of their own."""
@@ -84,39 +79,9 @@ def plan_for(
                 "(torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); if all are of one sample, say so: "
                 "add_hooks(model, batch_dim=(0,))."
             )
-        decisions.append(_decide(tracer, whole, (args, kwargs), batch, axis, samples, seed, opened, told_by))
+        proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, seed)
+        decisions.append(proposal.decision(whole, opened, told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
-
-
-def _decide(
-    tracer: Tracer,
-    whole: Trace,
-    arguments: Arguments,
-    batch: Batch,
-    axis: int | None,
-    samples: int,
-    seed: int,
-    opened: Collection[str],
-    told_by: int | None,
-) -> Decision:
-    """What the traces say, of as many as it takes to know which parameters meet the batch past rules, and where."""
-    follow = whole.meetings.follow
-    for _ in range(_ROUNDS):
-        unknown = tracer.trained & whole.tracker.reads.keys() - follow.names
-        if unknown:
-            follow = replace(follow, names=follow.names | unknown)
-            whole = tracer.trace(arguments, batch, axis, samples, follow)
-        proposal = Proposal(tracer, arguments, batch, axis, samples, seed)
-        comparison = proposal.compared(whole, lambda found: bool(Decision(found, [], told_by).read.conflicts))
-        decision = Decision(comparison, [], told_by)
-        if not decision.read.conflicts and (noisy := proposal.with_noise(opened, follow)):
-            decision = Decision(comparison, noisy, told_by)
-        further = decision.follow(follow)
-        if further == follow:
-            break
-        follow = further
-        whole = tracer.trace(arguments, batch, axis, samples, follow)
-    return decision
 
 
 NESTED = (
@@ -139,7 +104,9 @@ class Planner:
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool, mode: str = HOOKS) -> None:
         self.batch_dim, self.probes, self.mode = batch_dim, probes, mode
-        self.static = Plan(mode, units=static_units(model))  # of layers that are called by themselves, and where nothing is traced
+        self.static = Plan(
+            mode, units=static_units(model)
+        )  # of layers that are called by themselves, and where nothing is traced
         self.plans: dict[object, Plan] = {}
         self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
         self._learnt: int | None = None  # the axis that a model with time-first layers turned out to have
@@ -191,7 +158,9 @@ class Planner:
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         self.make_room()
         zeros, self._seed = _zeros(model), self._seed + 1
-        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed, self.mode)
+        plan = plan_for(
+            model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed, self.mode
+        )
         plan.opened = zeros
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,8 +11,13 @@ from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.compare import Comparison
 from autograd_hacks.probe.copies import Arguments
+from autograd_hacks.probe.decide import Decision
+from autograd_hacks.probe.locate import ReadDecision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.trace import Noise, Trace, Tracer
+
+_ROUNDS = 6
+"""How often a model is traced anew, at the most, for meetings that the traces before have shown."""
 
 NOISE = (0.02, 1e-4)
 """How large the noise is that stands in the place of zeros; the next one is tried where the model can't run with one."""
@@ -21,32 +27,46 @@ class Proposal:
     """Traces of one model on one batch, with the samples on one axis of its arguments; see `plan_for` for the fields."""
 
     def __init__(
-        self,
-        tracer: Tracer,
-        arguments: Arguments,
-        batch: Batch,
-        axis: int | None,
-        samples: int,
-        seed: int,
+        self, tracer: Tracer, arguments: Arguments, batch: Batch, axis: int | None, samples: int, seed: int
     ) -> None:
         self.tracer, self.arguments, self.batch, self.axis, self.samples = tracer, arguments, batch, axis, samples
         self.draws = torch.Generator().manual_seed(seed)
         self.stays = False  # whether vectors of integers are left as they are
         self.halves = kept_samples(samples, self.draws)
 
-    def compared(self, whole: Trace, is_told: Callable[[Comparison], bool]) -> Comparison:
-        """A comparison of the batch's own trace with all halves.  is_told: whether one of them tells that another trace is
-        needed, and others with it"""
+    def trace(self, follow: Follow, noise: Noise | None = None) -> Trace:
+        """The batch's own trace."""
+        return self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, follow, noise)
+
+    def decision(self, whole: Trace, opened: Collection[str], told_by: int | None) -> Decision:
+        """What the traces say, of as many as it takes to know which parameters meet the batch past rules, and where."""
+        follow = whole.meetings.follow
+        for _ in range(_ROUNDS):
+            unknown = self.tracer.trained & whole.tracker.reads.keys() - follow.names
+            if unknown:
+                follow = replace(follow, names=follow.names | unknown)
+                whole = self.trace(follow)
+            comparison = self.compared(whole)
+            decision = Decision(comparison, [], told_by)
+            if not decision.read.conflicts and (noisy := self.with_noise(opened, follow)):
+                decision = Decision(comparison, noisy, told_by)
+            further = decision.follow(follow)
+            if further == follow:
+                break
+            follow = further
+            whole = self.trace(follow)
+        return decision
+
+    def compared(self, whole: Trace) -> Comparison:
+        """A comparison of the batch's own trace with all halves; or with one, where that tells that others are needed."""
         found = Comparison(self.tracer, whole, self.samples, self.axis)
         order = self._order()
         try:
             self._show(found, order[:1])
-            if whole.meetings.calls and is_told(found):
+            if whole.meetings.calls and ReadDecision(found, []).conflicts:
                 return found
             self._show(found, order[1:])
             retry = found.sizes_differ
-        except ProbeFailed:
-            raise
         except Exception as error:  # whatever the model's own code raises
             if not self._has_orders():
                 raise ProbeFailed(
@@ -59,7 +79,7 @@ class Proposal:
             retry = True
         if retry and self._has_orders():  # lengths, say, that must be in order
             self.stays = True
-            return self.compared(whole, is_told)
+            return self.compared(whole)
         if found.depends_on_rounding:
             self.tracer.show(self.arguments, whole, found.see_again, lambda fits, x: None)
         return found
@@ -71,11 +91,9 @@ class Proposal:
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
             noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p) for n, p in like.items()}
             try:
-                whole = self.tracer.trace(self.arguments, self.batch, self.axis, self.samples, follow, noise)
+                whole = self.trace(follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)
                 self._show(found, self._order()[:2], noise)
-            except ProbeFailed:
-                raise
             except Exception:  # whatever the model's own code raises, for numbers that it doesn't expect
                 continue
             if found.is_finite:

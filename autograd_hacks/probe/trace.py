@@ -169,7 +169,6 @@ class Tracer:
             Switch.paused_here(),
             untouched(self.model),
             with_random_state(self._state),
-            _slow_paths(),
             torch.enable_grad(),
             # Checkpointing around the model counts what is saved; a tensor itself would keep the node alive that made it.
             torch.autograd.graph.saved_tensors_hooks(self._save, self._saved),
@@ -177,6 +176,8 @@ class Tracer:
             guard.protecting(),
             mode if mode.values else nullcontext(),
         ):
+            # Else frozen layers take fused ways, in which their children aren't called; `untouched` switches back.
+            torch.backends.mha.set_fastpath_enabled(False)
             self.model(*args, **kwargs)
 
     def _save(self, x: Tensor) -> Tensor | None:
@@ -275,13 +276,3 @@ def _goes_by_input(module: nn.Module) -> bool:
 
 def _takes_hooks(path: str, module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule) and "_orig_mod" not in path.split(".")
-
-
-@contextmanager
-def _slow_paths() -> Iterator[None]:
-    """A context without what torch does where a layer is frozen: fused ways in which its children aren't called.
-
-    `untouched` around it switches back.
-    """
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield

@@ -153,7 +153,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
         "it: a forward pass from before add_hooks, a weight used outside its own layer's forward, a penalty on weights in a "
         "loss, torch.compile, scripting, functional_call. Let layers be called as modules; run a backward pass of a penalty "
-        "alone within autograd_hacks.pause_hooks(); use add_hooks(model, mode=\"expand\") for derivatives by "
+        'alone within autograd_hacks.pause_hooks(); use add_hooks(model, mode="expand") for derivatives by '
         "torch.autograd.forward_ad; or freeze the parameter."
     )
 

@@ -15,12 +15,13 @@ from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.doors import doors_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import RecordedCall
-from autograd_hacks.capture.ways import ByCopies, ByMap
+from autograd_hacks.capture.ways import ByInner
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.copies import Arguments, copies
 from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
+from autograd_hacks.probe.propose import NOISE
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -31,9 +32,6 @@ from autograd_hacks.support.untouched import (
     with_other_generators,
     with_random_state,
 )
-
-NOISE = 0.02
-"""How large the noise is that stands in the place of zeros."""
 
 Key = tuple[str, int, int]
 """A call's path, its number there in the order in which a backward pass comes to them, and the output's number."""
@@ -87,7 +85,7 @@ class Trial:
             for name in zeros:
                 p = self.parameters[name]
                 noise = torch.randn(p.shape, generator=self.draws, device="cpu")
-                p.data = (NOISE * noise).to(p)  # which `untouched` takes back
+                p.data = (NOISE[0] * noise).to(p)  # which `untouched` takes back
             yield
 
     def run(self, arguments: Arguments | None = None) -> None:
@@ -174,9 +172,8 @@ def listening(backward: Backward, note: Note) -> Iterator[None]:
 
 def layout_in(call: RecordedCall, slot: int, samples: int) -> Layout | None:
     """Where samples are in a gradient at one of a call's outputs; None where that isn't known."""
-    if isinstance(call.way, ByMap | ByCopies):
-        at = call.way.at if isinstance(call.way, ByMap) else Layout(1)
-        return at if call.way.count == samples else None
+    if isinstance(call.way, ByInner) and call.way.count != samples:
+        return None
     if call.samples is None or slot >= len(call.layouts) or any(is_packed(x) for x in call.args):
         return None
     return call.layouts[slot]

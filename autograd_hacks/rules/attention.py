@@ -5,33 +5,17 @@ The attention itself has no parameters.  The projections are noted as torch's ow
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import UnsupportedLayer, where
-from autograd_hacks.forms import Dense, Form, Outer
+from autograd_hacks.forms import Form
 from autograd_hacks.rules.call import Call, needs_batch
 
 
 def count_queries(layer: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> int:
     query = args[0] if args else kwargs["query"]
     return query.shape[0 if layer.batch_first or query.ndim < 3 else 1]
-
-
-def projection(
-    x: Tensor, g: Tensor, weight: str, rows: Mapping[str, slice], shapes: Mapping[str, torch.Size]
-) -> dict[str, Form]:
-    """x: N T I    g: N T O.  It uses some rows of a weight and of a bias, and the other rows' gradients are zero.
-
-    weight: its weight's name    rows, shapes: of its parameters, by name
-    """
-    forms: dict[str, Form] = {}
-    for name, used in rows.items():
-        left = g if used == slice(0, shapes[name][0]) else F.pad(g, (used.start, shapes[name][0] - used.stop))
-        forms[name] = Outer(left, x) if name == weight else Dense(left.sum(1))
-    return forms
 
 
 def attention(layer: nn.MultiheadAttention, call: Call) -> Mapping[str, Form]:

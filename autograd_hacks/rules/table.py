@@ -52,7 +52,9 @@ RULES: dict[type[nn.Module], Rule] = {
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
     RULES[nn.LinearCrossEntropyLoss] = _LOSS(linear_cross_entropy, covers=lambda layer: ("linear",))
 
-FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, linear_in="weight")}
+FOREIGN: dict[str, Rule] = {
+    "transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, linear_in="weight")
+}
 """{a layer type of another library by its full name, which is not imported: rule}"""
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})

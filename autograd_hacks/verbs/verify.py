@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,31 +29,21 @@ from autograd_hacks.support.untouched import RandomState, cuda_devices_of, rando
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    parameter: str
-    what: str
-    is_right: bool
-    difference: float
-    value: float
+Rows = list[tuple[str, ...]]
+"""Of the table: what was compared, and differs."""
 
-    @staticmethod
-    def of(
-        parameter: str,
-        what: str,
-        form: Form | None,
-        w: Tensor,
-        expected: Tensor,
-        used: Collection[torch.dtype],
-        grads: float,
-    ) -> _Comparison:
-        """Σₙ wₙ gₙ with what autograd says.  used: precisions that autocast brought in    grads: see `agree`"""
-        if form is None:
-            return _Comparison(parameter, what, not bool(expected.any()), _largest(expected), _largest(expected))
+
+def _compared(
+    parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, used: Collection[torch.dtype], grads: float
+) -> Rows:
+    """Σₙ wₙ gₙ with what autograd says.  used: precisions that autocast brought in    grads: see `agree`"""
+    if form is None:
+        is_right, difference = not bool(expected.any()), expected
+    else:
         w = w.to(form.like.device, form.sum_dtype)
         is_right = agree(form, w, expected, used, lambda: grads)
-        difference = 0.0 if is_right else _largest(form.weighted_sum(w).to(expected) - expected)
-        return _Comparison(parameter, what, is_right, difference, _largest(expected))
+        difference = expected if is_right else form.weighted_sum(w).to(expected) - expected
+    return [] if is_right else [(parameter, what, f"{_largest(difference):.3g}", f"{_largest(expected):.3g}")]
 
 
 def verify(
@@ -88,11 +77,10 @@ def verify(
     if args is None and kwargs is None:
         args, kwargs, state = _last_step(recorder.record)
     args, kwargs = args or (), dict(kwargs or {})
-    comparisons = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples, loss)
-    if wrong := [c for c in comparisons if not c.is_right]:
-        rows = [(c.parameter, c.what, f"{c.difference:.3g}", f"{c.value:.3g}") for c in wrong]
-        hint = " (or .grad was not cleared before the step)" if any("with .grad" in c.what for c in wrong) else ""
-        raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *rows]))
+    wrong = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples, loss)
+    if wrong:
+        hint = " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
+        raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
 
 
 def _last_step(record: Record) -> tuple[tuple[Any, ...], dict[str, Any], RandomState]:
@@ -114,7 +102,7 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
+def _with_grad(model: nn.Module, recorder: Recorder) -> Rows:
     """The recorded rows' sums with ``.grad``."""
     record = recorder.record
     passes = [recorded for segment in record.segments for recorded in segment.passes]
@@ -122,7 +110,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
         return []
     if not passes or not recorder.param_grad.wanted or any(recorded.captures or recorded.is_hess for recorded in passes):
         return []
-    comparisons = []
+    wrong: Rows = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
     parameters, used = dict(model.named_parameters()), _precisions(record)
     for name, form in read(model, parameters, recorder, None if announced else "sum").items():
@@ -131,8 +119,8 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> list[_Comparison]:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
             w = torch.full((form.samples,), share, dtype=torch.float64, device="cpu")
             what, grads = "sum of the step's rows with .grad", _length(record)
-            comparisons.append(_Comparison.of(name, what, form, w, grad.to_dense(), used, grads))
-    return comparisons
+            wrong += _compared(name, what, form, w, grad.to_dense(), used, grads)
+    return wrong
 
 
 def _with_autograd(
@@ -143,12 +131,12 @@ def _with_autograd(
     state: RandomState,
     singles: int,
     loss: Callable[[Any], Tensor] | None,
-) -> list[_Comparison]:
+) -> Rows:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(opened((args, kwargs)), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    record, planner, comparisons = recorder.record, recorder.planner, []
+    record, planner, wrong = recorder.record, recorder.planner, Rows()
     planner.doubts = True
     with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad():
         plan, count = planner.plan(model, *copies((args, kwargs)))
@@ -187,8 +175,8 @@ def _with_autograd(
                     n = int(what.removeprefix("row "))
                     form, own = form[n : n + 1], w[n : n + 1]
                 grads_here = float(w.abs().max()) * _length(record)
-                comparisons.append(_Comparison.of(name, what, form, own, total, used, grads_here))
-    return comparisons
+                wrong += _compared(name, what, form, own, total, used, grads_here)
+    return wrong
 
 
 def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:

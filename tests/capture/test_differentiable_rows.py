@@ -47,7 +47,9 @@ def test_a_penalty_on_the_norms(name: str, mode: str) -> None:
             penalty = (norms - 1).square().sum()
             penalty.backward()
             mine = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
-            if name == "normed":  # of what is made of a weight before it meets the batch, the penalty's own rows aren't known
+            if (
+                name == "normed"
+            ):  # of what is made of a weight before it meets the batch, the penalty's own rows aren't known
                 with pytest.raises(HigherOrderError, match="original0"):
                     autograd_hacks.compute_grad1(model, "sum")
             else:

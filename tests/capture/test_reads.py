@@ -1,6 +1,7 @@
 """Parameters that no layer's rule covers, read where they meet the batch: rows are those of each loss alone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -211,6 +212,19 @@ def test_a_forward_that_goes_another_way_is_seen() -> None:
                     break
                 except autograd_hacks.errors.UnseenGradient:
                     assert not attempt
+
+
+def test_one_function_more_than_was_traced_is_seen() -> None:
+    def body(net: Net, h: Tensor) -> Tensor:
+        h = h * net.scale
+        return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]
+
+    model, x = Net(body).double(), torch.randn(4, 5, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for more, is_seen in ((False, True), (False, True), (False, True), (True, False), (True, True)):
+            body.more = more  # type: ignore[attr-defined]
+            with nullcontext() if is_seen else pytest.raises(autograd_hacks.errors.UnseenGradient):
+                check_losses(model, lambda: squares(model(x)))
 
 
 class Failure(Exception):
