@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
-from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
+from autograd_hacks.capture.records import Announcement, Graph, RecordedCall
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task
@@ -72,12 +72,8 @@ def returned_in(losses: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
-def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:
-    """Where parameters end the graph.  parameters: (name in the model, parameter) by name in the layer"""
-    return {local: Edge(name, p, _node_of(p)) for local, (name, p) in parameters.items()}
-
-
-def _node_of(parameter: Tensor) -> Node:
+def node_of(parameter: Tensor) -> Node:
+    """Where a parameter ends the graph."""
     if type(parameter) is Parameter and parameter.requires_grad and torch.is_grad_enabled():
         # What get_gradient_edge does, without its context, which takes two thirds of 3 µs.
         function = parameter.view_as(parameter).grad_fn
@@ -107,7 +103,7 @@ def attach(
     it    parameters: those that were switched off in the call
     """
     outputs = tensors_of(output)
-    if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
+    if len(outputs) > 1 or is_compared or not all(x._base is None or _keeps_its_node(x) for x in outputs):
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
@@ -144,6 +140,8 @@ class AtNode:
     user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
     but leave its base's in the graph.
     """
+
+    __slots__ = ("held", "output_nr", "receive", "shape", "slot")
 
     def __init__(
         self, call: RecordedCall, graph: Graph, receive: Receive, slot: int, output_nr: int, shape: torch.Size

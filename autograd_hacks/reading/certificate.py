@@ -24,7 +24,8 @@ equal ones as K has."""
 def comparable(segment: Segment, name: str) -> list[Pass]:
     """The passes that brought gradient to a parameter; none where that was not kept for all of them."""
     # Those of one `backprop_hess` have added up what arrived.
-    passes = list({id(p.arrived): p for p in segment.passes if name in p.reached}.values())
+    reaching = [p for p in segment.passes if not all(name in call.skipped for call in p.calls_of.get(name, ()))]
+    passes = list({id(p.arrived): p for p in reaching}.values())
     return passes if all(name in recorded.arrived for recorded in passes) else []
 
 

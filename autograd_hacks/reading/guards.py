@@ -87,7 +87,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
                 "whose samples' it is. Return it from forward, with the rest."
             )
-        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
+        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
         if wrong:
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
         if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
@@ -150,9 +150,9 @@ def check_seen(call: RecordedCall, grads: OutputGrads) -> None:
             f"a forward hook stands before the library's on {where(call.path, call.layer)} and may have changed its "
             "output. Register it without prepend=True, or add the library's hooks anew, after it: remove_hooks, add_hooks."
         )
-    for kind, watched in (("input", call.versions), ("gradient at the output", grads.versions)):
+    for kind, watched in (("input", call.versions), ("gradient at the output", zip(grads.at, grads.versions))):
         for tensor, version in watched:
-            if version_of(tensor) != version:
+            if tensor is not None and version_of(tensor) != version:
                 raise StaleRecord(
                     f"the {kind} of {where(call.path, call.layer)}, of shape {tuple(tensor.shape)}, was overwritten in "
                     f"place after the layer read it (version {version_of(tensor)}; expected {version}). Read the per-sample "

@@ -33,16 +33,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with the function applied to each tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if _is_flat(tree):
+        return tuple([function(leaf) for leaf in tree])
 
     def at_leaf(leaf: Any) -> Any:
         if is_packed(leaf):
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if _is_flat(tree):
-        return tuple([function(leaf) for leaf in tree])
     return tree_map(at_leaf, opened(tree, everything=True), is_leaf=is_packed)
 
 

@@ -149,7 +149,7 @@ class _Stream:
                 check_sum(self.names[name], name, form, gate.segment, self.record, self.loss_type, lazily=True)
                 current.arrived = {}
             self._take(self.names[name], scale(form, 1 / self.scaling))
-        current.calls_of.pop(name, None)
+        current.calls_of[name] = []
         for call in done:
             current.received.pop(call)
 
