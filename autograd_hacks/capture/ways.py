@@ -14,6 +14,7 @@ from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer
 from autograd_hacks.forms import Dense, Form, group
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.attention import projection
+from autograd_hacks.rules.call import Call
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.trees import map_tensors
@@ -88,7 +89,7 @@ def _by_sample(forms: Mapping[str, Form], call: RecordedCall, rows: int, grads: 
     return {name: group(form, labels, call.samples or 0) for name, form in forms.items()}
 
 
-def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, samples: int) -> RecordedCall:
+def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, samples: int) -> Call:
     """The call as rules expect it: samples first, in the parameters' dtype, whatever autocast made of the layer's input.
 
     layout: where the samples are; None where they are where the rule looks for them
@@ -103,14 +104,18 @@ def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, sample
             return tensor
         return tensor.to(dtype)
 
-    # What dataclasses.replace does, in a tenth of its 13 µs.
-    made: RecordedCall = object.__new__(RecordedCall)
-    own = vars(made)
-    own.update(vars(call))
-    own["args"], own["grads"] = map_tensors(ready, call.args), tuple([g if g is None else ready(g) for g in grads.at])
-    if call.kwargs:
-        own["kwargs"] = map_tensors(ready, call.kwargs)
-    return made
+    return Call(
+        call.path,
+        call.layer,
+        map_tensors(ready, call.args),
+        map_tensors(ready, call.kwargs) if call.kwargs else {},
+        call.training,
+        tuple([grad if grad is None else ready(grad) for grad in grads.at]),
+        call.state,
+        call.random_state,
+        call.outputs,
+        call.precision,
+    )
 
 
 def _apply(

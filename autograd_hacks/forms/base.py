@@ -75,7 +75,7 @@ class Form(Rows, ABC):
     @property
     def sources(self) -> Sequence[Source]:
         """Whatever runs modules again for these rows, each once."""
-        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
+        return list(dict.fromkeys([source for part in self.parts for source in part.sources])) if self.parts else ()
 
     def release(self) -> None:
         """Frees what a reading has worked out."""

@@ -147,8 +147,9 @@ class PerSampleGrads(Hinting, Curvature):
         self._check_weights(w, "(N,) or (K, N)", ndim=(1, 2))
         with self.reading():
             # Weights in what a form adds up in, or better.
-            own = {n: w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype)) for n, form in self.items()}
-            return {n: form.weighted_sum(own[n], budget).to(form.like.dtype) for n, form in self.items()}
+            kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
+            own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
+            return {n: form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype) for n, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  The empirical tangent kernel, for the Jacobian of outputs.

@@ -22,7 +22,7 @@ def by_rows(forms: Forms, samples: int, verb: Verb, budget: int) -> dict[str, Te
     parts: dict[str, list[Tensor]] = {name: [] for name in forms}
     for name, _, form in _rounds(forms, samples, budget):
         parts[name].append(verb(name, form))
-    return {name: torch.cat(found) for name, found in parts.items()}
+    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
 
 
 def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
