@@ -157,7 +157,8 @@ class Backward:
         """
         record = self.record
         # 1. The usual case: the pass has its place, and there is no other segment that it could add to.
-        home = next((segment for segment in record.segments if current in segment.passes), None)
+        found = [segment for segment in record.segments if current in segment.passes]
+        home = found[0] if found else None
         if home is not None and len(record.segments) == 1 and not record.superseded:
             home.forwards.add(call.forward)
             return
@@ -219,7 +220,7 @@ class Backward:
             return
         if not running.captures:
             running.fills_grad |= self.param_grad.wanted or not own
-            if own:
+            if own and not self.param_grad.wanted:
                 self.param_grad.keep(parameter, name)
         if grad.is_meta or any(skips):
             return  # a part of it was not computed

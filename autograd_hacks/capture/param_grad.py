@@ -77,7 +77,7 @@ class ParamGrad:
 
     def keep(self, parameter: Tensor, name: str) -> None:
         """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
-        if not self.wanted and parameter in self.names:
+        if parameter in self.names:
             self.keeps[name] = parameter.grad
             parameter.grad = None
 

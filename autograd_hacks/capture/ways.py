@@ -94,7 +94,7 @@ def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, sample
 
     layout: where the samples are; None where they are where the rule looks for them
     """
-    dtype = next(edge.parameter.dtype for edge in call.edges.values())
+    dtype = next(iter(call.edges.values())).parameter.dtype
 
     def ready(tensor: Tensor) -> Tensor:
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()

@@ -88,6 +88,7 @@ class Gate:
 
     def __init__(self, segment: Segment, loss_type: str | None) -> None:
         self.segment, self.samples = segment, 0  # how many rows there are of a pass
+        self._adds_up = segment.hess_type is None  # rather than that each pass has rows of its own
         self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
         # By pass, of the calls that it has asked, {parameter: {call: form}}.
         self._terms: list[dict[str, dict[RecordedCall, Form]]] = [{} for _ in segment.passes]
@@ -114,7 +115,7 @@ class Gate:
         tables = [terms.pop(name, {}) for terms in self._terms]
         if not any(tables):
             return None
-        if self.segment.hess_type is None:
+        if self._adds_up:
             return add([form for table in tables for form in table.values()])
         if all(table.keys() == tables[0].keys() for table in tables):  # call by call, for which passes share what they can
             return add([Passes.of([table[key] for table in tables]) for key in tables[0]])

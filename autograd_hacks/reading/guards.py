@@ -120,7 +120,8 @@ def check_sets_all(record: Record, what: str) -> None:
 
 def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     """Raises where gradient has come to a parameter by no call that the hooks have seen."""
-    past = [name for name, p in parameters.items() if p.requires_grad and record.name_of(p) in record.unseen]
+    named = parameters.items() if record.unseen else ()
+    past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
     if not record.forwards:

@@ -156,7 +156,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            waiting.extend(child for child in reversed(list(module._modules.values())) if child is not None)
+            if module._modules:  # which most have not
+                waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
     return list(found.values())
 
 

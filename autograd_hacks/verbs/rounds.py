@@ -58,8 +58,8 @@ def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[str, slic
     for name, form in forms.items():
         together.setdefault(frozenset(form.sources), []).append(name)
     for sources, names in together.items():
-        each = sum(source.row_size for source in sources) * max(forms[name].like.element_size() for name in names)
-        for piece in stretches(samples, budget // max(1, each) if sources else samples):
+        sizes = [forms[name].like.element_size() * sum(source.row_size for source in sources) for name in names if sources]
+        for piece in stretches(samples, budget // max(1, *sizes) if sources else samples):
             for name in names:
                 yield name, piece, forms[name] if piece == slice(0, samples) else forms[name][piece]
 
