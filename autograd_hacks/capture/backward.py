@@ -143,10 +143,10 @@ class Backward:
             received = current.received[call] = OutputGrads([None] * call.slots, [0] * call.slots)
         received.at[slot] = grad = grad.detach()
         received.versions[slot] = version_of(grad)
-        for local in ways:
-            if local not in received.reached:
-                received.reached[local] = None
-                current.calls_of.setdefault(call.edges[local].name, []).append(call)
+        new = [local for local in ways if local not in received.reached]
+        received.reached += tuple(new)
+        for local in new:
+            current.calls_of.setdefault(call.edges[local].name, []).append(call)
         self.answered = True
 
     def _file(self, current: Pass, call: RecordedCall) -> None:

@@ -141,23 +141,24 @@ class AtNode:
     but leave its base's in the graph.
     """
 
-    __slots__ = ("held", "output_nr", "receive", "shape", "slot")
+    __slots__ = ("call", "graph", "output_nr", "receive", "shape", "slot")
 
     def __init__(
         self, call: RecordedCall, graph: Graph, receive: Receive, slot: int, output_nr: int, shape: torch.Size
     ) -> None:
         self.receive, self.slot, self.output_nr, self.shape = receive, slot, output_nr, shape
-        self.held: tuple[RecordedCall, Graph] | None = call, graph
+        self.call: RecordedCall | None = call
+        self.graph: Graph | None = graph
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        if self.held is None:
+        if self.call is None:
             return
         grad = grads[self.output_nr]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        self.receive(self.held[0], self.slot, grad)
+        self.receive(self.call, self.slot, grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+            self.call = self.graph = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
 
 
 def _keeps_its_node(output: Tensor) -> bool:

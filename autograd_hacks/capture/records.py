@@ -91,7 +91,7 @@ class OutputGrads:
 
     at: list[Tensor | None]  # for each tensor that the call returned
     versions: list[int]  # of these
-    reached: dict[str, None] = field(default_factory=dict)  # the parameters that it goes on to, by their names in the layer
+    reached: tuple[str, ...] = ()  # the parameters that the pass goes on to, by their names in the layer
 
     @property
     def first(self) -> Tensor:
