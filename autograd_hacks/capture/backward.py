@@ -157,8 +157,7 @@ class Backward:
         """
         record = self.record
         # 1. The usual case: the pass has its place, and there is no other segment that it could add to.
-        found = [segment for segment in record.segments if current in segment.passes]
-        home = found[0] if found else None
+        home = next((segment for segment in record.segments if current in segment.passes), None)
         if home is not None and len(record.segments) == 1 and not record.superseded:
             home.forwards.add(call.forward)
             return
@@ -209,8 +208,7 @@ class Backward:
         if record.on_arrival is not None and running is not None:
             record.on_arrival(running, name, grad)
         skips = [name in call.skipped for call in calls]
-        own = running is not None and not running.captures and any(call.is_own for call in calls)
-        left = self._left
+        left, own = self._left, running is not None and not running.captures and any(call.is_own for call in calls)
         if running is not None and own and left is not None and left[0] == name:
             running.adds_to_left = left[1] == _state(parameter.grad)
         if grad is None:

@@ -104,18 +104,9 @@ def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, sample
             return tensor
         return tensor.to(dtype)
 
-    return Call(
-        call.path,
-        call.layer,
-        map_tensors(ready, call.args),
-        map_tensors(ready, call.kwargs) if call.kwargs else {},
-        call.training,
-        tuple([grad if grad is None else ready(grad) for grad in grads.at]),
-        call.state,
-        call.random_state,
-        call.outputs,
-        call.precision,
-    )
+    args, kwargs = map_tensors(ready, call.args), map_tensors(ready, call.kwargs) if call.kwargs else {}
+    given = call.training, tuple([grad if grad is None else ready(grad) for grad in grads.at]), call.state
+    return Call(call.path, call.layer, args, kwargs, *given, call.random_state, call.outputs, call.precision)
 
 
 def _apply(

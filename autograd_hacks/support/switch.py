@@ -19,26 +19,22 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class _Here(threading.local):
-    paused = False  # in threads that haven't said otherwise
-
-
 class Switch:
     """Whether hooks record, everywhere in the process."""
 
     enabled = True
     pauses: ClassVar[set[object]] = set()  # contexts that are open, in whatever thread
-    here = _Here()  # whether one of the library's own is, in this thread
+    here = threading.local()  # .paused: whether one of the library's own is, in this thread
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not cls.here.paused
+        return cls.enabled and not cls.pauses and not getattr(cls.here, "paused", False)
 
     @classmethod
     @contextmanager
     def paused_here(cls) -> Iterator[None]:
         """A context in which this thread's forwards are none of the user's."""
-        before = cls.here.paused
+        before = getattr(cls.here, "paused", False)
         with restored(partial(setattr, cls.here, "paused", before)):
             cls.here.paused = True
             yield

@@ -139,16 +139,13 @@ class _Stream:
         for call in calls:
             self._check_size(call, current.received.get(call))
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
-            self._read(current, self._gate, name, grad)
-
-    def _read(self, current: Pass, gate: Gate, name: str, grad: Tensor | None) -> None:
-        form, done = gate.form_at_once(name)
-        if form is not None and name in self.names:
-            if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
-                current.arrived = {name: grad.detach()}
-                check_sum(self.names[name], name, form, gate.segment, self.record, self.loss_type, lazily=True)
-                current.arrived = {}
-            self._take(self.names[name], scale(form, 1 / self.scaling))
+            form, done = self._gate.form_at_once(name)
+            if form is not None and name in self.names:
+                if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
+                    current.arrived = {name: grad.detach()}
+                    check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type, lazily=True)
+                    current.arrived = {}
+                self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:
             current.received.pop(call)
