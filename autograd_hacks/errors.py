@@ -60,9 +60,9 @@ class ShardedParameters(PerSampleGradientError):
 
 
 OTHER_MODES = (
-    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" for what '
-    "that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call clear_backprops(model) and "
-    "repeat the step."
+    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" '
+    "for what that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call "
+    "clear_backprops(model) and repeat the step."
 )
 """What to do where a pass makes a graph."""
 

@@ -27,19 +27,16 @@ class Hook:
             return None
         reads = self.recorder.forward.reads
         with reads.aside():
-            changed = self._call(module, args, kwargs, *output)
-            if output and changed is not None:
+            if not output:
+                return self.then(self.path, module, args, kwargs)
+            # Whether no hook came before but the library's own, which hand on what the module returned.
+            for hook in module._forward_hooks.values():
+                if hook is self or not isinstance(hook, Hook):
+                    break
+            changed = self.then(self.path, module, args, kwargs, *output, hook is self)
+            if changed is not None:
                 reads.replace(output[0], changed)
             return changed
-
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
-        if not output:
-            return self.then(self.path, module, args, kwargs)
-        # Whether no hook came before but the library's own, which hand on what the module returned.
-        for hook in module._forward_hooks.values():
-            if hook is self or not isinstance(hook, Hook):
-                break
-        return self.then(self.path, module, args, kwargs, *output, hook is self)
 
     def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
         return _Unhooked, ()

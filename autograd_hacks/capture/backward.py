@@ -104,7 +104,8 @@ class Backward:
         ended.finished = True
         self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
         self.running, self.unanswered, self._left = None, 0, None
-        for edge in (edge for call in ended.received for edge in call.edges.values() if edge.name in ended.owned):
+        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
+        for edge in own:
             state = _state(edge.parameter.grad) if edge.parameter.is_leaf and not ended.captures else None
             if state is not None and (state != NO_GRAD or not self.param_grad.wanted):
                 self._left = edge.name, state
@@ -120,8 +121,8 @@ class Backward:
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched: many passes in one
             if makes_graph and call.entry is not None:
                 raise HigherOrderError(
-                    "a backward pass with is_grads_batched=True and create_graph=True has run through a model that was hooked "
-                    'in mode="derivatives". Ask for one row after the other, or use add_hooks(model, mode="expand").'
+                    "a backward pass with is_grads_batched=True and create_graph=True has run through a model that was "
+                    'hooked in mode="derivatives". Ask for one row after the other, or use add_hooks(model, mode="expand").'
                 )
             return None
         if self.listener is not None:
@@ -146,42 +147,38 @@ class Backward:
         self._turned.clear()
 
     def _note(self, call: RecordedCall, slot: int, grad: Tensor | None, live: Live) -> None:
-        self.record.comparing |= torch.is_grad_enabled()
-        if self.record.plan.mode == HOOKS and (call.skipped or not self.param_grad.wanted):
-            self.param_grad.check_graph()
+        if makes_graph := torch.is_grad_enabled():
+            self.record.comparing = True
+            if self.record.plan.mode == HOOKS and (call.skipped or not self.param_grad.wanted):
+                self.param_grad.check_graph()
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
         ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
         if grad is None or not ways:
             return
-        task = current_task()
-        captured = [call.edges[local].parameter for local, way in ways.items() if way == CAPTURED]
+        task, captures = current_task(), CAPTURED in ways.values()
         announced = ANNOUNCED.get(task)
-        if announced is None or announced.hess_type is None:  # which asks for the parameters' gradients and takes none
-            self.param_grad.check_captured(captured)
+        if captures and (announced is None or announced.hess_type is None):  # which asks for gradients and takes none
+            self.param_grad.check_captured([call.edges[local].parameter for local in ways if ways[local] == CAPTURED])
         # A call that checkpointing makes again inside a pass belongs to that pass, in whatever task its gradient comes.
         outer = None if call.recomputed_in is None else call.recomputed_in()
         outer = None if outer is None or outer.finished else outer
         if outer is None and self.running is not None and self.running.task != task:
             self.running = None  # left by a pass that failed
         current = outer or self.enter(task)
-        current.captures |= bool(captured)
-        current.higher_order |= torch.is_grad_enabled()
+        current.captures |= captures
+        current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, call)
         received = current.received.get(call)
         if received is None:
-            received = current.received[call] = OutputGrads([None] * call.slots)
+            received = current.received[call] = OutputGrads([None] * call.slots, [0] * call.slots)
         received.at[slot] = grad = grad.detach() if live is None else grad
         received.live = live
-        received.versions.append((grad, version_of(grad)))
-        for local in ways:
-            name = call.edges[local].name
-            if local not in received.reached:
-                received.reached.add(local)
-                current.calls_of.setdefault(name, []).append(call)
-            (current.skipped if name in call.skipped else current.reached).add(name)
-            if call.is_own:
-                current.owned.add(name)
+        received.versions[slot] = version_of(grad)
+        new = [local for local in ways if local not in received.reached]
+        received.reached += tuple(new)
+        for local in new:
+            current.calls_of.setdefault(call.edges[local].name, []).append(call)
         self.answered = True
 
     def _file(self, current: Pass, call: RecordedCall) -> None:
@@ -250,21 +247,23 @@ class Backward:
         if not (Switch.on() and self.attached) or self.listener is not None:
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)
+        calls = () if running is None else running.calls_of.get(name, ())
         if record.on_arrival is not None and running is not None:
             record.on_arrival(running, name, grad)
-        left, own = self._left, running is not None and not running.captures and name in running.owned
+        skips = [name in call.skipped for call in calls]
+        left, own = self._left, running is not None and not running.captures and any(call.is_own for call in calls)
         if running is not None and own and left is not None and left[0] == name:
             running.adds_to_left = left[1] == _state(parameter.grad)
         if grad is None:
             return
-        if running is None or name not in running.reached:
+        if running is None or all(skips):
             record.unseen[name] = record.forwards
             return
         if not running.captures:
-            running.fills_grad |= self.param_grad.wanted or name not in running.owned
-            if own:
+            running.fills_grad |= self.param_grad.wanted or not own
+            if own and not self.param_grad.wanted:
                 self.param_grad.keep(parameter, name)
-        if grad.is_meta or name in running.skipped:
+        if grad.is_meta or any(skips):
             return  # a part of it was not computed
         if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
             so_far = running.arrived.get(name)

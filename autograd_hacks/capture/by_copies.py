@@ -1,5 +1,5 @@
-"""Runs a function, or a module, for each sample with copies of the parameters of its own, in the user's graph: autograd brings
-each copy its sample's gradient, of losses of any order."""
+"""Runs a function, or a module, for each sample with copies of the parameters of its own, in the user's graph: autograd
+brings each copy its sample's gradient, of losses of any order."""
 
 from __future__ import annotations
 
@@ -103,10 +103,9 @@ def module_by_sample(
 
 def check_alike(path: str, module: nn.Module, seen: Sequence[Tensor], found: Sequence[Tensor], precision: Any) -> None:
     """Raises where a module has returned something else for each sample than for the batch."""
-    if len(seen) != len(found) or not all(
-        x.shape == y.shape and is_recomputed(x.detach(), y, precision) for x, y in zip(seen, found)
-    ):
+    pairs = [(x.detach(), y) for x, y in zip(seen, found)]
+    if len(seen) != len(found) or not all(x.shape == y.shape and is_recomputed(x, y, precision) for x, y in pairs):
         raise SamplesMixed(
-            f"{where(path, module)} was run for each sample with a copy of its parameters (add_hooks(mode=...)), and came out "
-            "different than for the batch: its samples mix, or where they are in its arguments can't be told."
+            f"{where(path, module)} was run for each sample with a copy of its parameters (add_hooks(mode=...)), and came "
+            "out different than for the batch: its samples mix, or where they are in its arguments can't be told."
         )

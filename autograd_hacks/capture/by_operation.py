@@ -21,7 +21,6 @@ from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Read
 from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
-from autograd_hacks.support.untouched import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +63,7 @@ class ByOperation:
 
     def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
         values = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
-        with without_autocast(values[0].tensor):
-            return _reached(self._pairs(grads.first, call.samples or 0, values[0].tensor.dtype), grads)
+        return _reached(self._pairs(grads.first, call.samples or 0, values[0].tensor.dtype), grads)
 
     def _pairs(self, g: Tensor, samples: int, dtype: torch.dtype) -> Iterator[tuple[Value, Form]]:
         def ready(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Backward passes of which a graph is made: each uses weights once more, and is noted as a call of its own, turned round.
 
-A layer that is linear in its weight and in its input is one form T(W, x, g) = ⟨g, y⟩, linear in each of the three.  Its forward
-uses W with x known, and the gradient that comes to y is g.  A pass of which a graph is made uses W with g known and makes gx;
-the gradient u that comes to gx through that graph adds ∂T/∂W (x := u, g := g), which is the layer's own rule.  The pass that is
-differentiated next turns it round again, to any order.  No mathematics.
+A layer that is linear in its weight and in its input is one form T(W, x, g) = ⟨g, y⟩, linear in each of the three.  Its
+forward uses W with x known, and the gradient that comes to y is g.  A pass of which a graph is made uses W with g known and
+makes gx; the gradient u that comes to gx through that graph adds ∂T/∂W (x := u, g := g), which is the layer's own rule.  The
+pass that is differentiated next turns it round again, to any order.  No mathematics.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class ByTurning:
-    """The way of a call that a pass has made of another: as the other's, with what came to it in the place of what it lacks."""
+    """The way of a call that a pass has made of another: the other's, with what came to it in the place of what it lacks."""
 
     way: Way
     known: Tensor  # of a form of three: the input, or the gradient at the output
@@ -98,7 +98,7 @@ class ByTurning:
 
     def _turned(self, call: RecordedCall, grads: OutputGrads) -> tuple[RecordedCall, OutputGrads]:
         x, g = (self.known, grads.first) if self.of_input else (grads.first, self.known)
-        return self.way.with_input(replace(call, way=self.way), (x,), {}), OutputGrads([g], grads.reached)
+        return self.way.with_input(replace(call, way=self.way), (x,), {}), OutputGrads([g], [version_of(g)], grads.reached)
 
     def rows(self, call: RecordedCall, grads: OutputGrads) -> int:
         call, grads = self._turned(call, grads)

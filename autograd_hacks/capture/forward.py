@@ -125,26 +125,23 @@ class Forward(Noting):
         self._locate(path, layer)
         plan, number, rule = self.record.plan, self._count(path), rule_for(layer)
         # 1. Is there something to note: parameters whose rows no module around gives, and a graph that leads to them?
-        owned, again = covered(layer), self.units.names_at(path, self.record.plan)
-        named = {local: (self.record.name_of(p, path, local), p) for local, p in owned.items() if p.requires_grad}
-        parameters = {local: (name, p) for local, (name, p) in named.items() if name not in again} if again else named
-        outputs = tensors_of(output)
-        leads = bool(off) or any(x.grad_fn is not None for x in outputs)
-        if not (rule and parameters and torch.is_grad_enabled() and leads):
+        outputs, owned = tensors_of(output), covered(layer)
+        if not (rule and (off or [x for x in outputs if x.grad_fn is not None]) and torch.is_grad_enabled()):
             return None
+        edges = self._edges(path, owned, self.units.names_at(path, plan))
         # 2. Without an axis of samples it is not noted; its gradients are, when they arrive unseen.
-        if path in plan.unplaced or any(x.is_nested for x in outputs):
+        if not edges or path in plan.unplaced or any(x.is_nested for x in outputs):
             return None
         # 3. The plan says where the samples are; of a call that it doesn't know, sizes may tell.
         layouts = plan.layouts_of(path, number, layer, outputs, self.samples)
         if layouts and layouts[0] is None:
-            plan.refused |= dict.fromkeys((name for name, _ in parameters.values()), UNKNOWN)
+            plan.refused |= dict.fromkeys((edge.name for edge in edges.values()), UNKNOWN)
             return None
         # 4. The record, with what its rule will have to read as it was; and hooks in the graph.
         live = (args, kwargs) if plan.mode != HOOKS else None
-        turns = []
-        if entry is not None and rule.linear_in in parameters and any(x is entry[1] for x in tensors_of((args, kwargs))):
-            turns = [rule.linear_in]
+        turns: dict[str, Any] = {}
+        if entry is not None and rule.linear_in in edges and any(x is entry[1] for x in tensors_of((args, kwargs))):
+            turns = {"entry": entry[0], "turns": (rule.linear_in,)}
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
@@ -152,7 +149,7 @@ class Forward(Noting):
             args,
             kwargs,
             outputs,
-            parameters,
+            edges,
             rule.recomputes,
             state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
             random_state=drew,
@@ -160,8 +157,7 @@ class Forward(Noting):
             layouts=layouts,
             skipped=self._names(off),
             is_first=is_first,
-            entry=entry[0] if entry is not None and turns else None,
-            turns=turns,
+            **turns,
         )
         return attach(call, graph, output, self.backward.receive, rule.recomputes, off, live)
 
@@ -208,10 +204,10 @@ class Forward(Noting):
         if not off and output.grad_fn is None:
             return output
         path, module, args, layouts = running.frame.path, running.module, tuple(operands), (layout,)
-        named = {name: (self.record.name_of(p, "", name), p) for name, p in parameters.items()}
-        skipped = frozenset(name for name, _ in named.values()) if off else frozenset()
-        fields = {"way": way, "layouts": layouts, "skipped": skipped, "entry": entry, "turns": turns}
-        call, graph = self._call(path, module, args, {}, [output], named, **fields)
+        edges = self._edges("", parameters)
+        fields: dict[str, Any] = {"way": way, "layouts": layouts, "entry": entry, "turns": turns}
+        fields["skipped"] = frozenset(edge.name for edge in edges.values()) if off else frozenset()
+        call, graph = self._call(path, module, args, {}, [output], edges, **fields)
         switched = list(parameters.values()) if off else []
         if isinstance(way, ByExpansion):
             return attach_copies(call, graph, output, self.backward.receive, switched)
@@ -271,8 +267,6 @@ class Forward(Noting):
             return output if self.units.open else self._by_sample(begun, module, args, kwargs, output)
         outer = self.units.names()
         own = {local: parameter_at(module, local) for local, name in begun.unit.parameters.items() if name not in outer}
-        there = {local: p for local, p in own.items() if p is not None and p.requires_grad}
-        parameters = {local: (self.record.name_of(p, path, local), p) for local, p in there.items()}
         outputs = tensors_of(output)
         layouts = begun.unit.layouts_of(self._count(path), outputs, self.samples)
         if not any(x.grad_fn is not None for x in outputs):
@@ -285,7 +279,7 @@ class Forward(Noting):
             begun.args,
             begun.kwargs,
             outputs,
-            parameters,
+            self._edges(path, {local: p for local, p in own.items() if p is not None}),
             is_compared=True,
             state={name: (x, version_of(x)) for name, x in everything if id(x) not in changed},
             way=begun,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
-from autograd_hacks.capture.records import Announcement, Edge, Graph, RecordedCall
+from autograd_hacks.capture.records import Announcement, Graph, RecordedCall
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task
@@ -27,8 +27,8 @@ Live = tuple[tuple[Any, ...], Mapping[str, Any]] | None
 """A call's arguments in their graph; None where nobody differentiates rows."""
 
 Receive = Callable[[RecordedCall, int, Tensor | None, Tensor | None, Live], Tensor | None]
-"""``receive(call, slot, grad, raw, live)`` gets the gradient at one of a call's outputs, and as it came to the node.  Returns
-what is to go on in its place, or None."""
+"""``receive(call, slot, grad, raw, live)`` gets the gradient at one of a call's outputs, and as it came to the node.
+Returns what is to go on in its place, or None."""
 
 Hear = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
 """A hook on a node: gets the gradients there, and may return others."""
@@ -76,12 +76,8 @@ def returned_in(losses: Tensor) -> list[tuple[GradientEdge, Returned]]:
     return found
 
 
-def edges_of(parameters: Mapping[str, tuple[str, Tensor]]) -> dict[str, Edge]:
-    """Where parameters end the graph.  parameters: (name in the model, parameter) by name in the layer"""
-    return {local: Edge(name, p, _node_of(p)) for local, (name, p) in parameters.items()}
-
-
-def _node_of(parameter: Tensor) -> Node:
+def node_of(parameter: Tensor) -> Node:
+    """Where a parameter ends the graph."""
     if type(parameter) is Parameter and parameter.requires_grad and torch.is_grad_enabled():
         # What get_gradient_edge does, without its context, which takes two thirds of 3 µs.
         function = parameter.view_as(parameter).grad_fn
@@ -117,7 +113,7 @@ def attach(
     it    parameters: those that were switched off in the call
     """
     outputs = tensors_of(output)
-    if len(outputs) > 1 or is_compared or not all(_keeps_its_node(x) for x in outputs):
+    if len(outputs) > 1 or is_compared or not all(x._base is None or _keeps_its_node(x) for x in outputs):
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
@@ -155,6 +151,8 @@ class AtNode:
     but leave its base's in the graph.
     """
 
+    __slots__ = ("call", "graph", "live", "output_nr", "receive", "shape", "slot")
+
     def __init__(
         self,
         call: RecordedCall,
@@ -166,17 +164,19 @@ class AtNode:
         live: Live = None,
     ) -> None:
         self.receive, self.slot, self.output_nr, self.shape, self.live = receive, slot, output_nr, shape, live
-        self.held: tuple[RecordedCall, Graph] | None = call, graph
+        self.call: RecordedCall | None = call
+        self.graph: Graph | None = graph
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        if self.held is None:
+        if self.call is None:
             return None
         grad = raw = grads[self.output_nr]
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        other = self.receive(self.held[0], self.slot, grad, raw, self.live)
+        other = self.receive(self.call, self.slot, grad, raw, self.live)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held = self.live = None  # autograd frees what it saved, and a loss that is kept must not keep the inputs
+            # Autograd frees what it saved, and a loss that is kept must not keep the inputs.
+            self.call = self.graph = self.live = None
         return None if other is None else (*grads[: self.output_nr], other, *grads[self.output_nr + 1 :])
 
 

@@ -68,8 +68,8 @@ def add_hooks(
         raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}")
     if mode == EXPAND and not probe:
         raise ValueError(
-            'add_hooks(mode="expand", probe=False): each read gets a copy of the weights for each sample, and the probe finds '
-            "where the samples are there. Leave probe out."
+            'add_hooks(mode="expand", probe=False): each read gets a copy of the weights for each sample, and the probe '
+            "finds where the samples are there. Leave probe out."
         )
     if not param_grad:
         check_one_process(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.derived import Entry
-from autograd_hacks.capture.graph import edges_of
+from autograd_hacks.capture.graph import node_of
 from autograd_hacks.capture.inner_maps import InnerMaps
-from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.open_reads import OpenReads
-from autograd_hacks.capture.records import Graph, Record, RecordedCall
+from autograd_hacks.capture.param_grad import ParamGrad
+from autograd_hacks.capture.records import Edge, Graph, Record, RecordedCall
 from autograd_hacks.capture.replay import OpenUnits
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.restored import leave
@@ -85,17 +85,15 @@ class Noting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: Sequence[Tensor],
-        parameters: Mapping[str, tuple[str, Tensor]],
+        edges: Mapping[str, Edge],
         is_compared: bool = False,
         **fields: Any,
     ) -> tuple[RecordedCall, Graph]:
         """The record of a call.
 
-        args, kwargs: outside the graph    parameters: (name in the model, parameter) by name in the layer
+        args, kwargs: outside the graph    edges: as `_edges` gives them
         is_compared: whether to keep the outputs, to compare later ones with them    fields: others of the record
         """
-        for _, parameter in parameters.values():
-            self.backward.watch(parameter)
         inputs = [*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]
         running, graph = self.backward.running, Graph()
         call = RecordedCall(
@@ -106,7 +104,7 @@ class Noting:
             outputs=tuple([x.detach() for x in outputs]) if is_compared else (),
             training=layer.training,
             precision=autocast_dtype(outputs[0].device),
-            edges=edges_of(parameters),
+            edges=edges,
             slots=len(outputs),
             samples=self.samples,
             forward=self.record.forwards,
@@ -117,6 +115,18 @@ class Noting:
             **fields,
         )
         return call, graph
+
+    def _edges(self, path: str, parameters: Mapping[str, Tensor], others: Container[str] = ()) -> dict[str, Edge]:
+        """Where those parameters of a module end the graph that ask for gradients.
+
+        path: the module's    parameters: by their names in it    others: those whose rows other modules give
+        """
+        edges = {}
+        for local, p in parameters.items():
+            if p.requires_grad and (name := self.record.name_of(p, path, local)) not in others:
+                self.backward.watch(p)
+                edges[local] = Edge(name, p, node_of(p))
+        return edges
 
     def _names(self, parameters: Sequence[Tensor]) -> frozenset[str]:
         return frozenset([self.record.name_of(p) for p in parameters]) if parameters else frozenset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -46,7 +47,8 @@ class ParamGrad:
         off = [p for p in parameters if p.requires_grad]
         self._off.append((layer, off))  # first, for what an interrupt may leave
         self._swapped[layer] = {name: p for name, p in layer._parameters.items() if swaps and any(p is x for x in off)}
-        layer._parameters.update({name: p.detach() for name, p in self._swapped[layer].items() if p is not None})
+        detached: dict[str, Any] = {name: p.detach() for name, p in self._swapped[layer].items() if p is not None}
+        layer._parameters.update(detached)
         for parameter in off:
             parameter.requires_grad_(False)
 
@@ -74,7 +76,7 @@ class ParamGrad:
 
     def keep(self, parameter: Tensor, name: str) -> None:
         """Hears of an ordinary gradient that is about to arrive, which is only wanted to compare rows with."""
-        if not self.wanted and parameter in self.names:
+        if parameter in self.names:
             self.keeps[name] = parameter.grad
             parameter.grad = None
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autograd_hacks.capture.by_copies import by_group, by_sample
 from autograd_hacks.capture.by_operation import ByExpansion, ByOperation
 from autograd_hacks.capture.derived import Entry
-from autograd_hacks.capture.records import Way
+from autograd_hacks.capture.graph import Live
 from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import Following, aligned
 from autograd_hacks.probe.labels import GROUPED
@@ -36,7 +36,7 @@ class Running(NamedTuple):
 class Notes(NamedTuple):
     """Where what is seen goes."""
 
-    # note(running, way, operands, output, parameters, layout, off, entry, turns, live): returns the output that is to be used
+    # note(running, way, operands, output, parameters, layout, off, entry, turns, live): returns what is to be used
     note: Callable[..., Tensor]
     lose: Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # where it isn't known how a read is to be taken
     doubt: Callable[[set[str]], None]  # parameters whose calls may not be those that the plan knows
@@ -97,13 +97,11 @@ class Reads(Following[Value]):
         else, or adds them too."""
         if name not in ADDED or len(self.others((args, kwargs))) != 1:
             return None
-        place, key = ADDED[name] or (len(args), "")
-        added = self._parameters((args[place : place + 1], kwargs.get(key)), {})
-        known = [
-            x for x in self.known((args, kwargs)) if x is not kwargs.get(key) and not any(x is y for y in args[place:][:1])
-        ]
-        factor = self._parameters(tuple(known), {})
-        return list(factor) if len(known) == 1 and added.keys().isdisjoint(factor) else None
+        place, key = ADDED[name]
+        added = [x for x in (*args[place : place + 1], kwargs.get(key)) if isinstance(x, Tensor)]
+        known = [x for x in self.known((args, kwargs)) if not any(x is y for y in added)]
+        factor, others = (self._parameters(tuple(values), {}) for values in (known, added))
+        return list(factor) if len(known) == 1 and others.keys().isdisjoint(factor) else None
 
     def _find(self, frame: Frame, name: str, names: frozenset[str]) -> tuple[Read | None, bool]:
         """How a call is read: as it was traced, while calls come in that order; else as all that are alike.  And which."""
@@ -268,5 +266,5 @@ class Reads(Following[Value]):
         kept, named = tree_map(keep, (args, kwargs))
         way = ByOperation(name, func, kept, named, read, labels)
         operands = [x for x in tree_leaves((kept, named)) if isinstance(x, Tensor)]
-        live = (tuple(self.others((args, kwargs))) if needs else (), {}) if self.plan.mode != HOOKS else None
+        live: Live = (tuple(self.others((args, kwargs))) if needs else (), {}) if self.plan.mode != HOOKS else None
         return self.notes.note(self.running[-1], way, operands, out, parameters, layout, off, entry, turns, live)

@@ -61,7 +61,7 @@ class Turning(Protocol):
         """The pass is over."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class RecordedCall(Call):
     """A call of a layer in a forward: what its rule reads, and where it stands in the graph.
 
@@ -104,13 +104,13 @@ class RecordedCall(Call):
         return f"{where(self.path, self.layer)}, input {', '.join(str(tuple(x.shape)) for x, _ in self.versions)}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OutputGrads:
     """What one backward pass brought to one call."""
 
     at: list[Tensor | None]  # for each tensor that the call returned
-    reached: set[str] = field(default_factory=set)  # the parameters that the pass goes on to, by their names in the layer
-    versions: Versions = field(default_factory=list)
+    versions: list[int]  # of these
+    reached: tuple[str, ...] = ()  # the parameters that the pass goes on to, by their names in the layer
     # The call's arguments in their graph, where the gradients are in theirs, too: the rows can be differentiated.
     live: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
@@ -152,9 +152,6 @@ class Pass:
     mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
-    reached: set[str] = field(default_factory=set)  # the parameters that its calls bring gradients to
-    owned: set[str] = field(default_factory=set)  # of those: by calls within the model's own forward
-    skipped: set[str] = field(default_factory=set)  # the parameters that its calls would bring gradients to
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it

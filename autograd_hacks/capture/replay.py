@@ -97,7 +97,7 @@ class OpenUnits:
     def names_at(self, path: str, plan: Plan) -> set[str]:
         """The parameters whose rows the module at a path gives, or one around it, run again."""
         own = plan.units[path].parameters.values() if path in plan.units else ()
-        return {*self.names(), *own}
+        return {*self.names(), *own} if self.open or own else set()
 
 
 class Rerun:

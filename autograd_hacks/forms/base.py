@@ -75,7 +75,7 @@ class Form(Rows, ABC):
     @property
     def sources(self) -> Sequence[Source]:
         """Whatever runs modules again for these rows, each once."""
-        return list(dict.fromkeys(source for part in self.parts for source in part.sources))
+        return list(dict.fromkeys([source for part in self.parts for source in part.sources])) if self.parts else ()
 
     def release(self) -> None:
         """Frees what a reading has worked out."""
@@ -147,10 +147,10 @@ class Form(Rows, ABC):
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
         """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
         row: how many numbers are written for a sample, `row_size` unless told"""
-        copied = 0 if self.like.dtype == self.sum_dtype else self.held_size()
-        each = max(1, (self.row_size() if row is None else row) + copied) * self.sum_dtype.itemsize
+        copied = 0 if self.like.dtype == (dtype := self.sum_dtype) else self.held_size()
+        each = max(1, (self.row_size() if row is None else row) + copied) * dtype.itemsize
         for piece in stretches(self.samples, budget // each):
-            part = self if piece == slice(0, self.samples) else self[piece]
+            part = self if piece.stop - piece.start == self.samples else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+SMALL = {"cpu": 2**14, "cuda": 2**20}
+"""Numbers by device up to which float32 is squared in float64, which no square leaves: more take four times as long, and to
+look at norms waits for a GPU."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What numbers of a dtype are added up in: half precision in single."""
@@ -15,6 +19,8 @@ def row_norms(rows: Tensor) -> Tensor:
     """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0]).abs()
+    if rows.dtype == torch.float32 and rows.numel() <= SMALL.get(rows.device.type, 0):
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=1)
     if rows.is_meta or not len(rows):
         return norms

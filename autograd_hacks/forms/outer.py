@@ -103,7 +103,7 @@ class Outer(Paired):
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
-            return torch.cat(sizes)
+            return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
         by_positions = norms_by_positions(self, budget)
         return super().norms(budget) if by_positions is None else by_positions
 

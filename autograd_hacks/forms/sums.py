@@ -12,7 +12,7 @@ from autograd_hacks.forms.factored import Factored, norms_by_positions
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number.  Each verb multiplies by it where that costs least."""
-    if isinstance(form, Scaled):
+    if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
         factor, form = form.factor * factor, form.form
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
@@ -23,7 +23,7 @@ def add(forms: Sequence[Form]) -> Form:
     forms: at least one, for the same samples and of the same shape.  Those that can be merged are, so that the fast verbs
     of their kind see the cross terms.
     """
-    if len(forms) == 1 and not (forms[0].form if isinstance(forms[0], Scaled) else forms[0]).parts:
+    if len(forms) == 1 and not (forms[0].form if type(forms[0]) is Scaled else forms[0]).parts:
         return forms[0]
     scaled = [form for form in forms if isinstance(form, Scaled) and not isinstance(form.factor, Tensor)]
     if len(scaled) == len(forms) and len({form.factor for form in scaled}) == 1:

@@ -136,12 +136,15 @@ class Comparison:
 
     def arguments_of(self, call: Traced) -> Layouts:
         """Where samples are in what a call was given."""
-        found = []
-        for fits in self._inputs[call.stack[-1]]:
+        rule, is_root, found = rule_for(call.module), len(call.stack) == 1, []
+        first = self.axis if is_root else None if rule is None else rule.axes(call.module)[0] if rule.axes else 0
+        for number, fits in enumerate(self._inputs[call.stack[-1]]):
             axes = range(fits.real.ndim)
             own, has_changed = fits.layouts(axes, self._exactly(call))
-            by_size = only_by_sizes(fits.real.shape, self.samples, axes)
-            found.append(own[0] if len(own) == 1 and has_changed else by_size if by_size in own else None)
+            at = own[0] if len(own) == 1 and has_changed else only_by_sizes(fits.real.shape, self.samples, axes)
+            if at is None and first is not None and (is_root or not number):
+                at = likeliest(fits.real.shape, self.samples, [first])
+            found.append(at if at in own else None)
         return tuple(found)
 
     def _mixes_in_packed(self, call: Traced) -> bool:

@@ -78,8 +78,9 @@ class Decision:
         # The modules that this forward has shown must be run again, each for the parameters read inside; beside layers that
         # can't tell samples apart also for those that it has not read: an expert that no sample has chosen.
         unused = set(comparison.tracer.names.values()) - self.facts.uses
-        names = self.chosen.keys() if plan.mode == HOOKS else self.chosen.keys() & comparison.tracer.trained
-        for name, path in [(name, path) for name in self.chosen if name in names for path in self.chosen[name]]:
+        trained = comparison.tracer.trained
+        chosen = [(n, path) for n, paths in self.chosen.items() if plan.mode == HOOKS or n in trained for path in paths]
+        for name, path in chosen:
             unit = plan.units.setdefault(path, self._unit(path, self._why(name, path)))
             unit.parameters |= self._named(path, {name} | (unused if name in self.unplaced else set()))
         # What none covers, a later forward may read; where copies are read it would run for nothing.

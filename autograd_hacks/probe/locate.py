@@ -13,7 +13,6 @@ from autograd_hacks.probe.meetings import Met
 from autograd_hacks.probe.plan import BY_LAYER, EXPANDED, RECORDED, ROWS, VALUE, VMAPPED, Read, Reading
 from autograd_hacks.rules.operations import BY_CHANNEL, ELEMENTWISE, OPERATIONS
 
-
 _BY_LAST = frozenset(("linear", "embedding", "layer_norm", "rms_norm"))
 """Operations that give each position a vector, on the last axis, of what follows from a weight."""
 

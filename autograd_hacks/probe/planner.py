@@ -91,8 +91,8 @@ NESTED = (
 
 
 UNPLACED = (
-    'with add_hooks(mode="expand") each sample reads copies of its own, and here no probe could tell where the samples are: in '
-    "bags, a model that isn't whole yet, arguments without samples. Use another mode."
+    'with add_hooks(mode="expand") each sample reads copies of its own, and here no probe could tell where the samples are: '
+    "in bags, a model that isn't whole yet, arguments without samples. Use another mode."
 )
 
 

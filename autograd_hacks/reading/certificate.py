@@ -25,7 +25,8 @@ equal ones as K has."""
 def comparable(segment: Segment, name: str) -> list[Pass]:
     """The passes that brought gradient to a parameter; none where that was not kept for all of them."""
     # Those of one `backprop_hess` have added up what arrived.
-    passes = list({id(p.arrived): p for p in segment.passes if name in p.reached}.values())
+    reaching = [p for p in segment.passes if not all(name in call.skipped for call in p.calls_of.get(name, ()))]
+    passes = list({id(p.arrived): p for p in reaching}.values())
     return passes if all(name in recorded.arrived for recorded in passes) else []
 
 
@@ -72,8 +73,8 @@ def check_sum(
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
             "leads to it by a way that isn't known: a rule that says linear_in and isn't, a layer that was called before "
-            'add_hooks, or by itself; or a penalty on the weight, which belongs to no sample. Try add_hooks(model, mode="expand"), '
-            "or run that part's backward pass within autograd_hacks.pause_hooks()."
+            "add_hooks, or by itself; or a penalty on the weight, which belongs to no sample. Try "
+            'add_hooks(model, mode="expand"), or run that part\'s backward pass within autograd_hacks.pause_hooks().'
         )
     raise UnseenGradient(
         f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "

@@ -53,7 +53,7 @@ def _read(
 ) -> dict[str, Form | None]:
     segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    with outside_inference():
+    with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in segments]
         for gate in gates:
             gate.read_all()
@@ -77,8 +77,7 @@ def _forms_of(
         forms = [gate.form(known) for gate in gates]
         for gate, form in zip(gates, forms) if kept else ():
             if form is not None:
-                with without_autocast(parameter):
-                    check_sum(name, known, form, gate.segment, record, loss_type, lazily)
+                check_sum(name, known, form, gate.segment, record, loss_type, lazily)
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -89,33 +88,34 @@ class Gate:
 
     def __init__(self, segment: Segment, loss_type: str | None) -> None:
         self.segment, self.samples = segment, 0  # how many rows there are of a pass
+        self._adds_up = segment.hess_type is None  # rather than that each pass has rows of its own
         self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
-        # By pass the forms of its calls, while some of them are to be asked for.
-        self._forms: list[dict[RecordedCall, dict[str, Form]]] = [{} for _ in segment.passes]
+        # By pass, of the calls that it has asked, {parameter: {call: form}}.
+        self._terms: list[dict[str, dict[RecordedCall, Form]]] = [{} for _ in segment.passes]
+        self._asked: set[RecordedCall] = set()
 
     def read_all(self) -> None:
         """Asks every call for its forms, in the order of the forward, and compares their numbers of samples."""
         for number, recorded in enumerate(self.segment.passes):
             for call in reversed(recorded.received):
-                self._of_call(number, call)
+                self._ask(number, call)
         self.samples = self.segment.batch_size()
 
-    def _of_call(self, number: int, call: RecordedCall) -> dict[str, Form]:
-        """{name in the layer: form} of a call that are still to be asked for."""
-        found = self._forms[number].get(call)
-        if found is None:
-            grads = self.segment.passes[number].received[call]
-            check_seen(call, grads)
-            found = self._forms[number][call] = dict(call.forms(grads))
-        return found
+    def _ask(self, number: int, call: RecordedCall) -> None:
+        grads, terms = self.segment.passes[number].received[call], self._terms[number]
+        check_seen(call, grads)
+        for local, form in call.forms(grads).items():
+            own = scale(form, form.samples) if self._is_mean[number] else form  # the mean has divided by N
+            found = terms.setdefault(call.edges[local].name, {})
+            found[call] = add([found[call], own]) if call in found else own
 
     def form(self, name: str) -> Form | None:
         """J of a parameter; None where no call leads to it.  Of `backprop_hess` a row for each sample of each pass, pass by
         pass."""
-        tables = [self._terms(number, name) for number in range(len(self._forms))]
+        tables = [terms.pop(name, {}) for terms in self._terms]
         if not any(tables):
             return None
-        if self.segment.hess_type is None:
+        if self._adds_up:
             return add([form for table in tables for form in table.values()])
         if all(table.keys() == tables[0].keys() for table in tables):  # call by call, for which passes share what they can
             return add([Passes.of([table[key] for table in tables]) for key in tables[0]])
@@ -124,23 +124,17 @@ class Gate:
         zero = Zero(self.samples, like.shape, like.like)
         return Passes.of([add(list(table.values()) or [zero]) for table in tables])
 
-    def _terms(self, number: int, name: str) -> dict[RecordedCall, Form]:
-        """A pass's forms for a parameter, by call."""
-        found: dict[RecordedCall, Form] = {}
-        for call in reversed(self.segment.passes[number].calls_of.get(name, ())):  # in the order of the forward
-            forms = self._of_call(number, call)
-            for local in [local for local in forms if call.edges[local].name == name]:
-                form = forms.pop(local)
-                own = scale(form, form.samples) if self._is_mean[number] else form  # the mean has divided by N
-                found[call] = add([found[call], own]) if call in found else own
-        return found
-
-    def done(self) -> list[RecordedCall]:
-        """The calls all of whose forms were asked for, which it forgets."""
-        done = [(table, call) for table in self._forms for call, forms in table.items() if not forms]
-        for table, call in done:
-            del table[call]
-        return [call for _, call in done]
+    def form_at_once(self, name: str) -> tuple[Form | None, list[RecordedCall]]:
+        """The same while the only pass runs, from which its calls are asked for; and those that are not needed any more."""
+        calls = self.segment.passes[0].calls_of
+        for call in reversed(calls.get(name, ())):  # in the order of the forward
+            if call not in self._asked:
+                self._asked.add(call)
+                self._ask(0, call)
+        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
+        done = [call for call in self._asked if call not in needed]
+        self._asked.difference_update(done)
+        return form, done
 
 
 def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tensor) -> Form | None:

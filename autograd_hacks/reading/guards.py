@@ -62,8 +62,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     for recorded in (p for segment in record.segments for p in segment.passes):
         if recorded.mixes:
             raise SamplesMixed(
-                "samples mix: the loss is made of a gradient of the whole batch by parameters, a sum over its samples. Make it "
-                "of per-sample gradients, per_sample_grads(model); or run its backward pass within pause_hooks()."
+                "samples mix: the loss is made of a gradient of the whole batch by parameters, a sum over its samples. Make "
+                "it of per-sample gradients, per_sample_grads(model); or run its backward pass within pause_hooks()."
             )
         if recorded.higher_order and record.plan.mode == HOOKS:
             raise HigherOrderError(f"the backward pass ran with create_graph=True. {OTHER_MODES}")
@@ -71,8 +71,9 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             record.plan.unread = False
             record.plan.summed.clear()
             raise HigherOrderError(
-                "a loss has derivatives in it for the first time, or of a higher order than before, and with param_grad=False "
-                "there was nothing to compare its rows with. Repeat the step: it will compute ordinary gradients, once."
+                "a loss has derivatives in it for the first time, or of a higher order than before, and with "
+                "param_grad=False there was nothing to compare its rows with. Repeat the step: it will compute ordinary "
+                "gradients, once."
             )
         if not recorded.finished:
             for call, grads in recorded.received.items():
@@ -97,7 +98,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
                 "whose samples' it is. Return it from forward, with the rest."
             )
-        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.reached | recorded.skipped]
+        wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
         if wrong:
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
         if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
@@ -130,7 +131,8 @@ def check_sets_all(record: Record, what: str) -> None:
 
 def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     """Raises where gradient has come to a parameter by no call that the hooks have seen."""
-    past = [name for name, p in parameters.items() if p.requires_grad and record.name_of(p) in record.unseen]
+    named = parameters.items() if record.unseen else ()
+    past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
     if not record.forwards:
@@ -147,7 +149,8 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
     if record.comparing and record.plan.mode == HOOKS:
         raise HigherOrderError(
-            f"gradient has reached {', '.join(past)} through the graph of a backward pass with create_graph=True. {OTHER_MODES}"
+            f"gradient has reached {', '.join(past)} through the graph of a backward pass with create_graph=True. "
+            f"{OTHER_MODES}"
         )
     raise UnseenGradient(
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
@@ -165,9 +168,9 @@ def check_seen(call: RecordedCall, grads: OutputGrads) -> None:
             f"a forward hook stands before the library's on {where(call.path, call.layer)} and may have changed its "
             "output. Register it without prepend=True, or add the library's hooks anew, after it: remove_hooks, add_hooks."
         )
-    for kind, watched in (("input", call.versions), ("gradient at the output", grads.versions)):
+    for kind, watched in (("input", call.versions), ("gradient at the output", zip(grads.at, grads.versions))):
         for tensor, version in watched:
-            if version_of(tensor) != version:
+            if tensor is not None and version_of(tensor) != version:
                 raise StaleRecord(
                     f"the {kind} of {where(call.path, call.layer)}, of shape {tuple(tensor.shape)}, was overwritten in "
                     f"place after the layer read it (version {version_of(tensor)}; expected {version}). Read the per-sample "

@@ -21,6 +21,7 @@ from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.certificate import agree, received_by
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.trial import Grads, Key, Trial, layout_in
+from autograd_hacks.support.untouched import without_autocast
 
 Arrived = Mapping[str, Tensor]
 """What a backward pass has brought to parameters by name, and to inputs by '#' and number."""
@@ -159,7 +160,8 @@ class _Proof:
         record = self.trial.recorder.record
         recorded = record.segments[0].passes[0]
         gate = Gate(Segment([recorded]), "sum")
-        gate.read_all()
+        with without_autocast(self.trial.parameters.values()):
+            gate.read_all()
         unsure = self.samples < 3
         for name, p in self.trial.parameters.items():
             known = record.name_of(p)

@@ -12,7 +12,7 @@ from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.support.trees import version_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call of a layer, as a formula gets it: in the parameters' dtype."""
 

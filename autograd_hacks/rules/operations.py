@@ -141,9 +141,9 @@ LOOKUPS = frozenset(("embedding", "getitem", "index_select"))
 """Operations that take entries of a value, and nothing else of a tensor that could be differentiated by."""
 
 ADDED = {"addmm": (0, "input"), **dict.fromkeys(("linear", *(n for n in OPERATIONS if "conv" in n)), (2, "bias"))}
-ADDED |= dict.fromkeys(("matmul", "mm", "mv"))
-"""Operations that are linear in a value and in one other tensor, and in the gradient at their output: {name: the position and
-the name of what they add, if they do}."""
+ADDED |= dict.fromkeys(("matmul", "mm", "mv"), (2, ""))
+"""Operations that are linear in a value and in one other tensor, and in the gradient at their output: {name: the position
+and the name of what they add, if they do}."""
 
 NORMS = {"layer_norm": 0, "rms_norm": 0, **dict.fromkeys(("group_norm", "batch_norm", "instance_norm"), 1)}
 """Normalisations: 0 where weight and bias lie on the last axes, 1 where they lie on the channels."""

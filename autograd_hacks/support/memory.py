@@ -57,7 +57,8 @@ def _is_free(alone: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
         return False
     old = alone[0]
     fits = old.shape == shape and old.dtype == like.dtype and old.device == like.device
-    return fits and old.is_cpu and old.is_contiguous() and not (old.requires_grad or old.is_inference() or old.is_shared())
+    is_own = not (old.requires_grad or old.is_inference() or old.untyped_storage().is_shared())  # Tensor's takes 2 µs
+    return fits and old.is_cpu and old.is_contiguous() and is_own
 
 
 def _holders(alone: list[Tensor]) -> tuple[int, int, int, int]:

@@ -33,16 +33,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with the function applied to each tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if _is_flat(tree):
+        return tuple([function(leaf) for leaf in tree])
 
     def at_leaf(leaf: Any) -> Any:
         if is_packed(leaf):
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if _is_flat(tree):
-        return tuple([function(leaf) for leaf in tree])
     return tree_map(at_leaf, opened(tree, everything=True), is_leaf=is_packed)
 
 
@@ -156,7 +156,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            waiting.extend(child for child in reversed(list(module._modules.values())) if child is not None)
+            if module._modules:  # which most have not
+                waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
     return list(found.values())
 
 

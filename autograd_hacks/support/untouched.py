@@ -5,7 +5,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -74,9 +74,13 @@ def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
     return torch.autocast(device.type, dtype, dtype is not None, cache_enabled=False)
 
 
-def without_autocast(parameter: Tensor) -> AbstractContextManager[object]:
-    """A context in which products keep a parameter's precision, wherever reading is called from."""
-    return autocast_to(None, parameter.device)
+@contextmanager
+def without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which products of tensors keep their precision, wherever reading is called from."""
+    with ExitStack() as contexts:
+        for device in {x.device for x in tensors}:
+            contexts.enter_context(autocast_to(None, device))
+        yield
 
 
 def cuda_devices_of(module: nn.Module) -> set[torch.device]:

@@ -148,4 +148,4 @@ def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tu
                 key = f"clipped rows of {name}"
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
                 found[name], left = form.written(written[key]), left - size
-    return grads.with_forms(found, grads.samples), written
+    return grads.with_forms(found, grads.samples) if written else grads, written

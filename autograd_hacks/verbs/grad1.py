@@ -47,7 +47,7 @@ def compute_grad1(
         forms = read(model, parameters, recorder, loss_type, scale)
         is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
         share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
-        with switches_kept(), torch.no_grad():
+        with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
             for name, parameter in parameters.items():
                 rows = _set(name, parameter, name in forms, forms.get(name), recorder.pool)
                 if set_grad and name in forms:
@@ -75,27 +75,20 @@ def _check_unscaled(scale: float | Tensor) -> None:
 
 def _set(name: str, parameter: Tensor, trains: bool, form: Form | None, pool: Pool) -> Tensor | None:
     """Writes a parameter's rows, into the memory of the last step's where nobody else holds that, and returns them."""
-    key = f"grad1 of {name}"
+    key, own, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
-        pool.give_back(key, vars(parameter).pop("grad1", None))
-    vars(parameter).pop("grad1", None)  # the old rows make room before the new ones come
+        pool.give_back(key, own.pop("grad1", None))
+        # A tensor of its own, not a view, to be used again.
+        out = pool.take(key, (form.samples, *form.shape), parameter)
+    own.pop("grad1", None)  # the old rows make room before the new ones come
     if not trains:
         return None
-    rows = None if form is None else _write(form, parameter, key, pool)
-    vars(parameter)["grad1"] = rows
+    rows = own["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
     return rows
-
-
-def _write(form: Form, parameter: Tensor, key: str, pool: Pool) -> Tensor:
-    # A tensor of its own, not a view, to be used again.
-    out = pool.take(key, (form.samples, *form.shape), parameter) if form.writes_in_place else None
-    with without_autocast(parameter):
-        return form.dense(out).to(parameter.dtype)
 
 
 def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
     if form is not None and form.sums_cheaply:
-        with without_autocast(rows):
-            return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
+        return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from math import prod
@@ -113,6 +113,12 @@ class PerSampleGrads(Hinting, Curvature):
     def __len__(self) -> int:
         return len(self._forms)
 
+    def items(self) -> ItemsView[str, Form]:
+        return self._forms.items()  # Mapping's own would look each name up, ten times in a step
+
+    def values(self) -> ValuesView[Form]:
+        return self._forms.values()
+
     def __repr__(self) -> str:
         size = sum(form.shape.numel() for form in self.values())
         return f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
@@ -154,8 +160,9 @@ class PerSampleGrads(Hinting, Curvature):
         w = self._by_row(w, several=True)
         with self.reading():
             # Weights in what a form adds up in, or better.
-            own = {n: w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype)) for n, form in self.items()}
-            return {n: form.weighted_sum(own[n], budget).to(form.like.dtype) for n, form in self.items()}
+            kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
+            own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
+            return {n: form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype) for n, form in self.items()}
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.

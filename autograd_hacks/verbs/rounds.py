@@ -22,7 +22,7 @@ def by_rows(forms: Forms, samples: int, verb: Verb, budget: int) -> dict[str, Te
     parts: dict[str, list[Tensor]] = {name: [] for name in forms}
     for name, _, form in _rounds(forms, samples, budget):
         parts[name].append(verb(name, form))
-    return {name: torch.cat(found) for name, found in parts.items()}
+    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
 
 
 def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
@@ -58,8 +58,8 @@ def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[str, slic
     for name, form in forms.items():
         together.setdefault(frozenset(form.sources), []).append(name)
     for sources, names in together.items():
-        each = sum(source.row_size for source in sources) * max(forms[name].like.element_size() for name in names)
-        for piece in stretches(samples, budget // max(1, each) if sources else samples):
+        sizes = [forms[name].like.element_size() * sum(source.row_size for source in sources) for name in names if sources]
+        for piece in stretches(samples, budget // max(1, *sizes) if sources else samples):
             for name in names:
                 yield name, piece, forms[name] if piece == slice(0, samples) else forms[name][piece]
 

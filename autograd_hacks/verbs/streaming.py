@@ -135,17 +135,19 @@ class _Stream:
                 "pass."
             )
         self._taken.add(name)
-        for call in current.calls_of.get(name, ()):
+        calls = current.calls_of.get(name, [])
+        for call in calls:
             self._check_size(call, current.received.get(call))
-        form = self._gate.form(name)
-        if form is not None and name in self.names:
-            if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
-                current.arrived = {name: grad.detach()}
-                check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type, lazily=True)
-                current.arrived = {}
-            self._take(self.names[name], scale(form, 1 / self.scaling))
-        current.calls_of.pop(name, None)
-        for call in self._gate.done():
+        with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
+            form, done = self._gate.form_at_once(name)
+            if form is not None and name in self.names:
+                if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
+                    current.arrived = {name: grad.detach()}
+                    check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type, lazily=True)
+                    current.arrived = {}
+                self._take(self.names[name], scale(form, 1 / self.scaling))
+        current.calls_of[name] = []
+        for call in done:
             current.received.pop(call)
 
     def _check_size(self, call: RecordedCall, grads: OutputGrads | None) -> None:
@@ -161,11 +163,10 @@ class _Stream:
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
-        with without_autocast(form.like):
-            for what, verb in self.verbs.items():
-                value, found = verb(name, form), self._found[what]
-                # Norms are of a part of the row each; all else adds up.
-                self._found[what] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
+        for what, verb in self.verbs.items():
+            value, found = verb(name, form), self._found[what]
+            # Norms are of a part of the row each; all else adds up.
+            self._found[what] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""

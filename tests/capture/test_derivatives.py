@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from derivatives import LOSSES, Loss, gradient_penalty, laplacian, rows_of, step
+from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step
 from nets import Choosy, Scale
-from oracle import assert_same, squares
+from oracle import assert_same
 from quantities import assert_quantities
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -118,8 +118,8 @@ def _norms() -> nn.Module:
 
 def _by_channel() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.PReLU(), nn.Conv1d(4, 4, 1, bias=False),
-        nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, 2),
+        nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.PReLU(),
+        nn.Conv1d(4, 4, 1, bias=False), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, 2),
     )  # fmt: skip
 
 

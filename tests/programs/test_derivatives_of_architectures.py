@@ -1,5 +1,5 @@
-"""The benchmark's architectures in a small size: a penalty on the slope of each sample's loss by what its first layer returns,
-by the hooks and by copies of the parameters."""
+"""The benchmark's architectures in a small size: a penalty on the slope of each sample's loss by what its first layer
+returns, by the hooks and by copies of the parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
