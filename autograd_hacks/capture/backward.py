@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall, Turning
 from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Live, hear_at, reach_of
 from autograd_hacks.capture.param_grad import ParamGrad
-from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment, Turning
+from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import HigherOrderError
 from autograd_hacks.probe.plan import HOOKS

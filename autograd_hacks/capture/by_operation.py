@@ -12,7 +12,7 @@ from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autograd_hacks.capture.by_copies import no_word_of_speed
-from autograd_hacks.capture.records import OutputGrads, RecordedCall
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.values import Value
 from autograd_hacks.errors import UnsupportedLayer
 from autograd_hacks.forms import Dense, Form, Outer, Placed, Zero, add, gathered

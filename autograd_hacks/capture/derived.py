@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autograd_hacks.capture.calls import Graph, OutputGrads, RecordedCall, Way
 from autograd_hacks.capture.graph import AtNode, Receive, anchored
-from autograd_hacks.capture.records import Graph, OutputGrads, RecordedCall, Way
 from autograd_hacks.forms import Form
 from autograd_hacks.support.trees import version_of
 

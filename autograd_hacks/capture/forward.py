@@ -12,12 +12,12 @@ from torch import Tensor
 
 from autograd_hacks.capture.by_copies import check_alike, module_by_sample
 from autograd_hacks.capture.by_operation import ByExpansion
+from autograd_hacks.capture.calls import Way
 from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
 from autograd_hacks.capture.noting import Noting
 from autograd_hacks.capture.reads import Notes, Reads, Running
-from autograd_hacks.capture.records import Way
 from autograd_hacks.capture.replay import ByRunningAgain
 from autograd_hacks.capture.values import Value
 from autograd_hacks.capture.ways import BY_RULE, ByInner

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
-from autograd_hacks.capture.records import Announcement, Graph, RecordedCall
+from autograd_hacks.capture.calls import Graph, RecordedCall
+from autograd_hacks.capture.records import Announcement
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.switch import current_task

@@ -11,12 +11,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.calls import Edge, Graph, RecordedCall
 from autograd_hacks.capture.derived import Entry
 from autograd_hacks.capture.graph import node_of
 from autograd_hacks.capture.inner_maps import InnerMaps
 from autograd_hacks.capture.open_reads import OpenReads
 from autograd_hacks.capture.param_grad import ParamGrad
-from autograd_hacks.capture.records import Edge, Graph, Record, RecordedCall
+from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.replay import OpenUnits
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.restored import leave

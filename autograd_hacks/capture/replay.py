@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call
 
-from autograd_hacks.capture.records import OutputGrads, RecordedCall
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.errors import SamplesMixed, StaleRecord, where
 from autograd_hacks.forms import Form, Replay
 from autograd_hacks.probe.batch import Batch, kept_samples

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.records import OutputGrads, RecordedCall, Way
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall, Way
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Form, group
 from autograd_hacks.probe.layout import Layout

@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
+from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
 from autograd_hacks.probe.plan import HOOKS

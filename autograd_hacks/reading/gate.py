@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, RecordedCall, Segment
+from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale

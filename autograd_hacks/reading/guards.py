@@ -8,8 +8,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import OutputGrads, Record, RecordedCall, Segment
+from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.errors import (
     OTHER_MODES,
     HigherOrderError,

@@ -11,8 +11,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Pass, RecordedCall, Segment
+from autograd_hacks.capture.records import Pass, Segment
 from autograd_hacks.errors import PerSampleGradientError, where
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import Batch, kept_samples

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.capture.doors import doors_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import RecordedCall
 from autograd_hacks.capture.ways import ByInner
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.copies import Arguments, copies

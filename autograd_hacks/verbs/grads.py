@@ -31,18 +31,14 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
 
     Raises what `compute_grad1` raises.
     """
-    recorder = recorder_of(model)
-    parameters = dict(model.named_parameters())
+    recorder, parameters = recorder_of(model), dict(model.named_parameters())
     forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
     samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
-    filled = {
-        name: Zero(samples, parameters[name].shape, parameters[name]) if form is None else form
-        for name, form in forms.items()
-    }
-    record = recorder.record
-    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), weakref.ref(model), hess_type, batches)
+    filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
+    record, known = recorder.record, weakref.ref(model)
+    batches = [segment.batch_size() for segment in record.segments]
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, record.hess_type, batches)
 
 
 class PerSampleGrads(Hinting, Curvature):

@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.records import OutputGrads, Pass, Record, RecordedCall, Segment
+from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, RandomMap, scale

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.capture.records import RecordedCall
+from autograd_hacks.capture.calls import RecordedCall
 
 
 def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:

@@ -11,13 +11,13 @@ import torch.nn as nn
 from derivatives import gradient_penalty, laplacian, rows_of, step
 from hypothesis import given
 from oracle import assert_same, one_loss_at_a_time, squares
-from steps import batch, check, mlp
+from steps import batch, check
 from strategies import Case, layers
 from test_derivatives import MODES, found, made
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import HigherOrderError, SamplesMixed, UnseenGradient
+from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.rules import Call, Rule
 
 BOTH = pytest.mark.parametrize("mode", MODES)
@@ -231,65 +231,6 @@ def test_a_rule_that_is_not_linear_fails() -> None:
             autograd_hacks.compute_grad1(model, "sum")  # by copies of its weight
             with autograd_hacks.pause_hooks():
                 assert_same(found(model), rows_of(model, gradient_penalty, x))
-
-
-def test_the_default_mode_names_the_others() -> None:
-    model, x = made("mlp")
-    for param_grad in (True, False):
-        with (
-            autograd_hacks.add_hooks(model, param_grad=param_grad),
-            pytest.raises(HigherOrderError, match='mode="derivatives"'),
-        ):
-            _read(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
-
-
-def test_there_and_back_again() -> None:
-    model, x = made("norms")
-    before = model(x)
-    autograd_hacks.add_hooks(model)
-    for mode in ("hooks", "expand", "derivatives", "hooks"):
-        autograd_hacks.add_hooks(model, mode=mode)
-        assert mode in repr(autograd_hacks.add_hooks(model, mode=mode))
-        check(model, x)
-        if mode != "hooks":
-            step(model, gradient_penalty, x)
-            autograd_hacks.compute_grad1(model, "sum")
-    assert torch.equal(model(x), before)
-    autograd_hacks.remove_hooks(model)
-    assert torch.equal(model(x), before)
-
-
-def test_what_add_hooks_refuses() -> None:
-    with pytest.raises(ValueError, match="'hooks', 'derivatives', 'expand'"):
-        autograd_hacks.add_hooks(mlp(), mode="higher")
-    with pytest.raises(ValueError, match="probe"):
-        autograd_hacks.add_hooks(mlp(), mode="expand", probe=False)
-
-
-def test_without_a_probe() -> None:
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, mode="derivatives", probe=False):
-        step(model, gradient_penalty, x)
-        autograd_hacks.compute_grad1(model, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_same(found(model), rows_of(model, gradient_penalty, x))
-
-
-@BOTH
-def test_samples_that_mix_are_refused(mode: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    with autograd_hacks.add_hooks(model, mode=mode), pytest.raises(SamplesMixed):
-        _read(model, lambda: gradient_penalty(model, batch()[0].requires_grad_()))
-
-
-def test_a_hook_that_changes_what_a_layer_is_given() -> None:
-    """The gradient at what the layer was given is not that at its own input then."""
-    model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, mode="derivatives"):
-        model[2].register_forward_pre_hook(lambda layer, args: (args[0].square(),))
-        step(model, gradient_penalty, x)
-        with pytest.raises(HigherOrderError):
-            autograd_hacks.compute_grad1(model, "sum")
 
 
 @BOTH

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.capture.records import RecordedCall
+from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, SamplesMixed, UnseenGradient
 
 
