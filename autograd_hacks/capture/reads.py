@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +195,7 @@ class Reads(Following[Value]):
         is_right &= labels is not None or (is_in_order and all(x.ndim == r or not r for x, r in zip(others, read.ranks)))
         if not is_right or layout is None:
             return self._lost(func(*args, **kwargs), self._parameters(args, kwargs))
-        if name in NORMS and labels is None:
+        if name in NORMS and labels is None and type(func) is FunctionType:
             given = signature(func).bind(*args, **kwargs).arguments
             out = func(**{key: x for key, x in given.items() if key not in ("weight", "bias")})
             for key, combine in (("weight", torch.mul), ("bias", torch.add)):

@@ -9,7 +9,7 @@ import torch.nn as nn
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
-from autograd_hacks.probe.plan import Plan, static_units
+from autograd_hacks.probe.plan import EXPAND, HOOKS, Plan, static_units
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import text_table
@@ -122,8 +122,9 @@ def _how(
     units = [(path, unit) for path, unit in plan.units.items() if name in unit.parameters.values()]
     if units and not is_known:
         return "operation, or run again: the first step finds out"
-    parts = [f"run again, {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    parts += [f"operation {reader}" for reader in plan.reading.readers(name)]
+    again = "run again" if plan.mode == HOOKS else "run for each sample"
+    parts = [f"{again}, {where(path, modules[path])}: {unit.why}" for path, unit in units]
+    parts += [f"{'copies at' if plan.mode == EXPAND else 'operation'} {reader}" for reader in plan.reading.readers(name)]
     if rule is not None and (not parts or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
     scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
