@@ -201,3 +201,12 @@ class LossesInside(nn.Module):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         each = {"flat": losses, "tokens": losses.view(targets.shape), "samples": losses.view(targets.shape).mean(1)}
         return {"logits": logits, "losses": each.get(self.kind, losses.mean())}
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0])

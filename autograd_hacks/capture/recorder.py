@@ -26,7 +26,7 @@ from autograd_hacks.probe.planner import Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of, weakly
+from autograd_hacks.support.trees import tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
@@ -167,7 +167,7 @@ class Recorder:
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
         for x, layout in zip(outputs, layouts):
-            self.record.outputs[x] = layout, self.forward.samples
+            self.record.outputs[x] = layout, self.forward.samples, version_of(x)
         if self._proven is not None or not self.forward.records():
             return
         if self._was_proven and self.forward.samples is not None:

@@ -147,8 +147,8 @@ class Record:
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples
-    # The outputs that are alive: where their samples are, and N.
-    outputs: ByTensor[tuple[Layout | None, int | None]] = field(default_factory=ByTensor)
+    # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
+    outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.

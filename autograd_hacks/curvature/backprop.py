@@ -1,12 +1,10 @@
 """The backward passes that second-order quantities are made of."""
 
-from collections.abc import Iterator
 from operator import index
 from typing import SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.records import Announcement
@@ -15,7 +13,7 @@ from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.untouched import outside_inference
-from autograd_hacks.verbs.jacobian import run_pass
+from autograd_hacks.verbs.jacobian import leaves_of, run_pass
 
 
 def backprop_hess(
@@ -51,7 +49,7 @@ def backprop_hess(
     count, vectors = directions(hess_type, output, samples, generator)
     try:
         with outside_inference(), announced(output, losses) as root:
-            leaves = list(_leaves(root))
+            leaves = list(leaves_of(root))
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
                 run_pass("backprop_hess", root, leaves, s)
         losses.complete = True
@@ -94,18 +92,3 @@ def _check_arguments(output: Tensor, hess_type: str, samples: int | None, genera
             "backprop_hess was given an output without a graph, detached or made under torch.no_grad. Give it what the "
             "model returned, with gradients enabled and before anything has freed its graph."
         )
-
-
-def _leaves(root: Tensor) -> Iterator[Tensor]:
-    """The tensors that a graph ends at.  To ask for their gradients, and to throw these away, leaves ``.grad`` alone."""
-    seen: set[Node] = set()
-    waiting = [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
-        if leaf is not None and leaf.requires_grad:
-            yield leaf
-        waiting += [after for after, _ in node.next_functions]

@@ -11,6 +11,7 @@ from math import prod
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.hooks import recorder_of
@@ -23,6 +24,7 @@ from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.trial import Grads, layout_in, listening
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
@@ -54,18 +56,22 @@ def per_sample_jacobian(
     recorder = recorder_of(model)
     _check_arguments(output, chunk_size)
     with outside_inference(), _aside(recorder):
-        found = recorder.record.outputs.get(output)
+        layout, samples, version = recorder.record.outputs.get(output) or (None, None, None)
+        is_returned = version == version_of(output)  # and not overwritten since
         with torch.enable_grad():
-            first = _samples_first(output, *((Layout(), None) if found is None else found))
-        leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if found is None:
+            first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
+        # Inputs too: reentrant checkpoints lead to nothing else.  But for them no other model's records would be left alone.
+        own = set(model.parameters())
+        leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in own]
+        if leaves and not is_returned:
             _check_function(recorder, first, leaves)
         count = prod(first.shape[1:])
         size, chunks, reached = chunk_size or count, list[dict[str, Form]](), set[str]()
         losses = _announcement(first)
         for number, s in enumerate(progress(_each_entry(first), "Jacobian", "pass", count), 1):
             with announced(first, losses) as root:
-                run_pass(WHAT, root, leaves, s, retain_graph or number < count)
+                if leaves:
+                    run_pass(WHAT, root, leaves, s, retain_graph or number < count)
             if number % size == 0 or number == count:
                 losses.complete = True
                 grads = _read(model, recorder, losses)
@@ -91,6 +97,21 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
             f"{what} was given an output whose graph was freed by an earlier backward pass. Run {what} before that, keeping "
             "the graph; or that with retain_graph=True."
         ) from None
+
+
+def leaves_of(root: Tensor) -> Iterator[Tensor]:
+    """The tensors that a graph ends at.  To ask for their gradients, and to throw these away, leaves ``.grad`` alone."""
+    seen: set[Node] = set()
+    waiting = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+        if leaf is not None and leaf.requires_grad:
+            yield leaf
+        waiting += [after for after, _ in node.next_functions]
 
 
 @contextmanager
@@ -170,13 +191,15 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
     for record in losses.heard_by:
         if record is not own:  # of a part of the model that is hooked by itself
             record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
-    if not any(call.is_own for s in own.segments for p in s.passes for call in p.received):
+    is_own = any(call.is_own for s in own.segments for p in s.passes for call in p.received)
+    grads = per_sample_grads(model) if is_own else None
+    own.clear()
+    if grads is None or not grads.reached:
         raise NothingRecorded(
             f"the output of shape {tuple(losses.shape)} given to {WHAT} comes of no forward of this {type(model).__name__} "
-            "with hooks. Give it what the model returned, called as a whole after add_hooks(model), with hooks enabled."
+            "with hooks and parameters that train. Give it what the model returned, called as a whole after "
+            "add_hooks(model), with hooks enabled."
         )
-    grads = per_sample_grads(model)
-    own.clear()
     return grads
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, perceptron
+from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, Tied, TimeFirst, perceptron
 from oracle import Rows, one_backward_per_sample
 from torch import Tensor
 from torch.testing import assert_close
@@ -101,15 +101,6 @@ def test_written_out_where_that_is_smaller() -> None:
     assert sum(held.values()) <= 12 * sum(p.numel() for p in model.parameters())
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x)[0])
-
-
 @pytest.mark.parametrize("positions", [2, 3])  # as many as samples
 def test_samples_on_another_axis(positions: int) -> None:
     model, x = TimeFirst(), torch.randn(3, positions, 4)
@@ -130,15 +121,13 @@ def test_samples_on_another_axis(positions: int) -> None:
 def test_losses_made_inside_the_model(kind: str) -> None:
     model, tokens, targets = LossesInside(kind), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
     both = torch.stack([tokens, targets], 1)
+
+    def entries(out: dict[str, Tensor]) -> Tensor:
+        return out["losses"] if kind == "samples" else out["losses"].view(1, -1)
+
     with autograd_hacks.add_hooks(model):
         rows = per_sample_jacobian(model, model(tokens, targets)["losses"])
-        expected = jacobian_of(
-            model,
-            both,
-            lambda out: out["losses"].view(1, -1) if kind != "samples" else out["losses"],
-            lambda b: model(b[:, 0], b[:, 1]),
-        )
-        check(rows, expected)
+        check(rows, jacobian_of(model, both, entries, lambda b: model(b[:, 0], b[:, 1])))
 
 
 def test_losses_of_tokens_made_outside() -> None:
@@ -168,8 +157,7 @@ def test_the_tangent_kernel_of_two_batches() -> None:
         ordinary = autograd_hacks.per_sample_grads(model, "sum")
         assert_close(first.gram(ordinary), torch.einsum("ncp,mdp,md->ncm", j, j, 2 * model(x).detach()))
         assert_close(ordinary.gram(first), first.gram(ordinary).movedim(2, 0))
-    assert "4 samples" in repr(first)
-    assert "3 entries" in repr(first)
+    assert "4 samples, 3 entries" in repr(first)
 
 
 def test_one_number_for_each_sample() -> None:
@@ -177,6 +165,21 @@ def test_one_number_for_each_sample() -> None:
     with autograd_hacks.add_hooks(model):
         check(per_sample_jacobian(model, model(x)), jacobian_of(model, x, lambda out: out))
         assert per_sample_jacobian(model, model(x)).variance()["0.weight"].shape == (1, 4)
+
+
+def test_whichever_gradient_mode_and_an_output_that_was_overwritten() -> None:
+    model, x = perceptron(), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model):
+        expected = jacobian_of(model, x, lambda out: out)
+        for mode in (torch.no_grad, torch.inference_mode):
+            out = model(x)
+            with mode():
+                rows = per_sample_jacobian(model, out)
+            check(rows, expected)
+        check(per_sample_jacobian(model, model(x).add_(1)), expected)
+        for change in (lambda out: out.t_(), lambda out: out.copy_(out.flip(0))):
+            with pytest.raises(SamplesMixed, match="axis 0"):
+                per_sample_jacobian(model, change(model(x)))
 
 
 def test_a_layer_alone_and_no_probe() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn as nn
-from nets import LossesInside, perceptron
+from nets import Checkpointed, LossesInside, perceptron
 from torch import Tensor
 
 import autograd_hacks
@@ -76,6 +76,9 @@ def test_outputs_of_no_hooked_forward() -> None:
     for output in (unhooked, paused, perceptron()(x), model[2](model[1](model[0](x)))):
         with pytest.raises(NothingRecorded, match="comes of no forward"):
             per_sample_jacobian(model, output)
+    other = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(NothingRecorded, match="comes of no forward"):
+        per_sample_jacobian(model, torch.func.functional_call(model, other, (x,)))
     with torch.no_grad():
         plain = model(x)
     for output in (plain, model(x).detach()):
@@ -83,6 +86,15 @@ def test_outputs_of_no_hooked_forward() -> None:
             per_sample_jacobian(model, output)
     with pytest.raises(NothingRecorded, match="has no hooks"):
         per_sample_jacobian(perceptron(), unhooked)
+
+
+def test_nothing_that_trains_and_reentrant_checkpoints() -> None:
+    model, x = perceptron().requires_grad_(False), torch.randn(3, 4, requires_grad=True)
+    with autograd_hacks.add_hooks(model), pytest.raises(NothingRecorded, match="parameters that train"):
+        per_sample_jacobian(model, model(x))
+    model = Checkpointed(True)
+    with autograd_hacks.add_hooks(model), pytest.raises(RuntimeError, match="use_reentrant"):
+        per_sample_jacobian(model, model(x))
 
 
 @dataclass
