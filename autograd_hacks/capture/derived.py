@@ -34,8 +34,7 @@ class Entry:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         alias = x.view_as(x)
-        assert alias.grad_fn is not None
-        alias.grad_fn.register_prehook(self._leaves)
+        alias.register_hook(self._leaves)  # and not on its node, where a gradient that is asked for itself doesn't come
         return alias
 
     def turn(self, call: RecordedCall, grad: Tensor, shape: torch.Size, receive: Receive) -> Tensor:
@@ -50,12 +49,11 @@ class Entry:
         """The pass is over, whether or not it has gone out here."""
         self._made = None
 
-    def _leaves(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
+    def _leaves(self, grad: Tensor) -> Tensor | None:
         made, self._made = self._made, None
-        grad = grads[0]
-        if made is None or grad is None or not (grad.requires_grad or made.call.skipped):
+        if made is None or not (grad.requires_grad or made.call.skipped):
             return None
-        return (made.attach(grad, self._shape or grad.shape),)
+        return made.attach(grad, self._shape or grad.shape)
 
 
 class Made:

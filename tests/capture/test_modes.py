@@ -120,6 +120,29 @@ def test_two_derivative_passes_through_one_forward(mode: str) -> None:
             assert_same(found(model), one_loss_at_a_time(model, losses))
 
 
+@pytest.mark.parametrize("param_grad", [True, False])
+@BOTH
+def test_a_derivative_by_what_a_hook_was_given(mode: str, param_grad: bool) -> None:
+    """Which in mode="derivatives" is what the layer works with, and no other."""
+    model, x = made("mlp")
+    given: list[Tensor] = []
+
+    def losses() -> Tensor:
+        handle = model[2].register_forward_hook(lambda layer, args, out: given.append(args[0]))
+        y = model(x)
+        handle.remove()
+        (slope,) = torch.autograd.grad(y.sin().sum(), given.pop(), create_graph=True)
+        return slope.square().sum(1)
+
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for _ in range(2):
+            model.zero_grad()
+            losses().sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), one_loss_at_a_time(model, losses))
+
+
 class Latent(nn.Module):
     """Returns what is inside, too."""
 
