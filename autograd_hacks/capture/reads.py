@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import signature
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ADDED, ELEMENTWISE, LOOKUPS, NORMS, OPERATIONS
 from autograd_hacks.support.trees import plain, version_of
 from autograd_hacks.support.untouched import RandomState, random_state
+
+
+_signature = cache(signature)
 
 
 class Running(NamedTuple):
@@ -196,7 +200,7 @@ class Reads(Following[Value]):
         if not is_right or layout is None:
             return self._lost(func(*args, **kwargs), self._parameters(args, kwargs))
         if name in NORMS and labels is None and type(func) is FunctionType:
-            given = signature(func).bind(*args, **kwargs).arguments
+            given = _signature(func).bind(*args, **kwargs).arguments
             out = func(**{key: x for key, x in given.items() if key not in ("weight", "bias")})
             for key, combine in (("weight", torch.mul), ("bias", torch.add)):
                 if (x := given.get(key)) is not None:

@@ -125,8 +125,9 @@ class Recorder:
             if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
                 self.param_grad.skips = not self.param_grad.wanted
                 # Not before the sum of its rows was once compared with the gradient that arrived.
-                awaited = self.param_grad.skips and [n for n in self.record.names.values() if plan.awaits_sum(n)]
-                self.param_grad.awaited = frozenset(awaited or ())
+                names = self.record.names.values() if self.param_grad.skips else ()
+                awaited = [n for n in names if plan.awaits_derivatives or plan.awaits_sum(n)]
+                self.param_grad.awaited = frozenset(awaited)
             if self.param_grad.skips:
                 check_unwrapped()
         self.forward.is_running = True

@@ -227,8 +227,12 @@ class Plan:
 
     def awaits_sum(self, name: str) -> bool:
         """Whether a parameter's rows are to be compared with the gradient that arrives."""
-        is_waiting = self.mode == DERIVATIVES and not self.deepest and self.forwards <= _PATIENCE
-        return (name not in self.summed or is_waiting) and not self.unread
+        return name not in self.summed and not self.unread
+
+    @property
+    def awaits_derivatives(self) -> bool:
+        """Whether the sums of rows of a pass with derivatives in it are still to be compared, if one comes."""
+        return self.mode == DERIVATIVES and not self.deepest and self.forwards <= _PATIENCE
 
 
 def is_milestone(forwards: int) -> bool:
