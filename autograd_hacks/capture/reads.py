@@ -27,7 +27,6 @@ from autograd_hacks.rules.operations import ADDED, ELEMENTWISE, LOOKUPS, NORMS, 
 from autograd_hacks.support.trees import plain, version_of
 from autograd_hacks.support.untouched import RandomState, random_state
 
-
 _signature = cache(signature)
 
 
