@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step
+from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
 from nets import Choosy, Scale
 from oracle import assert_same
 from quantities import assert_quantities
