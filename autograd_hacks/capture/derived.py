@@ -60,23 +60,23 @@ class Made:
     """A call that a pass makes of another: it is given the gradient at that one's output, and returns that at its input."""
 
     def __init__(self, call: RecordedCall, grad: Tensor, shape: torch.Size, receive: Receive) -> None:
-        way, self.entry, self.receive = call.way, Entry(shape), receive
-        self.known = grad.reshape(shape)
-        inner, of_input = (way.way, not way.of_input) if isinstance(way, ByTurning) else (way, False)
-        self.call = replace(
-            call,
-            way=ByTurning(inner, self.known.detach(), of_input),
-            edges={local: call.edges[local] for local in call.turns},
-            versions=[(grad, version_of(grad))],
-            entry=self.entry,
-            outputs=(),
-            order=call.order + 1,
-        )
+        self.call, self.grad, self.receive = call, grad, receive
+        self.known, self.entry = grad.reshape(shape), Entry(shape)
 
     def attach(self, out: Tensor, shape: torch.Size) -> Tensor:
         """What the call returns, with a hook where gradient comes to it.  shape: as formulas know it"""
-        graph = Graph()
-        call = replace(self.call, graph=weakref.ref(graph))
+        graph, way = Graph(), self.call.way
+        inner, of_input = (way.way, not way.of_input) if isinstance(way, ByTurning) else (way, False)
+        call = replace(
+            self.call,
+            way=ByTurning(inner, self.known.detach(), of_input),
+            edges={local: self.call.edges[local] for local in self.call.turns},
+            versions=[(self.grad.detach(), version_of(self.grad))],
+            entry=self.entry,
+            outputs=(),
+            order=self.call.order + 1,
+            graph=weakref.ref(graph),
+        )
         alias, at = out.view_as(out), AtNode(call, graph, self.receive, 0, 0, shape, ((self.known,), {}))
         if call.skipped:
             parameters = [edge.parameter for edge in call.edges.values()]
