@@ -40,7 +40,7 @@ class VerificationFailed(PerSampleGradientError):
 
 
 class HigherOrderError(PerSampleGradientError):
-    """A backward pass ran with ``create_graph=True``, and rows would miss terms of higher order: ``add_hooks(mode=...)`` has them."""
+    """A backward pass ran with ``create_graph=True``, and rows would miss terms of higher order: see ``add_hooks``."""
 
 
 class BlockTooLarge(PerSampleGradientError):
