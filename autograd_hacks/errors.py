@@ -40,7 +40,7 @@ class VerificationFailed(PerSampleGradientError):
 
 
 class HigherOrderError(PerSampleGradientError):
-    """The backward pass ran with ``create_graph=True``, whose rows would miss the terms of higher order."""
+    """A backward pass ran with ``create_graph=True``, and rows would miss terms of higher order: see ``add_hooks``."""
 
 
 class BlockTooLarge(PerSampleGradientError):

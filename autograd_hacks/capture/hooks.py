@@ -45,6 +45,9 @@ def add_hooks(
     ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the first step of each
     kind, and for modules that are run again: the rows are compared with them
     reuse: whether rows are written into the memory of an earlier step's, where nobody else holds that
+    mode: 'hooks'; 'derivatives', for losses with derivatives in them, of any order, and so that `per_sample_grads` after a
+    pass with ``create_graph=True`` differentiates; or 'expand', which gives each sample a copy of the weights: N × P numbers
+    for each use of them, and ``is_grads_batched`` and forward-mode derivatives too
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
     manager it removes the hooks at the end, unless the model had hooks before, which then have their ``param_grad`` again::
@@ -52,12 +55,13 @@ def add_hooks(
         with autograd_hacks.add_hooks(model):
             ...
 
-    Outputs, gradients and ``state_dict`` stay as they are.  Copies of the model (deepcopy, pickle) have no hooks.
+    Outputs, gradients and ``state_dict`` stay as they are, but for last bits in modes other than 'hooks'.  Copies of the
+    model (deepcopy, pickle) have no hooks.
 
-    Raises TypeError where ``model`` is no ``torch.nn.Module``, or a scripted, compiled or DataParallel one, and
-    ParamGradSkipped for ``param_grad=False`` with DistributedDataParallel or FSDP; so does ``torch.autograd.grad`` with
-    respect to parameters then.  The model's forward then raises ValueError for a tree of axes that doesn't fit its
-    arguments, ProbeFailed where it can't run the probe, and ShardedParameters.
+    Raises ValueError for another mode, and for 'expand' without a probe; TypeError where ``model`` is no module, or a
+    scripted, compiled or DataParallel one; and ParamGradSkipped for ``param_grad=False`` with DistributedDataParallel or
+    FSDP; so does ``torch.autograd.grad`` with respect to parameters then.  The model's forward then raises ValueError for a
+    tree of axes that doesn't fit its arguments, ProbeFailed where it can't run the probe, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")

@@ -1,11 +1,17 @@
 """The demos do what they say."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, jacrev, vmap
+
+import autograd_hacks
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -40,7 +46,38 @@ def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path)
     assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["wrong_labels", "natural_gradient"])
+def test_the_energy_natural_gradient_solves_poissons_equation(tmp_path: Path) -> None:
+    done = run_demo("--output", str(tmp_path), "--points", "120", "--steps", "25", name="pinn")
+    assert done.returncode == 0, done.stderr
+    errors = {name: float(e) for name, e in re.findall(r"^(energy natural gradient|Adam) +([\d.e+-]+)", done.stdout, re.M)}
+    assert errors["energy natural gradient"] < min(1e-3, errors["Adam"] / 20)
+    assert "energy natural gradient: 100%" in done.stderr
+    assert (tmp_path / "pinn.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_its_kernel_is_that_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = ROOT / "docs" / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    demo = runpy.run_path(str(examples / "pinn.py"))
+    points, model = demo["some_points"](8, 0), demo["small_mlp"](0)
+
+    def residual(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        def u(x: Tensor) -> Tensor:
+            return functional_call(model, weights, x)[0]
+
+        edge = ((x == 0) | (x == 1)).any()
+        return torch.where(
+            edge, demo["EDGE"] * u(x), jacrev(jacrev(u))(x).trace() + 2 * torch.pi**2 * (torch.pi * x).sin().prod()
+        )
+
+    rows = vmap(grad(residual), (None, 0))({name: p.detach() for name, p in model.named_parameters()}, points)
+    jacobian = torch.cat([own.flatten(1) for own in rows.values()], 1)
+    with autograd_hacks.add_hooks(model, mode="derivatives", param_grad=False):
+        autograd_hacks.backward(demo["residuals"](model, points), "sum")
+        torch.testing.assert_close(autograd_hacks.per_sample_grads(model).gram(), jacobian @ jacobian.mT)
+
+
+@pytest.mark.parametrize("name", ["wrong_labels", "natural_gradient", "pinn"])
 def test_the_demo_without_its_packages_names_the_extra(name: str) -> None:
     for package in ("sklearn", "tqdm", "matplotlib"):
         done = run_demo(setup=f"import sys; sys.modules[{package!r}] = None", name=name)
