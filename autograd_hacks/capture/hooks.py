@@ -50,7 +50,7 @@ def add_hooks(
     for each use of them, and ``is_grads_batched`` and forward-mode derivatives too
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
-    manager it removes the hooks at the end, unless the model had hooks before, which then have their ``param_grad`` again::
+    manager it removes the hooks at the end, unless the model had hooks before, which then have their settings again::
 
         with autograd_hacks.add_hooks(model):
             ...
@@ -79,7 +79,7 @@ def add_hooks(
         check_one_process(model)
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
-    before = recorder.param_grad.wanted
+    before = (recorder.planner, recorder.param_grad.wanted, recorder.pool.reuse) if known is not None else None
     try:
         recorder.plan_by(Planner(model, batch_dim, probe, mode))
         recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
@@ -90,7 +90,7 @@ def add_hooks(
         if known is None:
             _take_off(recorder, model)
         raise
-    return Hooked(model, known is None, before)
+    return Hooked(model, before)
 
 
 def _hook_all(recorder: Recorder, model: nn.Module, begin: bool) -> None:
@@ -191,8 +191,8 @@ def recorder_of(model: nn.Module) -> Recorder:
 class Hooked:
     """What `add_hooks` returns: a context that removes the hooks it added."""
 
-    def __init__(self, model: nn.Module, is_new: bool, param_grad: bool) -> None:
-        self._model, self._is_new, self._param_grad = model, is_new, param_grad
+    def __init__(self, model: nn.Module, before: tuple[Planner, bool, bool] | None) -> None:
+        self._model, self._before = model, before  # the settings that the model had, where it had hooks
 
     def __repr__(self) -> str:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
@@ -207,10 +207,11 @@ class Hooked:
 
     def __exit__(self, *_: object) -> None:
         recorder = _recorder_of(self._model)
-        if recorder is not None and self._is_new:
+        if recorder is not None and self._before is None:
             remove_hooks(self._model)
-        elif recorder is not None:
-            recorder.param_grad.wanted = self._param_grad
+        elif recorder is not None and self._before is not None:
+            planner, recorder.param_grad.wanted, recorder.pool.reuse = self._before
+            recorder.plan_by(planner)
 
 
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

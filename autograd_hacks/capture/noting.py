@@ -48,6 +48,7 @@ class Noting:
     def _is_on(self) -> bool:
         # Inside torch.func's transforms tensors are of one transform's making, and end with it.
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        self.record.transformed |= transformed
         return Switch.on() and not transformed and not torch._C._get_tracing_state()
 
     def begin(self, with_gradients: bool) -> None:
@@ -56,6 +57,7 @@ class Noting:
             return
         record, backward = self.record, self.backward
         record.comparing &= not backward.answered
+        record.transformed &= not backward.answered
         self.restart()
         record.forwards += 1
         if with_gradients and not record.accumulating and record.segments:

@@ -13,7 +13,7 @@ from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
-from autograd_hacks.probe.plan import HOOKS
+from autograd_hacks.probe.plan import EXPAND, HOOKS
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -74,8 +74,10 @@ def check_sum(
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
             "leads to it by a way that isn't known: a rule that says linear_in and isn't, a layer that was called before "
-            "add_hooks, or by itself; or a penalty on the weight, which belongs to no sample. Try "
-            'add_hooks(model, mode="expand"), or run that part\'s backward pass within autograd_hacks.pause_hooks().'
+            "add_hooks, or by itself; rows that depend on how a weight was made of others (weight_norm), and were "
+            "differentiated; or a penalty on the weight, which belongs to no sample. "
+            f"{'Try add_hooks(mode=' + repr(EXPAND) + '), or run' if record.plan.mode != EXPAND else 'Run'} that part's "
+            "backward pass within autograd_hacks.pause_hooks()."
         )
     raise UnseenGradient(
         f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "

@@ -153,6 +153,12 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             f"gradient has reached {', '.join(past)} through the graph of a backward pass with create_graph=True. "
             f"{OTHER_MODES}"
         )
+    if record.transformed:
+        raise UnseenGradient(
+            f"gradient has reached {', '.join(past)} through a forward inside torch.func (grad, vmap, jacrev, jvp), whose "
+            "tensors end with the transform, so that the rows would be without it. Take derivatives by torch.autograd.grad("
+            'create_graph=True), with add_hooks(model, mode="derivatives"), rows of outputs by per_sample_jacobian.'
+        )
     raise UnseenGradient(
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
         "it: a forward pass from before add_hooks, a weight used outside its own layer's forward, a penalty on weights in a "

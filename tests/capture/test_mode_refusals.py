@@ -79,3 +79,16 @@ def test_a_hook_that_changes_what_a_layer_is_given() -> None:
         step(model, gradient_penalty, x)
         with pytest.raises(HigherOrderError):
             autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_context_gives_hooks_their_settings_back() -> None:
+    model, x = made("mlp")
+    autograd_hacks.add_hooks(model)
+    with autograd_hacks.add_hooks(model, mode="expand", param_grad=False, batch_dim=(0,)):
+        step(model, gradient_penalty, x)
+        autograd_hacks.compute_grad1(model, "sum")
+    assert "batch_dim=0, mode='hooks', param_grad=True" in repr(autograd_hacks.add_hooks(model))
+    with autograd_hacks.add_hooks(model, mode="derivatives"):
+        pass
+    with pytest.raises(HigherOrderError):
+        _read(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
