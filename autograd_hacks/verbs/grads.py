@@ -37,8 +37,8 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     reached = frozenset(name for name, form in forms.items() if form is not None)
     filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
     record, known = recorder.record, weakref.ref(model)
-    batches = [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, record.hess_type, batches)
+    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches)
 
 
 class PerSampleGrads(Hinting, Curvature):
