@@ -197,7 +197,7 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
         result["first steps"], result["reads"] = first_steps(workload, device, 1 if options.quick else 3)
         result["rows MB"] = rows_megabytes(workload)
     if workload.kind != OTHER and not options.quick and task in (GRAD1, CLIPPED, DERIVED, REAL):
-        others = (WRITE, JAX, *(peers.PEERS[REAL] if task == REAL else ()))
+        others = (WRITE, JAX, *(peers.PEERS[task] if task in (DERIVED, REAL) else ()))
         sound = [system for system in result["seconds"] if system not in others]
         result["peak MB"] = {
             system: peak(workload, chosen[system], device) for system in tqdm(sound, desc=f"memory, {name}", leave=False)
