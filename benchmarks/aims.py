@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from curved import FACTORS, MATVEC
-from peers import PEERS
-from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, OURS, PLAIN, REAL, SKIPPED, STREAMED, WRITE
+from derived import DERIVED, MLP
+from peers import PEERS, VMAP
+from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, OURS, PLAIN, REAL, SKIPPED, STREAMED, TURNED, WRITE
 from workloads import ARCHITECTURE, MAIN, NARROW, OTHER, RECURRENT, TINY
 
 Data = dict[str, Any]
@@ -61,6 +62,7 @@ def all_aims(data: Data) -> list[Aim]:
             found += of_time(task, workload, result["kind"], own)
             found += against_peers(task, workload, own)
             found += of_workload(task, workload, result)
+            found += of_derivatives(task, workload, result)
     return [*found, *of_proofs(data), *in_the_mean(data), *of_growth(data)]
 
 
@@ -127,6 +129,26 @@ def of_workload(task: str, workload: str, result: Data) -> Iterator[Aim]:
     elif "first step beyond" in result and DEFAULT in result["seconds"]:
         share = result["first step beyond"] / plain  # per cent of a hundred steps
         yield Aim(task, workload, DEFAULT, "first step beyond a later one, % of 100 plain", share, 5.0)
+
+
+def of_derivatives(task: str, workload: str, result: Data) -> Iterator[Aim]:
+    """Medians of the rounds' ratios."""
+
+    def aim(system: str, other: str, what: str, bound: float) -> Iterator[Aim]:
+        times = result["seconds"]
+        if system in times and other in times:
+            ratio = statistics.median(own / its for own, its in zip(times[system], times[other]))
+            yield Aim(task, workload, system, what, ratio, bound)
+
+    if task == GRAD1:
+        yield from aim(TURNED, DEFAULT, "step / the default mode's", 1.02)
+    if task != DERIVED:
+        return
+    for system in (SKIPPED, DEFAULT, CLIPPING):
+        yield from aim(system, VMAP, "step / vmap(grad)", 0.15 if result["kind"] == MLP else 0.8)
+    peaks = result.get("peak MB", {})
+    if CLIPPING in peaks and result["kind"] == MLP and "penalty" in workload:
+        yield Aim(task, workload, CLIPPING, "peak memory / plain's", peaks[CLIPPING] / peaks[PLAIN], 2.5)
 
 
 def proof_costs(found: Data) -> dict[str, float]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 
 import curved
+import derived
 import torch.nn as nn
 from curved import BACKPACK, CURVLINOPS
 from systems import (
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from workloads import Batch, Workload
 
-VMAP, EXPANDED = "torch.func.vmap(grad)", "ExpandedWeights"
+VMAP, EXPANDED = derived.FUNC_GRAD, "ExpandedWeights"
 OPACUS, GHOST = "Opacus", "Opacus, ghost clipping"
 PACKAGES = {OPACUS: "opacus", GHOST: "opacus", BACKPACK: "backpack-for-pytorch", CURVLINOPS: "curvlinops-for-pytorch"}
 
@@ -139,10 +140,11 @@ PEERS: dict[str, dict[str, Maker]] = {
     },
     REAL: {LOOP: loop, VMAP: torch_func},
     **curved.PEERS,
+    **derived.PEERS,
 }
 """{task: {system: its maker}}"""
 
-ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, REAL: loop, **curved.ORACLES}
+ORACLES: dict[str, Maker] = {GRAD1: loop, CLIPPED: loop_clip, REAL: loop, **curved.ORACLES, **derived.ORACLES}
 """{task: what the systems are compared with}"""
 
 

@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import curved
+import derived
 import jaxed
 import peers
 import report
 import torch
 from architectures import ARCHITECTURES
 from checks import PEER_SAMPLES, checked, reason
+from derived import DERIVED
 from families import FULL
 from jaxed import JAX
 from measuring import (
@@ -62,8 +64,10 @@ from systems import (
     Step,
 )
 from tqdm import tqdm
-from workloads import ARCHITECTURE, CURVED, MAIN, NARROW, OTHER, RECURRENT, TINY, WORKLOADS, Workload, transformer
+from workloads import ARCHITECTURE, CURVED, MAIN, NARROW, OTHER, RECURRENT, TINY, Workload, transformer
+from workloads import WORKLOADS as FIRST_ORDER
 
+WORKLOADS = FIRST_ORDER | derived.WORKLOADS
 ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 20, 5, 5
 
 Data = dict[str, Any]
@@ -84,8 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.output / f"{stem}.json" if options.output else None
     old = json.loads(file.read_text()) if file and file.exists() else {}
     data: Data = {"about": about(options, device), "results": {}}
-    for task in (GRAD1, CLIPPED, *curved.TASKS, REAL):
-        kinds = {GRAD1: (*main_only, OTHER, TINY, NARROW), CLIPPED: main_only, REAL: (ARCHITECTURE,)}.get(task, (CURVED,))
+    for task in (GRAD1, CLIPPED, *curved.TASKS, DERIVED, REAL):
+        kinds = {
+            GRAD1: (*main_only, OTHER, TINY, NARROW), CLIPPED: main_only, DERIVED: derived.KINDS, REAL: (ARCHITECTURE,),
+        }.get(task, (CURVED,))  # fmt: skip
         in_task = {name: workload for name, workload in chosen.items() if workload.kind in kinds}
         if not in_task:
             continue
@@ -94,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[name] = timed(task, name, workload, options, device)
             save(data, old, file)  # so that a run that is broken off has left what it found
     if not (options.system or options.architectures):
-        proven = {name: workload for name, workload in chosen.items() if workload.kind != CURVED}
+        proven = {name: workload for name, workload in chosen.items() if workload.kind not in (CURVED, *derived.KINDS)}
         for name, workload in tqdm(proven.items(), desc="proofs", unit="workload"):
             data.setdefault("proofs", {})[name] = proofs(workload, device, 1 if options.quick else MODELS)
             save(data, old, file)
@@ -132,7 +138,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --threads: expected 1 or more")
     if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
         parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU")
-    tables = (SYSTEMS, curved.SYSTEMS, peers.PEERS, {GRAD1: {JAX: None}})
+    tables = (SYSTEMS, curved.SYSTEMS, derived.SYSTEMS, peers.PEERS, {GRAD1: {JAX: None}})
     systems = {system for tasks in tables for own in tasks.values() for system in own}
     workloads = known(options.architectures)
     for kind, parts, names in (("workload", options.workload, workloads), ("system", options.system, systems)):
@@ -150,15 +156,16 @@ def is_chosen(name: str, parts: list[str] | None) -> bool:
     return not parts or any(part in name for part in parts)
 
 
-def makers(task: str, options: argparse.Namespace) -> dict[str, Maker]:
+def makers(task: str, workload: Workload, options: argparse.Namespace) -> dict[str, Maker]:
     """{system: its maker}; what ratios need is always there."""
-    found = (SYSTEMS | curved.SYSTEMS)[task] | (peers.installed(task) if options.peers else {})
+    found = (SYSTEMS | curved.SYSTEMS | derived.SYSTEMS)[task] | (peers.installed(task) if options.peers else {})
+    found = {name: maker for name, maker in found.items() if derived.fits(name, workload)}
     return {name: maker for name, maker in found.items() if name in (PLAIN, WRITE) or is_chosen(name, options.system)}
 
 
 def timed(task: str, name: str, workload: Workload, options: argparse.Namespace, device: torch.device) -> Data:
     """What a workload's run gave: seconds of each round, why systems fail, and peaks of memory."""
-    chosen = makers(task, options)
+    chosen = makers(task, workload, options)
     errors: dict[str, float] = {}
     failures = checked(task, name, workload, chosen, device, errors, PEER_SAMPLES if options.quick else None)
     steps: dict[str, Step] = {}
@@ -189,8 +196,8 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
     elif workload.kind == ARCHITECTURE and DEFAULT in result["seconds"]:
         result["first steps"], result["reads"] = first_steps(workload, device, 1 if options.quick else 3)
         result["rows MB"] = rows_megabytes(workload)
-    if workload.kind != OTHER and not options.quick and task in (GRAD1, CLIPPED, REAL):
-        others = (WRITE, JAX, *(peers.PEERS[REAL] if task == REAL else ()))
+    if workload.kind != OTHER and not options.quick and task in (GRAD1, CLIPPED, DERIVED, REAL):
+        others = (WRITE, JAX, *(peers.PEERS[task] if task in (DERIVED, REAL) else ()))
         sound = [system for system in result["seconds"] if system not in others]
         result["peak MB"] = {
             system: peak(workload, chosen[system], device) for system in tqdm(sound, desc=f"memory, {name}", leave=False)

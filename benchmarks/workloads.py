@@ -197,11 +197,11 @@ def hugging_face(model: str, config: str, **arguments: Any) -> Callable[[], nn.M
     return build
 
 
-def multilayer(*widths: int) -> Callable[[], nn.Module]:
-    """Linear layers of these widths with ReLU between."""
+def multilayer(*widths: int, between: Callable[[], nn.Module] = nn.ReLU) -> Callable[[], nn.Module]:
+    """Linear layers of these widths with ReLU, or something else, between."""
 
     def build() -> nn.Module:
-        layers = [layer for into, out in pairwise(widths) for layer in (nn.Linear(into, out), nn.ReLU())]
+        layers = [layer for into, out in pairwise(widths) for layer in (nn.Linear(into, out), between())]
         return nn.Sequential(*layers[:-1])
 
     return build

@@ -1,8 +1,10 @@
 """The benchmark's machinery, on a tiny model; no time is asserted."""
 
+import dataclasses
 import json
 import math
 
+import derived
 import jaxed
 import measuring
 import peers
@@ -12,8 +14,9 @@ import run
 import torch
 from aims import all_aims, proof_costs, ratios
 from architectures import ARCHITECTURES
+from derived import DERIVED, FUNC_GRAD
 from families import TINY
-from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, LOOP, PLAIN, REAL, SKIPPED, SYSTEMS
+from systems import CLIPPED, CLIPPING, COPIES, DEFAULT, GRAD1, LOOP, PLAIN, REAL, SKIPPED, SYSTEMS, TURNED
 from workloads import ARCHITECTURE, MAIN, Workload, classification, multilayer, of_shape
 
 CPU = torch.device("cpu")
@@ -111,6 +114,57 @@ def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
         assert all(part in words for part in (name, "parameters read by", "largest relative error", "first step"))
     found = {aim.what: aim.bound for aim in all_aims(data) if aim.system == CLIPPING}
     assert found == {"clipped step / plain": 1.5, "peak memory without rows / plain's": 1.3}
+
+
+TINY_LOSSES = {
+    "heat": (multilayer(2, 4, 1, between=torch.nn.Tanh), derived.points(4, 2)),
+    "Laplacian": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
+    "score": (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3)),
+    "CNN": (derived.critic(2, 4), derived.points(3, 3, 4, 4)),
+    "attention": (lambda: derived.Attention(4), derived.points(3, 2, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.parametrize("part", TINY_LOSSES)
+def test_losses_with_derivatives_are_one_loss_in_all_systems(part):
+    full = next(workload for name, workload in derived.WORKLOADS.items() if part in name)
+    model, batch = TINY_LOSSES[part]
+    workload, errors = dataclasses.replace(full, model=model, batch=batch), {}
+    chosen = derived.SYSTEMS[DERIVED] | derived.PEERS[DERIVED]
+    chosen = {name: maker for name, maker in chosen.items() if derived.fits(name, workload)}
+    assert run.checked(DERIVED, part, workload, chosen, CPU, errors) == {}
+    assert max(errors.values()) < 1e-9
+
+
+def test_derivatives_have_a_table_of_their_own(tmp_path, monkeypatch):
+    name, (model, batch) = "gradient penalty of an MLP", (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3))
+    full = next(workload for workload in derived.WORKLOADS.values() if workload.kind == derived.MLP)
+    monkeypatch.setattr(run, "WORKLOADS", {name: dataclasses.replace(full, model=model, batch=batch)})
+    monkeypatch.setattr(report, "chart", lambda data, task, path: None)
+    run.main(["--workload", name, "--peers", "--rounds", "2", "--threads", "1", "--output", str(tmp_path)])
+    data = json.loads((tmp_path / "cpu.json").read_text())
+    assert data["results"].keys() == {DERIVED}
+    assert "proofs" not in data or data["proofs"] == {}
+    result = data["results"][DERIVED][name]
+    assert {PLAIN, SKIPPED, DEFAULT, CLIPPING, COPIES, LOOP, FUNC_GRAD} == set(result["seconds"])
+    assert 'mode="expand"' in report.page(data, {DERIVED: "a.png"})
+    result["seconds"] = {system: [20.0] for system in result["seconds"]} | {SKIPPED: [2.0], FUNC_GRAD: [16.0]}
+    result["peak MB"] = {PLAIN: 1.0, CLIPPING: 3.0}
+    aims = {(aim.system, aim.what): aim for aim in all_aims(data)}
+    ratio, memory = "step / vmap(grad)", "peak memory / plain's"
+    assert [aims[system, ratio].met for system in (SKIPPED, DEFAULT)] == [True, False]
+    assert aims[SKIPPED, ratio].bound == 0.15
+    assert not aims[CLIPPING, memory].met
+    result["kind"] = derived.SMALL
+    assert {aim.bound for aim in all_aims(data) if aim.what == ratio} == {0.8}
+
+
+def test_the_mode_is_aimed_to_cost_nothing_where_losses_have_no_derivatives():
+    result = {"kind": MAIN, "seconds": {PLAIN: [1, 1, 9], DEFAULT: [2, 4, 9], TURNED: [2, 4.04, 20]}, "failures": {}}
+    result["seconds"]["write once"] = [1, 1, 1]
+    found = [aim for aim in all_aims({"results": {GRAD1: {WORKLOAD: result}}}) if aim.system == TURNED]
+    assert [(aim.figure, aim.met) for aim in found] == [(1.01, True)]
 
 
 def test_architectures_that_fail_are_said():

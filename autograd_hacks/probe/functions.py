@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.probe.labels import carried
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ELEMENTWISE, OPERATIONS
+from autograd_hacks.support.trees import leaves_of
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -206,11 +206,11 @@ class Following(TorchFunctionMode, Generic[V]):
 
     def known(self, tree: Any) -> list[Tensor]:
         """The tensors of a tree that follow from parameters alone."""
-        return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) in self.values]
+        return [x for x in leaves_of(tree) if isinstance(x, Tensor) and id(x) in self.values]
 
     def others(self, tree: Any) -> list[Tensor]:
         """Its other tensors."""
-        return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and id(x) not in self.values]
+        return [x for x in leaves_of(tree) if isinstance(x, Tensor) and id(x) not in self.values]
 
 
 @cache
