@@ -19,7 +19,8 @@ def _sums(model: nn.Module, x: Tensor) -> Tensor:
 
 def _slope(of: Tensor, x: Tensor) -> Tensor:
     """N D"""
-    return torch.autograd.grad(of.sum(), x, create_graph=True)[0].reshape(len(x), -1)
+    (slope,) = torch.autograd.grad(of.sum(), x, create_graph=True)
+    return slope.flatten(1) if slope.ndim > 1 else slope[:, None]
 
 
 def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:

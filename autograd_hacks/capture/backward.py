@@ -19,7 +19,7 @@ from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import HigherOrderError
-from autograd_hacks.probe.plan import HOOKS
+from autograd_hacks.probe.plan import EXPAND, HOOKS
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
@@ -150,8 +150,11 @@ class Backward:
     def _note(self, call: RecordedCall, slot: int, grad: Tensor | None, live: Live) -> None:
         if makes_graph := torch.is_grad_enabled():
             self.record.comparing = True
-            if self.record.plan.mode == HOOKS and (call.skipped or not self.param_grad.wanted):
+            mode, is_skipped = self.record.plan.mode, bool(call.skipped) or not self.param_grad.wanted
+            if mode == HOOKS and is_skipped:
                 self.param_grad.check_graph()
+            elif call.is_lost and mode != HOOKS and (is_skipped or mode == EXPAND):  # else sums are compared
+                self.record.lost = call.what
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
         ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
         if grad is None or not ways:

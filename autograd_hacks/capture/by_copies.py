@@ -51,7 +51,7 @@ def by_sample(
             rows = vmap(one, randomness="different")(every, parts)
     except RuntimeError:  # what vmap can't run, by torch's own page on its limits
         rows = torch.stack([one([x[n] for x in every], [x[n] for x in parts]) for n in range(samples)])
-    return to.back(rows)
+    return to.back(rows).contiguous()  # as a function of the batch returns it, which may be viewed otherwise
 
 
 @contextmanager

@@ -78,6 +78,7 @@ class RecordedCall(Call):
     entry: Turning | None = None
     turns: Sequence[str] = ()  # ... and the parameters, by their names in the layer, that have rows there
     order: int = 0  # how many such passes it took to make it
+    is_lost: bool = True  # whether what such a pass through it adds to rows goes unnoticed
 
     def batch_size(self, grads: OutputGrads) -> int:
         """How many samples the call saw: as many as the model was given, or else as many as it has rows."""

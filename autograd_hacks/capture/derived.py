@@ -9,14 +9,14 @@ pass that is differentiated next turns it round again, to any order.  No mathema
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.calls import Graph, OutputGrads, RecordedCall, Way
+from autograd_hacks.capture.calls import Edge, Graph, OutputGrads, RecordedCall, Way
 from autograd_hacks.capture.graph import AtNode, Receive, anchored
 from autograd_hacks.forms import Form
 from autograd_hacks.support.trees import version_of
@@ -33,9 +33,13 @@ class Entry:
         """What the call is to be given in the place of x."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        alias = x.view_as(x)
-        alias.register_hook(self._leaves)  # and not on its node, where a gradient that is asked for itself doesn't come
+        self.hear_at(alias := x.view_as(x))
         return alias
+
+    def hear_at(self, x: Tensor) -> None:
+        """Has gradient leave at what the call was given.  Gradient of other calls that were given it does no harm: what
+        comes to a sum of gradients comes to each."""
+        x.register_hook(self._leaves)  # and not on its node, where a gradient that is asked for itself doesn't come
 
     def turn(self, call: RecordedCall, grad: Tensor, shape: torch.Size, receive: Receive) -> Tensor:
         """A pass of which a graph is made brings a gradient to the call's output.  Returns what goes on in its place.
@@ -108,3 +112,22 @@ class ByTurning:
 
     def with_input(self, call: RecordedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
         return replace(call, way=replace(self, known=args[0]))
+
+
+def turning(
+    linear_in: str | None, edges: Mapping[str, Edge], inputs: Sequence[Tensor], entry: tuple[Entry, Tensor] | None
+) -> dict[str, Any]:
+    """What a record says of passes of which a graph is made, of a call by rule.
+
+    linear_in: as the rule says    entry: of the call, and what it was to be given
+    """
+    if not any(x.requires_grad for x in inputs) or (linear_in is not None and linear_in not in edges):
+        return {"is_lost": False}  # there is nothing to differentiate by, or no weight that trains
+    if linear_in is None or len(inputs) > 1:
+        return {}
+    at = Entry() if entry is None or inputs[0] is not entry[1] else entry[0]
+    if entry is None or inputs[0] is not entry[1]:  # a hook of the user's stands between
+        if inputs[0].grad_fn is None:
+            return {}
+        at.hear_at(inputs[0])
+    return {"entry": at, "turns": (linear_in,), "is_lost": False}

@@ -13,7 +13,7 @@ from torch import Tensor
 from autograd_hacks.capture.by_copies import check_alike, module_by_sample
 from autograd_hacks.capture.by_operation import ByExpansion
 from autograd_hacks.capture.calls import Way
-from autograd_hacks.capture.derived import Entry
+from autograd_hacks.capture.derived import Entry, turning
 from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
 from autograd_hacks.capture.inner_maps import InnerMaps, has_inner_maps
 from autograd_hacks.capture.noting import Noting
@@ -22,7 +22,7 @@ from autograd_hacks.capture.replay import ByRunningAgain
 from autograd_hacks.capture.values import Value
 from autograd_hacks.capture.ways import BY_RULE, ByInner
 from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import DERIVATIVES, HOOKS, UNKNOWN
+from autograd_hacks.probe.plan import HOOKS, UNKNOWN
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
@@ -42,7 +42,7 @@ class Forward(Noting):
         rule = rule_for(layer)
         if rule is not None and rule.recomputes and layer.training and getattr(layer, "dropout", None):
             self._random_states[layer] = random_state(cuda_devices_of(layer))
-        plan = self.record.plan
+        plan = self.record.plan if self.is_running or current_task() != NO_TASK else self.static
         if path in plan.unplaced:
             return None
         may_skip = self.param_grad.skips and (self.is_running or current_task() != NO_TASK)
@@ -53,12 +53,12 @@ class Forward(Noting):
             own = [p for p in covered(layer).values() if self.record.names.get(p) not in again]
             own = [p for p in own if self.param_grad.may_skip(p)]
             self.param_grad.switch_off(layer, own, swaps=plan.mode != HOOKS)
-        if plan.mode == DERIVATIVES and rule is not None and rule.linear_in:
-            inputs = tensors_of((args, kwargs))
-            if len(inputs) == 1 and inputs[0].requires_grad:
-                alias = (entry := Entry()).into(inputs[0])
-                self._entries[layer] = entry, alias
-                return map_tensors(lambda _: alias, args), map_tensors(lambda _: alias, kwargs)
+        given = [*args, *kwargs.values()]
+        if plan.mode != HOOKS and rule is not None and rule.linear_in and len(given) == 1:
+            x = given[0]
+            if isinstance(x, Tensor) and x.requires_grad:
+                self._entries[layer] = _, alias = (made := Entry()), made.into(x)
+                return ((alias,), {}) if args else ((), dict.fromkeys(kwargs, alias))
         return None
 
     def _begin_maps(
@@ -139,9 +139,7 @@ class Forward(Noting):
             return None
         # 4. The record, with what its rule will have to read as it was; and hooks in the graph.
         live = (args, kwargs) if plan.mode != HOOKS else None
-        turns: dict[str, Any] = {}
-        if entry is not None and rule.linear_in in edges and any(x is entry[1] for x in tensors_of((args, kwargs))):
-            turns = {"entry": entry[0], "turns": (rule.linear_in,)}
+        turns = {} if plan.mode == HOOKS else turning(rule.linear_in, edges, tensors_of((args, kwargs)), entry)
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call, graph = self._call(
             path,
@@ -206,6 +204,7 @@ class Forward(Noting):
         path, module, args, layouts = running.frame.path, running.module, tuple(operands), (layout,)
         edges = self._edges("", parameters)
         fields: dict[str, Any] = {"way": way, "layouts": layouts, "entry": entry, "turns": turns}
+        fields["is_lost"] = self.record.plan.mode == HOOKS
         fields["skipped"] = frozenset(edge.name for edge in edges.values()) if off else frozenset()
         call, graph = self._call(path, module, args, {}, [output], edges, **fields)
         switched = list(parameters.values()) if off else []

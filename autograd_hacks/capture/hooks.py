@@ -16,7 +16,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import check_hookable, check_one_process
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.probe.plan import DERIVATIVES, EXPAND, HOOKS, MODES, Plan
+from autograd_hacks.probe.plan import EXPAND, HOOKS, MODES, Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.rules.table import parts_of_composites, rule_for
 from autograd_hacks.support.restored import restored
@@ -85,7 +85,7 @@ def add_hooks(
         recorder.param_grad.wanted, recorder.pool.reuse = param_grad, reuse
         if not param_grad:
             recorder.watch_steps()
-        _hook_all(recorder, model, not param_grad or mode == DERIVATIVES)
+        _hook_all(recorder, model, not param_grad or mode != HOOKS)
     except BaseException:
         if known is None:
             _take_off(recorder, model)

@@ -91,7 +91,7 @@ class Reads(Following[Value]):
         if is_in_order and (read.kind == EXPANDED or ((off or mode != HOOKS) and is_product)):
             return self._expand(func, args, kwargs, read, off)
         is_lookup = name in LOOKUPS or (name in ELEMENTWISE and not is_product)
-        turns = self._turns(name, args, kwargs) if mode == DERIVATIVES else None
+        turns = self._turns(name, args, kwargs) if mode == DERIVATIVES or not self.samples else None
         if mode == HOOKS or is_lookup or turns is not None or not self.samples:
             return self._record(name, func, args, kwargs, read, off, is_in_order, turns or ())
         return self._by_sample(name, func, args, kwargs, read, off, is_in_order)

@@ -139,6 +139,7 @@ class Record:
     superseded: list[Segment] = field(default_factory=list)  # which the running pass may yet come through
     superseded_unseen: dict[str, int] = field(default_factory=dict)
     why_empty: str = ""  # why there is nothing to read, where that isn't plain
+    lost: str = ""  # a call, for people, through which a graph was made that isn't followed
     transformed: bool = False  # whether torch.func has run a layer since the last pass
     comparing: bool = False  # whether a created graph may lead to the parameters past the hooks
     # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference, and the state that

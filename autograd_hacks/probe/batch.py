@@ -109,7 +109,8 @@ class Batch:
         choices = kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + turn) % len(choices)])
-        leaves = [leaf if at is None else _taken(leaf, at, donors) for leaf, at in zip(self.leaves, carried)]
+        taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, carried) if at is not None}
+        leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, carried)]
         if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -135,8 +136,11 @@ class Batch:
         return self.shared | {n for n, size in sizes.items() if size not in (None, samples)}
 
     def signature(self) -> tuple[object, ...]:
-        """What the arguments are but for their extents and numbers; an extent of one may be no axis at all."""
-        return self.spec, tuple(map(_kind, self.leaves))
+        """What the arguments are but for their extents and numbers; an extent of one may be no axis at all.  And which are
+        one, as the query and the keys of attention may be."""
+        first: dict[int, int] = {}
+        which = [first.setdefault(id(x), n) for n, x in enumerate(self.leaves) if isinstance(x, Tensor)]
+        return self.spec, tuple(map(_kind, self.leaves)), tuple(which)
 
     def numbers(self) -> tuple[int | float, ...]:
         """The numbers among the arguments."""

@@ -21,14 +21,16 @@ _SHARED = (torch.Generator, nn.Module, torch.device, FunctionType, type)
 
 
 def copies(arguments: Arguments) -> Arguments:
-    """Arguments that a forward may change without the user's own being changed."""
+    """Arguments that a forward may change without the user's own being changed.  What is given twice stays one."""
+    made: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            copied = like_its_kind(leaf, leaf.detach().clone())
-            return (
-                like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
-            )  # no leaf, which couldn't be written to
+            if id(leaf) not in made:
+                copied = like_its_kind(leaf, leaf.detach().clone())
+                # No leaf, which couldn't be written to.
+                made[id(leaf)] = like_its_kind(leaf, copied.requires_grad_().clone()) if leaf.requires_grad else copied
+            return made[id(leaf)]
         if is_packed(leaf):
             return leaf._replace(data=copy(leaf.data))
         if isinstance(leaf, (*PLAIN, *_SHARED)):

@@ -223,7 +223,11 @@ class Plan:
     def keeps_arrived(self, name: str) -> bool:
         """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with: at first,
         and always where they come of running a module again."""
-        return self.awaits_sum(name) or any(name in unit.parameters.values() for unit in self.units.values())
+        return (
+            self.mode == EXPAND
+            or self.awaits_sum(name)
+            or any(name in unit.parameters.values() for unit in self.units.values())
+        )
 
     def awaits_sum(self, name: str) -> bool:
         """Whether a parameter's rows are to be compared with the gradient that arrives."""

@@ -143,7 +143,9 @@ class Planner:
             )
         if samples is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.leaves):
             return self._without_probe(model), None
-        kind = batch.signature(), samples == 1, tuple([module.training for module in modules])
+        # Which parameters train decides what is read as copies.
+        trained = () if self.mode == HOOKS else tuple([p.requires_grad for p in model.parameters()])
+        kind = batch.signature(), samples == 1, tuple([module.training for module in modules]), trained
         signature = kind, self._choosing(kind, batch.numbers())
         known = self.plans.get(signature)
         if known is not None:

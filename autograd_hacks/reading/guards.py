@@ -60,6 +60,12 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         )
         no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
         raise NothingRecorded(record.why_empty or (no_backward if record.forwards else no_forward))
+    if record.lost:
+        raise HigherOrderError(
+            f"a backward pass with create_graph=True has come through {record.lost}, and what that adds to rows isn't "
+            "known: its rule says no linear_in and it was called by itself, or without a probe; or it ran before the mode "
+            "was chosen. Repeat the step; or let the whole model be called, with a probe."
+        )
     for recorded in (p for segment in record.segments for p in segment.passes):
         if recorded.mixes:
             raise SamplesMixed(
@@ -68,13 +74,12 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.higher_order and record.plan.mode == HOOKS:
             raise HigherOrderError(f"the backward pass ran with create_graph=True. {OTHER_MODES}")
-        if any(call.skipped and call.order > record.plan.deepest for call in recorded.received):
+        if any(call.skipped and call.order and call.samples != 0 and not record.plan.deepest for call in recorded.received):
             record.plan.unread = False
             record.plan.summed.clear()
             raise HigherOrderError(
-                "a loss has derivatives in it for the first time, or of a higher order than before, and with "
-                "param_grad=False there was nothing to compare its rows with. Repeat the step: it will compute ordinary "
-                "gradients, once."
+                "a loss has derivatives in it for the first time, and with param_grad=False there was nothing to compare "
+                "its rows with. Repeat the step: it will compute ordinary gradients, once."
             )
         if not recorded.finished:
             for call, grads in recorded.received.items():

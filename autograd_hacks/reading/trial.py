@@ -94,13 +94,15 @@ class Trial:
             arguments = tree_unflatten(self.batch.leaves, self.batch.spec)
         args, kwargs = copies(arguments)
         leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
-        self.inputs = {}
+        self.inputs, made = {}, dict[int, Tensor]()
         for number, at in enumerate(self.batch.replaceable(self.plan.axis, self.samples)):
             leaf = leaves[number]
             is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and leaf.is_floating_point()
-            if at is not None and self.asks and is_plain:
+            if id(leaf) in made:
+                leaves[number] = made[id(leaf)]
+            elif at is not None and self.asks and is_plain:
                 self.inputs[number] = leaf.detach().requires_grad_()
-                leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
+                made[id(leaf)] = leaves[number] = self.inputs[number].clone()  # no leaf, which couldn't be written to
         args, kwargs = tree_unflatten(leaves, spec)
         # Each from the same random numbers, by which a model may go another way.
         with self._guard, with_random_state(self._state), with_other_generators():

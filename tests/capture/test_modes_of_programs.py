@@ -1,0 +1,143 @@
+"""add_hooks(mode=): what programs do between steps; each was once wrong without a word."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from derivatives import LOSSES, gradient_penalty, rows_of, step
+from oracle import assert_same, one_loss_at_a_time, squares
+from test_derivatives import MODES, found, made
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import HigherOrderError, PerSampleGradientError
+
+BOTH = pytest.mark.parametrize("mode", MODES)
+PARAM_GRAD = pytest.mark.parametrize("param_grad", [True, False], ids=["default", "param_grad=False"])
+
+USERS: dict[str, Callable[[nn.Module], object]] = {
+    "a backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "a hook that scales gradients": lambda layer: layer.register_full_backward_pre_hook(lambda _, grads: (2 * grads[0],)),
+    "another input": lambda layer: layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),)),
+}
+
+
+def _check(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+    model.zero_grad()
+    losses().sum().backward()
+    autograd_hacks.compute_grad1(model, "sum")
+    with autograd_hacks.pause_hooks():
+        assert_same(found(model), one_loss_at_a_time(model, losses))
+
+
+def _penalty(model: nn.Module, x: Tensor) -> None:
+    _check(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
+
+
+@PARAM_GRAD
+@BOTH
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hook", USERS)
+def test_hooks_of_the_users_on_a_layer(hook: str, late: bool, mode: str, param_grad: bool) -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for number in range(4):
+            if number == (3 if late else 0):
+                USERS[hook](model[2])
+            _penalty(model, x)
+
+
+@PARAM_GRAD
+@BOTH
+@pytest.mark.parametrize("name", ["mlp", "norms"])
+def test_layers_that_begin_to_train(name: str, mode: str, param_grad: bool) -> None:
+    model, x = made(name)
+    for part in list(model)[:2]:
+        part.requires_grad_(False)
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for _ in range(3):
+            _penalty(model, x)
+        model.requires_grad_(True)
+        autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad)
+        _check(model, lambda: squares(model(x)))
+        _penalty(model, x)
+
+
+@PARAM_GRAD
+@BOTH
+def test_a_part_that_is_called_by_itself(mode: str, param_grad: bool) -> None:
+    """The features of a discriminator."""
+    model, x = made("mlp")
+
+    def of_features() -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model[0](h).tanh().sum(), h, create_graph=True)
+        return slope.square().sum(1) + squares(model(x))
+
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        _penalty(model, x)
+        _check(model, lambda: squares(model(x)))
+        for _ in range(2):
+            _check(model, of_features)
+
+
+@BOTH
+@PARAM_GRAD
+def test_a_weight_that_the_loss_reads(mode: str, param_grad: bool) -> None:
+    model, x = made("mlp")
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(h).sin().sum(), h, create_graph=True)
+        return (slope @ model[0].weight.T).square().sum(1)
+
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for _ in range(3):
+            _penalty(model, x)
+        losses().sum().backward()
+        with pytest.raises(PerSampleGradientError):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+@BOTH
+@PARAM_GRAD
+def test_a_mode_that_comes_between_a_forward_and_its_derivative(mode: str, param_grad: bool) -> None:
+    model, x = made("mlp")
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(3):
+        step(model, lambda net, h: squares(net(h)), x)
+        autograd_hacks.compute_grad1(model, "sum")
+    h = x.clone().requires_grad_()
+    y = model(h)
+    autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad)
+    (slope,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+    slope.square().sum().backward()
+    with pytest.raises(HigherOrderError):
+        autograd_hacks.compute_grad1(model, "sum")
+    _penalty(model, x)
+
+
+@BOTH
+def test_attention_of_one_tensor_to_itself(mode: str) -> None:
+    """Which torch projects at once where query, key and value are one; so they are in traces, too."""
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    with autograd_hacks.add_hooks(model, mode=mode):
+        for query, key in ((x, x), (x, x + 1), (x, x)):
+            _check(model, lambda query=query, key=key: squares(model(query, key, key)[0]))
+
+
+@PARAM_GRAD
+@BOTH
+def test_orders_that_rise_and_batches_without_samples(mode: str, param_grad: bool) -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for loss in LOSSES:
+            for batch in (x, x[:0], x[:3]):
+                step(model, loss, batch)
+                autograd_hacks.compute_grad1(model, "sum")
+                if len(batch):
+                    with autograd_hacks.pause_hooks():
+                        assert_same(found(model), rows_of(model, loss, batch))
+                else:
+                    assert model[0].weight.grad1.shape == (0, 5, 3)
