@@ -25,7 +25,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     if _is_flat(tree):
         return list(tree)
-    leaves = tree_leaves(tree, is_packed)
+    leaves = leaves_of(tree, is_packed)
     if not all(isinstance(leaf, _CLOSED) for leaf in leaves):
         leaves = tree_leaves(opened(tree, everything=True), is_packed)
     leaves = [leaf.data if is_packed(leaf) else leaf for leaf in leaves]
@@ -38,6 +38,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if _is_flat(tree):
         return tuple([function(leaf) for leaf in tree])
+    if type(tree) is dict and not tree:
+        return tree
 
     def at_leaf(leaf: Any) -> Any:
         if is_packed(leaf):
@@ -47,14 +49,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(at_leaf, opened(tree, everything=True), is_leaf=is_packed)
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """What torch's ``tree_leaves`` returns, in less than half of the time for tuples, lists and dicts."""
+def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """What torch's ``tree_leaves`` returns, in less than half of the time for tuples, lists and dicts.
+
+    is_leaf: of what is neither of these
+    """
     kind = type(tree)
     if kind is tuple or kind is list:
-        return [leaf for part in tree for leaf in leaves_of(part)]
+        return [leaf for part in tree for leaf in leaves_of(part, is_leaf)]
     if kind is dict:
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    return [tree] if kind in _LEAVES else tree_leaves(tree)
+        return [leaf for part in tree.values() for leaf in leaves_of(part, is_leaf)]
+    return [tree] if kind in _LEAVES else tree_leaves(tree, is_leaf)
 
 
 class Opened:
