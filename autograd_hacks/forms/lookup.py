@@ -170,7 +170,8 @@ class Bags(Factored):
 
     def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, budget: int) -> None:
         """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""
-        for piece in stretches(len(slots), budget // (4 * max(1, self.shape[1]) * total.element_size())):
+        some = budget // (4 * max(1, self.shape[1]) * total.element_size())
+        for piece in stretches(len(slots), some) if len(slots) else ():
             values = self.g[self.bags[piece]].to(total.dtype) * scale[piece, None]
             total.index_add_(0, slots[piece], values.to(total.dtype))
 

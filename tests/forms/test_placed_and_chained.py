@@ -6,7 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, Outer, Placed, Sum, add, magnitudes, pull_along, scale
+from autograd_hacks.forms import (
+    Bags,
+    Chained,
+    Convolution,
+    Dense,
+    Form,
+    Outer,
+    Placed,
+    Sum,
+    add,
+    magnitudes,
+    pull_along,
+    scale,
+)
 
 
 def outer(*shape: int) -> Outer:
@@ -171,3 +184,11 @@ def test_rows_are_memory_of_their_own() -> None:
         before = values.clone()
         form.dense().mul_(0)
         assert_close(values, before)
+
+
+def test_placed_bags_without_samples_can_be_differentiated() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    bags = Bags(torch.zeros(0, 1), torch.zeros(0), none, none, 1)
+    form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), bags])}, torch.Size((1, 1)))
+    factor = torch.tensor(2.0, requires_grad=True)
+    assert scale(form, factor).weighted_sum(torch.zeros(0)) == 0
