@@ -28,7 +28,10 @@ class Hook:
         reads = self.recorder.forward.reads
         with reads.aside():
             if not output:
-                return self.then(self.path, module, args, kwargs)
+                changed = self.then(self.path, module, args, kwargs)
+                if changed is not None:
+                    reads.replace((args, kwargs), changed)
+                return changed
             # Whether no hook came before but the library's own, which hand on what the module returned.
             for hook in module._forward_hooks.values():
                 if hook is self or not isinstance(hook, Hook):

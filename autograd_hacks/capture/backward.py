@@ -154,7 +154,7 @@ class Backward:
             if mode == HOOKS and is_skipped:
                 self.param_grad.check_graph()
             elif call.is_lost and mode != HOOKS and (is_skipped or mode == EXPAND):  # else sums are compared
-                self.record.lost = call.what
+                self.record.lost[call.forward] = call.what
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
         ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
         if grad is None or not ways:

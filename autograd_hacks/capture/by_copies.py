@@ -79,7 +79,7 @@ def by_group(leaves: Leaves, copies: Mapping[int, Tensor]) -> Tensor:
 
 def module_by_sample(
     module: nn.Module, arguments: Any, copies: Mapping[str, Tensor], places: Layouts, layouts: Layouts, samples: int
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """What a module returns that runs for each sample alone, laid out as for all of them at once.
 
     copies: of its parameters, by name, ``(N, *shape)``    places, layouts: where samples are in the tensors among its
@@ -91,9 +91,9 @@ def module_by_sample(
     rows: list[list[Tensor]] = []
     with Switch.paused_here(), untouched(module):
         for sample in range(samples):
-            mine = [at_n if n not in parts else parts[n][sample] for n, at_n in enumerate(leaves)]
+            mine = list(leaves)
             for n, at in zip(numbers, places):
-                mine[n] = mine[n] if at is None else at.batch_of_one(mine[n])
+                mine[n] = leaves[n] if at is None else at.batch_of_one(parts[n][sample])
             args, kwargs = tree_unflatten(mine, spec)
             with _reparametrize_module(module, {name: own[sample] for name, own in copies.items()}):
                 outputs = tensors_of(module.forward(*args, **kwargs))
@@ -101,10 +101,21 @@ def module_by_sample(
     return [own[0] if at is None else at.back(torch.stack(own)) for own, at in zip(map(list, zip(*rows)), layouts)]
 
 
-def check_alike(path: str, module: nn.Module, seen: Sequence[Tensor], found: Sequence[Tensor], precision: Any) -> None:
-    """Raises where a module has returned something else for each sample than for the batch."""
-    pairs = [(x.detach(), y) for x, y in zip(seen, found)]
-    if len(seen) != len(found) or not all(x.shape == y.shape and is_recomputed(x, y, precision) for x, y in pairs):
+def check_alike(
+    path: str,
+    module: nn.Module,
+    seen: Sequence[Tensor],
+    found: Sequence[Tensor],
+    fixed: Sequence[bool],
+    precision: torch.dtype | None,
+) -> None:
+    """Raises where a module has returned something else for each sample than for the batch.
+
+    fixed: of which outputs the numbers must be the same, too    precision: autocast's dtype, where it was on
+    """
+    pairs = [(x.detach(), y, own) for x, y, own in zip(seen, found, fixed)]
+    alike = all(x.shape == y.shape and (not own or is_recomputed(x, y, precision)) for x, y, own in pairs)
+    if len(seen) != len(found) or not alike:
         raise SamplesMixed(
             f"{where(path, module)} was run for each sample with a copy of its parameters (add_hooks(mode=...)), and came "
             "out different than for the batch: its samples mix, or where they are in its arguments can't be told."

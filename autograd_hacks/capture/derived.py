@@ -23,7 +23,7 @@ from autograd_hacks.support.trees import version_of
 
 
 class Entry:
-    """Where gradient leaves a call: an alias of what it was given, with a hook on its node."""
+    """Where gradient leaves a call: a hook on what it was given, an alias of the user's own tensor."""
 
     def __init__(self, shape: torch.Size | None = None) -> None:
         self._shape = shape  # of what leaves, as formulas know it, where that isn't as it leaves

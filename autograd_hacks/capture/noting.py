@@ -58,7 +58,8 @@ class Noting:
         record, backward = self.record, self.backward
         record.comparing &= not backward.answered
         record.transformed &= not backward.answered
-        record.lost = "" if backward.answered else record.lost
+        if backward.answered and not record.accumulating:
+            record.lost = {}
         self.restart()
         record.forwards += 1
         if with_gradients and not record.accumulating and record.segments:

@@ -28,10 +28,11 @@ class OpenReads:
         reads = self.reads
         return _NOTHING if reads is None else reads.aside()
 
-    def replace(self, output: Any, other: Any) -> None:
-        """The library hands something else on in the place of a module's output: whose its rows are is known of it, too."""
+    def replace(self, given: Any, other: Any) -> None:
+        """The library hands something else on in the place of what a module is given or returns: whose its rows are is known
+        of it, too."""
         if self.reads is not None and self.reads.rows:
-            for x, new in zip(tensors_of(output), tensors_of(other)):
+            for x, new in zip(tensors_of(given), tensors_of(other)):
                 if (labels := self.reads.rows.get(id(x))) is not None:
                     self.reads.label(new, labels)
 

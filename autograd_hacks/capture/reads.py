@@ -21,7 +21,7 @@ from autograd_hacks.capture.values import Step, Value, tensors_in
 from autograd_hacks.probe.functions import Following, aligned
 from autograd_hacks.probe.labels import GROUPED
 from autograd_hacks.probe.layout import Layout, only_by_sizes
-from autograd_hacks.probe.plan import BY_LAYER, DERIVATIVES, EXPANDED, HOOKS, ROWS, VALUE, VMAPPED, Plan, Read
+from autograd_hacks.probe.plan import BY_LAYER, DERIVATIVES, EXPANDED, HOOKS, RECORDED, ROWS, VALUE, VMAPPED, Plan, Read
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.operations import ADDED, ELEMENTWISE, LOOKUPS, NORMS, OPERATIONS
 from autograd_hacks.support.trees import plain, version_of
@@ -87,10 +87,12 @@ class Reads(Following[Value]):
                 self.places[running.frame] = None
             return self._lost(out, parameters)
         off, mode = self.notes.is_off(list(parameters.values())), self.plan.mode
-        is_product = name in ELEMENTWISE and read.ndim > 0  # and makes no axis of samples itself
+        grows = not read.ndim and read.kind != ROWS  # it makes an axis for the samples itself, of values and constants
+        is_product = name in ELEMENTWISE and not grows and read.kind != ROWS
         if is_in_order and (read.kind == EXPANDED or ((off or mode != HOOKS) and is_product)):
             return self._expand(func, args, kwargs, read, off)
-        is_lookup = name in LOOKUPS or (name in ELEMENTWISE and not is_product)
+        # What is linear in the value, and in nothing else that could be differentiated by, has no part in derivatives.
+        is_lookup = name in LOOKUPS or (grows and read.kind == RECORDED)
         turns = self._turns(name, args, kwargs) if mode == DERIVATIVES or not self.samples else None
         if mode == HOOKS or is_lookup or turns is not None or not self.samples:
             return self._record(name, func, args, kwargs, read, off, is_in_order, turns or ())
@@ -196,6 +198,10 @@ class Reads(Following[Value]):
         operands = read.operands if labels is None else [Layout() if Layout().fits(x, size) else None for x in others]
         is_right = all(at is None or at.fits(x, size) for at, x in zip(operands, others)) and layout is not None
         is_right &= labels is not None or (is_in_order and all(x.ndim == r or not r for x, r in zip(others, read.ranks)))
+        if labels is None and not read.ndim:  # constants of whose axes none can be told for the samples'
+            is_right &= all(at is not None or self.samples not in x.shape for at, x in zip(operands, others))
+        if not size:
+            return self._record(name, func, args, kwargs, read, off, is_in_order, ())
         if not is_right or layout is None:
             return self._lost(func(*args, **kwargs), self._parameters(args, kwargs))
         if name in NORMS and labels is None and type(func) is FunctionType:

@@ -139,7 +139,7 @@ class Record:
     superseded: list[Segment] = field(default_factory=list)  # which the running pass may yet come through
     superseded_unseen: dict[str, int] = field(default_factory=dict)
     why_empty: str = ""  # why there is nothing to read, where that isn't plain
-    lost: str = ""  # a call, for people, through which a graph was made that isn't followed
+    lost: dict[int, str] = field(default_factory=dict)  # by forward a call, for people, whose created graph isn't followed
     transformed: bool = False  # whether torch.func has run a layer since the last pass
     comparing: bool = False  # whether a created graph may lead to the parameters past the hooks
     # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference, and the state that
@@ -160,11 +160,12 @@ class Record:
         """Throws away what was recorded.  why: there is nothing to read then, for people"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
+        self.lost = {}
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """A context that leaves the record as it is."""
-        names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen")
+        names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen", "lost")
         kept = {name: getattr(self, name) for name in names}
         with restored(partial(vars(self).update, kept)):
             self.clear()

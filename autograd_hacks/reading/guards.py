@@ -60,9 +60,10 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         )
         no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
         raise NothingRecorded(record.why_empty or (no_backward if record.forwards else no_forward))
-    if record.lost:
+    lost = [record.lost[n] for segment in record.segments for n in sorted(segment.forwards & record.lost.keys())]
+    if lost:
         raise HigherOrderError(
-            f"a backward pass with create_graph=True has come through {record.lost}, and what that adds to rows isn't "
+            f"a backward pass with create_graph=True has come through {lost[0]}, and what that adds to rows isn't "
             "known: its rule says no linear_in and it was called by itself, or without a probe; or it ran before the mode "
             "was chosen. Repeat the step; or let the whole model be called, with a probe."
         )

@@ -6,6 +6,7 @@ import torch.nn as nn
 from derivatives import gradient_penalty, laplacian, rows_of, step
 from oracle import assert_same
 from test_derivatives import MODES, found, made
+from test_reads import BODIES, Body, Net
 from torch import Tensor
 
 import autograd_hacks
@@ -85,3 +86,20 @@ def test_describe_says_how_parameters_are_read() -> None:
             told = {row.parameter: row.how for row in autograd_hacks.describe(model).rows}
         assert told["out.weight"].startswith(said)
         assert told["recur.weight_ih_l0"].startswith("run for each sample")
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@BOTH
+@pytest.mark.parametrize("body", BODIES)
+def test_every_way_to_meet_the_batch(body: Body, mode: str, param_grad: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(body).double()
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+        for samples, length in ((4, 5), (5, 5), (1, 3)):
+            x = torch.randn(samples, length, 3).double()
+            state = torch.get_rng_state()
+            step(model, gradient_penalty, x)
+            autograd_hacks.compute_grad1(model, "sum")
+            torch.set_rng_state(state)
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, gradient_penalty, x))

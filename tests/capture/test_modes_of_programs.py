@@ -141,3 +141,44 @@ def test_orders_that_rise_and_batches_without_samples(mode: str, param_grad: boo
                         assert_same(found(model), rows_of(model, loss, batch))
                 else:
                     assert model[0].weight.grad1.shape == (0, 5, 3)
+
+
+@BOTH
+def test_a_layer_by_itself_that_is_not_linear(mode: str) -> None:
+    """A norm, without a probe: what a derivative through it adds isn't known, and a later micro-batch doesn't hide that."""
+    model, x = made("norms")
+    with autograd_hacks.add_hooks(model, mode=mode, param_grad=False):
+        _penalty(model, x)
+        with autograd_hacks.accumulate(model):
+            h = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model[1](model[0](h)).sin().sum(), h, create_graph=True)
+            (slope.square().sum() + model(x).sum()).backward()
+            squares(model(x)).sum().backward()
+        with pytest.raises(HigherOrderError, match="linear_in"):
+            autograd_hacks.compute_grad1(model, "sum")
+        autograd_hacks.clear_backprops(model)
+        _penalty(model, x)
+
+
+class Odd(nn.Module):
+    """A recurrent layer, run for each sample, that also returns something of the whole batch, and draws or not."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.recur, self.drops = nn.LSTM(3, 2, batch_first=True), drops
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.recur(x)[0]
+        return nn.functional.dropout(y, 0.5 if self.drops else 0.0), y.mean()
+
+
+@BOTH
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_belongs_to_no_sample_is_that_of_the_batch(drops: bool, mode: str) -> None:
+    model, x = nn.Sequential(Odd(drops)).double(), torch.randn(3, 4, 3).double()
+    with autograd_hacks.pause_hooks():
+        torch.manual_seed(0)
+        expected = model(x)[1]
+    with autograd_hacks.add_hooks(model, mode=mode):
+        torch.manual_seed(0)
+        torch.testing.assert_close(model(x)[1], expected)
