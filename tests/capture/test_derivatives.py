@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
 from nets import Choosy, Scale
-from oracle import assert_same
+from oracle import assert_same, one_loss_at_a_time
 from quantities import assert_quantities
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -148,6 +148,15 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
 
 def found(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad1 for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_step(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+    """A step of a hooked model from the sum of its losses: rows are those of each loss alone."""
+    model.zero_grad()
+    losses().sum().backward()
+    autograd_hacks.compute_grad1(model, "sum")
+    with autograd_hacks.pause_hooks():
+        assert_same(found(model), one_loss_at_a_time(model, losses))
 
 
 @pytest.mark.parametrize("mode", MODES)

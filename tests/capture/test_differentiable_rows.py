@@ -79,7 +79,7 @@ def test_weights_that_learn_through_several_steps(mode: str) -> None:
 
     def theirs(w: Tensor) -> Rows:
         rows = by_autograd(model, x)
-        return {name: sum(w[n] * own[name] for n, own in enumerate(rows)) for name in rows[0]}  # type: ignore[misc]
+        return {name: sum(w[n] * own[name] for n, own in enumerate(rows)) for name in rows[0]}  # type: ignore[misc]  # of tensors
 
     with autograd_hacks.add_hooks(model, mode=mode):
         (mine,) = torch.autograd.grad(outer(ours), w)

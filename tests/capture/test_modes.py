@@ -13,7 +13,7 @@ from hypothesis import given
 from oracle import assert_same, one_loss_at_a_time, squares
 from steps import batch, check
 from strategies import Case, layers
-from test_derivatives import MODES, found, made
+from test_derivatives import MODES, check_step, found, made
 from torch import Tensor
 
 import autograd_hacks
@@ -113,11 +113,7 @@ def test_two_derivative_passes_through_one_forward(mode: str) -> None:
         return (first * second).sum(1) + y.square().sum(1)
 
     with autograd_hacks.add_hooks(model, mode=mode):
-        model.zero_grad()
-        losses().sum().backward()
-        autograd_hacks.compute_grad1(model, "sum")
-        with autograd_hacks.pause_hooks():
-            assert_same(found(model), one_loss_at_a_time(model, losses))
+        check_step(model, losses)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -136,11 +132,7 @@ def test_a_derivative_by_what_a_hook_was_given(mode: str, param_grad: bool) -> N
 
     with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
         for _ in range(2):
-            model.zero_grad()
-            losses().sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), one_loss_at_a_time(model, losses))
+            check_step(model, losses)
 
 
 class Latent(nn.Module):
@@ -167,11 +159,7 @@ def test_a_derivative_by_something_inside(mode: str) -> None:
 
     with autograd_hacks.add_hooks(model, mode=mode):
         for _ in range(2):
-            model.zero_grad()
-            losses().sum().backward()
-            autograd_hacks.compute_grad1(model, "sum")
-            with autograd_hacks.pause_hooks():
-                assert_same(found(model), one_loss_at_a_time(model, losses))
+            check_step(model, losses)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of forward_ad
@@ -193,11 +181,7 @@ def test_copies_take_many_rows_at_once_and_forward_derivatives() -> None:
     for losses in (batched, forwards):
         with autograd_hacks.add_hooks(model, mode="expand"):
             for _ in range(2):
-                model.zero_grad()
-                losses().sum().backward()
-                autograd_hacks.compute_grad1(model, "sum")
-                with autograd_hacks.pause_hooks():
-                    assert_same(found(model), one_loss_at_a_time(model, losses))
+                check_step(model, losses)
         with autograd_hacks.add_hooks(model, mode="derivatives"):
             model.zero_grad()
             with pytest.raises((HigherOrderError, UnseenGradient), match="mode"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 from derivatives import LOSSES, gradient_penalty, rows_of, step
-from oracle import assert_same, one_loss_at_a_time, squares
-from test_derivatives import MODES, found, made
+from oracle import assert_same, squares
+from test_derivatives import MODES, check_step, found, made
 from torch import Tensor
 
 import autograd_hacks
@@ -23,16 +23,8 @@ USERS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _check(model: nn.Module, losses: Callable[[], Tensor]) -> None:
-    model.zero_grad()
-    losses().sum().backward()
-    autograd_hacks.compute_grad1(model, "sum")
-    with autograd_hacks.pause_hooks():
-        assert_same(found(model), one_loss_at_a_time(model, losses))
-
-
 def _penalty(model: nn.Module, x: Tensor) -> None:
-    _check(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
+    check_step(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
 
 
 @PARAM_GRAD
@@ -60,7 +52,7 @@ def test_layers_that_begin_to_train(name: str, mode: str, param_grad: bool) -> N
             _penalty(model, x)
         model.requires_grad_(True)
         autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad)
-        _check(model, lambda: squares(model(x)))
+        check_step(model, lambda: squares(model(x)))
         _penalty(model, x)
 
 
@@ -77,9 +69,9 @@ def test_a_part_that_is_called_by_itself(mode: str, param_grad: bool) -> None:
 
     with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
         _penalty(model, x)
-        _check(model, lambda: squares(model(x)))
+        check_step(model, lambda: squares(model(x)))
         for _ in range(2):
-            _check(model, of_features)
+            check_step(model, of_features)
 
 
 @BOTH
@@ -124,7 +116,7 @@ def test_attention_of_one_tensor_to_itself(mode: str) -> None:
     model, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
     with autograd_hacks.add_hooks(model, mode=mode):
         for query, key in ((x, x), (x, x + 1), (x, x)):
-            _check(model, lambda query=query, key=key: squares(model(query, key, key)[0]))
+            check_step(model, lambda query=query, key=key: squares(model(query, key, key)[0]))
 
 
 @PARAM_GRAD

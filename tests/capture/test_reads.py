@@ -198,14 +198,14 @@ def test_a_forward_that_goes_another_way_is_seen() -> None:
     """Another number of calls, other functions: right, or an error in that step and right in the next."""
 
     def body(net: Net, h: Tensor) -> Tensor:
-        for _ in range(body.calls):  # type: ignore[attr-defined]
+        for _ in range(body.calls):  # type: ignore[attr-defined]  # a function's own
             h = h * net.scale
-        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if body.calls == 3 else h + net.token  # type: ignore[attr-defined]
+        return h.flatten(0, 1).mul(net.table[0]).view_as(h) if body.calls == 3 else h + net.token  # type: ignore[attr-defined]  # a function's own
 
     model, x = Net(body).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
         for calls in (1, 2, 3, 1):
-            body.calls = calls  # type: ignore[attr-defined]
+            body.calls = calls  # type: ignore[attr-defined]  # a function's own
             for attempt in range(2):
                 try:
                     check_losses(model, lambda: squares(model(x)))
@@ -217,12 +217,12 @@ def test_a_forward_that_goes_another_way_is_seen() -> None:
 def test_one_function_more_than_was_traced_is_seen() -> None:
     def body(net: Net, h: Tensor) -> Tensor:
         h = h * net.scale
-        return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]
+        return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]  # a function's own
 
     model, x = Net(body).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
         for more, is_seen in ((False, True), (False, True), (False, True), (True, False), (True, True)):
-            body.more = more  # type: ignore[attr-defined]
+            body.more = more  # type: ignore[attr-defined]  # a function's own
             with nullcontext() if is_seen else pytest.raises(autograd_hacks.errors.UnseenGradient):
                 check_losses(model, lambda: squares(model(x)))
 
@@ -235,14 +235,14 @@ class Failure(Exception):
 def test_a_forward_that_fails_leaves_no_mode_on(error: type[BaseException]) -> None:
     def body(net: Net, h: Tensor) -> Tensor:
         h = h * net.scale
-        if body.fails:  # type: ignore[attr-defined]
+        if body.fails:  # type: ignore[attr-defined]  # a function's own
             raise error
         return h
 
     model, x = Net(body).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
         for fails in (False, True, False):
-            body.fails = fails  # type: ignore[attr-defined]
+            body.fails = fails  # type: ignore[attr-defined]  # a function's own
             if fails:
                 with pytest.raises(error):
                     model(x)

@@ -3,12 +3,14 @@ pass per sample, each alone unless random numbers are drawn."""
 
 import pytest
 import torch
+import torch.nn as nn
 from architectures import ARCHITECTURES
 from families import TINY
 from measuring import batch_of
 from oracle import assert_rows
 from quantities import assert_quantities
 from systems import each_loss, loop, trainable
+from workloads import Workload
 
 import autograd_hacks
 
@@ -16,15 +18,20 @@ COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "t5")
 """Of names of models that compute in part in single precision, whatever they are given."""
 
 
+def model_of(workload: Workload) -> nn.Module:
+    """The model of a workload, in its dtype; the test is skipped where its library isn't there."""
+    try:
+        return workload.model().to(workload.dtype)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} isn't installed")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("param_grad", [True, False], ids=["default", "param_grad=False"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps(name: str, param_grad: bool) -> None:
     workload = ARCHITECTURES[name](TINY)
-    try:
-        model = workload.model().to(workload.dtype)
-    except ModuleNotFoundError as error:
-        pytest.skip(f"{error.name} isn't installed")
+    model = model_of(workload)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     coarse = torch.float32 if name.startswith(COARSE) else None
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
