@@ -8,6 +8,7 @@ from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import HOOKS
+from autograd_hacks.reading.arrival import settle
 from autograd_hacks.reading.proof import prove
 
 
@@ -20,7 +21,8 @@ def add_hooks(
     mode: str = HOOKS,
 ) -> Hooked:
     hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
-    recorder_of(model).prove = prove
+    recorder = recorder_of(model)
+    recorder.prove, recorder.backward.settle = prove, settle
     return hooked
 
 
