@@ -27,7 +27,8 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
