@@ -38,17 +38,14 @@ class Reduction:
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
-        """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow.
+        """Hears of a forward of the model, by its number, when its plan is made.
 
         param_grad: whether ordinary gradients will come, to be reduced
         """
-        if "_is_replica" in vars(model):
-            raise TypeError(_over_devices("this model"))
         if not (has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
         if Switch.on():
             self.release()
-            check_unsharded(model)
         self.reducing, self._task = [], NO_TASK
         for wrapper in _spreading(model):
             # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
@@ -117,6 +114,14 @@ def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
             yield module
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raises for a forward that hooks can't follow."""
+    if "_is_replica" in vars(model):
+        raise TypeError(_over_devices("this model"))
+    if Switch.on() and torch.is_grad_enabled() and current_task() == NO_TASK:
+        check_unsharded(model)
+
+
 def check_hookable(model: nn.Module) -> None:
     """Raises TypeError for a model that runs other modules than those that hooks are put on."""
     for path, module in model.named_modules():
@@ -152,7 +157,7 @@ def check_unsharded(model: nn.Module) -> None:
         names = [name for name, p in (model.named_parameters() if parts else ()) if id(p) in parts and p.requires_grad]
         if names:
             raise ShardedParameters(
-                f"processes hold parts of {', '.join(names)} (FullyShardedDataParallel, tensor parallelism, or the part of a "
+                f"processes hold parts of {', '.join(names)} (FullyShardedDataParallel, tensor parallelism, or a part of a "
                 "model that fully_shard was called on), and what layers compute with are other tensors, so that rows would "
                 "be missing, or be of a part. Use torch.distributed.fsdp.fully_shard, and hook the model that it was called "
                 "on last; keep whole parameters on each process (DistributedDataParallel); or freeze them: "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
-from autograd_hacks.distributed.agreement import agreed
+from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 
 if TYPE_CHECKING:
@@ -87,12 +88,34 @@ class Spread:
         """
         if self.mesh is None:
             return dict(sums)
-        from autograd_hacks.distributed.buckets import Buckets, Own
+        own = ((name, total.to(self.parameters[name].dtype), self.parameters[name]) for name, total in sums)
+        return _reduced(own, self.mesh)
 
-        buckets = Buckets()
-        for name, total in sums:
-            buckets.add(Own(name, total.to(self.parameters[name].dtype), self.parameters[name]), self.mesh)
-        return buckets.end(self.mesh)
+    def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the sums of all processes add up to, whole on each."""
+        return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
+
+    def everyones(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in their order.  All processes at once.  rows: N ..."""
+        if self.mesh is None:
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        counts = from_all(len(rows), self.mesh)
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = DTensor.from_local(padded, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False).full_tensor()
+        return torch.cat([part[:count] for part, count in zip(parts.split(max(1, max(counts))), counts)])
+
+
+def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """sums: by name, with what each is to lie as"""
+    from autograd_hacks.distributed.buckets import Buckets, Own
+
+    buckets = Buckets()
+    for own in sums:
+        buckets.add(Own(*own), mesh)
+    return buckets.end(mesh)
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:

@@ -64,7 +64,10 @@ def other_arguments() -> None:
         twin, (x, y), mask = Masked().double(), batch(step, 7), torch.rand(7, 1).double()
         has_mask = [False, step % 3 == 1]  # by process
         masks = torch.cat([mask[:4] if has_mask[0] else torch.ones(4, 1), mask[4:] if has_mask[1] else torch.ones(3, 1)])
-        rows = [torch.autograd.grad(squares(twin(a[None], m), b[None]).sum(), list(twin.parameters())) for a, b, m in zip(x, y, masks)]
+        rows = [
+            torch.autograd.grad(squares(twin(a[None], m), b[None]).sum(), list(twin.parameters()))
+            for a, b, m in zip(x, y, masks)
+        ]
         here = own((4, 3))
         out = model(x[here], mask[here]) if has_mask[dist.get_rank()] else model(x[here])
         squares(out, y[here]).mean().backward()
@@ -83,7 +86,7 @@ def one_fails(way: str) -> None:
     model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
     autograd_hacks.add_hooks(model, param_grad=False)
     (x, y), rank = batch(0, 8), dist.get_rank()
-    for step in range(3):
+    for _step in range(3):
         here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
         squares(model(here), theirs).mean().backward()
         if rank == 1:
@@ -114,13 +117,15 @@ def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
 def hooked_differently() -> None:
     model, (x, y), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
     autograd_hacks.add_hooks(model, param_grad=rank == 0)
-    with pytest.raises(ProcessesDisagree, match=r"process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"):
+    with pytest.raises(
+        ProcessesDisagree, match=r"(?s)process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"
+    ):
         model(x[own((4, 4))])
     autograd_hacks.add_hooks(model)
     train_step(model, x, y)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model, mode="derivatives" if rank else "hooks")
-    with pytest.raises(ProcessesDisagree, match=r"mode='hooks'.*mode='derivatives'"):
+    with pytest.raises(ProcessesDisagree, match=r"(?s)mode='hooks'.*mode='derivatives'"):
         model(x[own((4, 4))])
 
 
