@@ -49,6 +49,9 @@ class Pass:
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    # By parameter the calls whose rows' sum was compared with the gradient as it arrived, which was not kept.
+    settled: dict[str, set[RecordedCall]] = field(default_factory=dict)
+    reader: Any = None  # what does that, while the pass runs
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
