@@ -1,8 +1,8 @@
 """Private training under ``fully_shard``: the same numbers with one, two and four processes
 
-A network learns handwritten digits by DP-SGD (Abadi et al. 2016, arXiv:1607.00133): batches are drawn at random, each sample's
-gradient is clipped, noise is added to the sum, and that is divided by the expected size of a batch.  Processes hold parts of
-the weights and of each batch; nothing in the loop says so::
+A network learns handwritten digits by DP-SGD (Abadi et al. 2016, arXiv:1607.00133): batches are drawn at random, each
+sample's gradient is clipped, noise is added to the sum, and that is divided by the expected size of a batch.  Processes hold
+parts of the weights and of each batch; nothing in the loop says so::
 
     torchrun --nproc-per-node 2 docs/examples/private_processes.py
 """
@@ -45,6 +45,7 @@ def add_noise(model: nn.Module, draws: torch.Generator) -> None:
     """The same noise on all processes, of which each takes its part."""
     for p in model.parameters():
         assert isinstance(p, DTensor)
+        assert p.grad is not None
         noise = torch.randn(p.shape, generator=draws, dtype=p.dtype).to(p.device) * (NOISE * BOUND / EXPECTED)
         p.grad += distribute_tensor(noise, p.device_mesh, p.placements, src_data_rank=None)
 
@@ -87,7 +88,7 @@ def main() -> None:
         dist.init_process_group()
     else:
         os.environ.update(alone)
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
         train(steps)
     finally:
