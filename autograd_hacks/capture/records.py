@@ -158,6 +158,7 @@ class Record:
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
     gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
+    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards
     shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
