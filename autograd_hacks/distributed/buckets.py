@@ -59,7 +59,8 @@ class Buckets:
             assert mesh is not None  # or there would be none
             self._sent.append((bucket, _send(bucket, mesh, placements_of(bucket[0].parameter, mesh))))
         for bucket, total in self._sent:
-            self._unpack(bucket, total)
+            wait: Any = getattr(total, "wait", None)  # of torch's own kind, views of which don't wait either
+            self._unpack(bucket, total if wait is None else wait())
         return self.found
 
     def _unpack(self, bucket: Sequence[Own], total: Tensor) -> None:
