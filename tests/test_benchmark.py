@@ -7,6 +7,7 @@ import math
 import derived
 import jaxed
 import measuring
+import over_processes as of
 import peers
 import pytest
 import report
@@ -244,3 +245,20 @@ def test_options_that_make_no_sense(options, tmp_path, capsys):
         run.main([*options, "--output", str(tmp_path / "out")])
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_ways_of_clipping_that_are_timed_over_processes_bring_the_same() -> None:
+    made = {way: of.made(of.ONE, way) for way in of.WAYS}
+    for _, step in made.values():
+        step(torch.randn(of.SAMPLES, 3, of.WIDTH, generator=torch.Generator().manual_seed(0)))
+    models = {way: model for way, (model, _) in made.items()}
+    of.check(models)
+    with pytest.raises(RuntimeError, match="is off by"):
+        of.check({**models, of.TWICE: models[of.PLAIN]})
+
+
+def test_figures_over_processes_are_ratios_to_the_same_round() -> None:
+    times = {way: [1.0, 2.0] for way in of.WAYS} | {of.SKIPPED: [1.5, 3.5]}
+    found = dict.fromkeys(of.ENGINES, times)
+    assert of.ratios(found)[of.ONE][of.SKIPPED] == pytest.approx((1.5 + 1.75) / 2)
+    assert "1.62, 1.5 missed" in of.as_text(found)
