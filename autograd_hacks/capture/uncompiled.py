@@ -6,13 +6,14 @@ No mathematics.
 from __future__ import annotations
 
 import sys
-import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._compile import _disable_dynamo
 
 from autograd_hacks.capture.attached import Guard
 from autograd_hacks.capture.recorder import Recorder
@@ -72,24 +73,40 @@ def _run_from_compiled(around: Uncompiled, args: tuple[Any, ...], kwargs: dict[s
     return around.run(args, kwargs, True)
 
 
-# What the compiler leaves alone, and what is called there.
-_apart, _from_compiled = torch._disable_dynamo(_run_apart), torch._disable_dynamo(_run_from_compiled)
+# Left alone by the compiler, which is imported when the first is called.  The second it meets, and says why it can't go on.
+_apart: Any = _disable_dynamo(_run_apart)
+_from_compiled: Any = _disable_dynamo(_run_from_compiled)
+_from_compiled._torchdynamo_disable = True
+_from_compiled._torchdynamo_disable_msg = (
+    "a model that autograd_hacks has hooked runs as it is written where it is recorded, and fullgraph=True asks for one "
+    "graph. Leave fullgraph out, or compile first and hook what torch.compile has returned: add_hooks(compiled)"
+)
 
 
-class Compile:
-    """In the place of a hooked model's method ``compile``, which overwrites what stands around its calls."""
+class Instead:
+    """In the place of a hooked model's methods that overwrite what stands around its calls, or copy it.
 
-    def __init__(self, around: Uncompiled) -> None:
-        self.around = around
+    name: the method's, one of `INSTEAD`
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, around: Uncompiled, name: str) -> None:
+        self.around, self.name = around, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.around.layer()
-        type(layer).compile(layer, *args, **kwargs)
-        put_around(layer, self.around.recorder)
+        made = getattr(type(layer), self.name)(layer, *args, **kwargs)
+        if made is None:
+            put_around(layer, self.around.recorder)
+        else:
+            vars(made).pop("_compiled_call_impl", None)
+        return made
 
-    def __reduce__(self) -> tuple[type, tuple[Any, nn.Module]]:
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[Any, nn.Module]]:
         layer: Any = self.around.layer()
-        return types.MethodType, (type(layer).compile, layer)  # a copy's own
+        return partial, (getattr(type(layer), self.name), layer)  # a copy's own
+
+
+INSTEAD = ("compile", "_replicate_for_data_parallel")  # DataParallel's
 
 
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
@@ -99,8 +116,8 @@ def put_around_all(model: nn.Module, recorder: Recorder) -> None:
             if is_compiled(module):
                 put_around(module, recorder)
     put_around(model, recorder)
-    if "compile" not in vars(model):
-        vars(model)["compile"] = Compile(vars(model)["_compiled_call_impl"])
+    for name in INSTEAD:
+        vars(model).setdefault(name, Instead(vars(model)["_compiled_call_impl"], name))
 
 
 def put_around(module: nn.Module, recorder: Recorder) -> None:
@@ -123,7 +140,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def take_from_around(module: nn.Module, recorder: Recorder) -> None:
     """Puts back what is compiled."""
-    around, method = vars(module).get("_compiled_call_impl"), vars(module).get("compile")
+    around = vars(module).get("_compiled_call_impl")
     if isinstance(around, Guard) and around.recorder is recorder:
         del vars(module)["_compiled_call_impl"]
         if isinstance(around, Uncompiled) and around.compiled is not None:
@@ -133,5 +150,7 @@ def take_from_around(module: nn.Module, recorder: Recorder) -> None:
         if isinstance(inner, Uncompiled) and inner.recorder is recorder:
             around.compiled = inner.compiled
         around = inner
-    if isinstance(method, Compile) and method.around.recorder is recorder:
-        del vars(module)["compile"]
+    for name in INSTEAD:
+        method = vars(module).get(name)
+        if isinstance(method, Instead) and method.around.recorder is recorder:
+            del vars(module)[name]

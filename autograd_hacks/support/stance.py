@@ -4,13 +4,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from autograd_hacks.support.restored import restored
 
 _OPEN: set[object] = set()  # contexts, in whatever thread: of two that overlap, torch would forget what was before
-_STANCE: list[torch.compiler.set_stance] = []  # what undoes the first
+_STANCE: list[Any] = []  # what undoes the first
 _LOCK = threading.RLock()
 
 

@@ -1,9 +1,6 @@
 """What torch.compile makes of hooked models and of their parts: rows as ever, and compiled code wherever none are noted."""
 
 import copy
-import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,41 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_same, one_backward_per_sample
+from compiled_nets import Graphs, Net, Run, batch, check, ran
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-
-Run = Callable[[Tensor], Tensor]
-
-
-class Graphs:
-    """A compiler's backend that counts how often what it has compiled runs."""
-
-    def __init__(self) -> None:
-        self.ran = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self.ran += 1
-            return graph(*args)
-
-        return run
-
-
-class Net(nn.Module):
-    """A table, two blocks and a head; the mean over positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 3)
-        self.first = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-        self.second = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU())
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.second(self.first(self.table(tokens)))).mean(1)
 
 
 class Scaled(Net):
@@ -71,14 +38,6 @@ class CheckpointedReentrantly(Checkpointed):
     reentrant = True
 
 
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return (out - y).square().sum(1)
-
-
-def batch(n: int = 5) -> tuple[Tensor, Tensor]:
-    return torch.randint(7, (n, 3)), torch.randn(n, 2).double()
-
-
 @pytest.fixture(autouse=True)
 def _forgets() -> Iterator[None]:
     yield
@@ -95,7 +54,7 @@ def itself(model: Net, backend: Graphs) -> nn.Module:
 
 
 def function(model: Net, backend: Graphs) -> Run:
-    return torch.compile(lambda x: model(x) * 1.0, backend=backend)
+    return torch.compile(lambda x: model(x), backend=backend)
 
 
 def block_itself(model: Net, backend: Graphs) -> nn.Module:
@@ -109,7 +68,7 @@ def blocks_replaced(model: Net, backend: Graphs) -> nn.Module:
 
 
 def layers_themselves(model: Net, backend: Graphs) -> nn.Module:
-    for layer in (model.table, model.first[0], model.head):
+    for layer in (model.table, model.first.inner, model.head):
         layer.compile(backend=backend)
     return model
 
@@ -118,6 +77,8 @@ def forward_of_block(model: Net, backend: Graphs) -> nn.Module:
     model.first.forward = torch.compile(model.first.forward, backend=backend)
     return model
 
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
 
 WAYS: list[Callable[[Any, Graphs], Run]] = [
     outside,
@@ -128,25 +89,6 @@ WAYS: list[Callable[[Any, Graphs], Run]] = [
     layers_themselves,
     forward_of_block,
 ]
-
-
-def check(hooked: nn.Module, model: nn.Module, plain: nn.Module, run: Run, param_grad: bool) -> None:
-    """A step's rows, read from what was hooked, and its ordinary gradients."""
-    x, y = batch()
-    rows = list(one_backward_per_sample(plain, squares, x, y).values())
-    model.zero_grad()
-    squares(run(x), y).mean().backward()
-    autograd_hacks.compute_grad1(hooked, set_grad=not param_grad)
-    assert_same(dict(enumerate(p.grad1 for p in model.parameters())), dict(enumerate(rows)))
-    for p, own in zip(model.parameters(), rows):
-        torch.testing.assert_close(p.grad, own.mean(0))
-
-
-def ran(graphs: Graphs, run: Run) -> int:
-    """How many graphs of compiled code a forward runs."""
-    before = graphs.ran
-    run(batch()[0])
-    return graphs.ran - before
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -183,3 +125,46 @@ def test_rows_of_a_compiled_model(
     assert not any("compile" in vars(part) for part in model.modules())
     captured = capfd.readouterr()
     assert not captured.out + captured.err
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own, of a checkpoint in evaluation
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("way", [outside, itself, block_itself, blocks_replaced])
+@pytest.mark.parametrize("kind", [Scaled, Checkpointed, CheckpointedReentrantly])
+def test_parameters_past_layers_and_checkpoints(
+    kind: type[Net], way: Callable[[Net, Graphs], nn.Module], param_grad: bool
+) -> None:
+    model, graphs = kind().double(), Graphs()
+    plain = copy.deepcopy(model)
+    run = way(model, graphs)
+    autograd_hacks.add_hooks(run, param_grad=param_grad)
+    for _ in range(3):
+        check(run, model, plain, run, param_grad)
+    with torch.no_grad():
+        assert ran(graphs, run)
+    check(run, model, plain, run, param_grad)
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.parametrize("mode", ["derivatives", "expand"])
+@pytest.mark.parametrize("way", [outside, block_itself, blocks_replaced])
+def test_other_modes(way: Callable[[Net, Graphs], nn.Module], mode: str) -> None:
+    model, graphs = Scaled().double(), Graphs()
+    plain = copy.deepcopy(model)
+    run = way(model, graphs)
+    autograd_hacks.add_hooks(run, mode=mode)
+    for _ in range(2):
+        check(run, model, plain, run, True)
+    assert graphs.ran == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+def test_a_layer_that_torch_compile_has_returned() -> None:
+    model, graphs = Net().double(), Graphs()
+    plain = copy.deepcopy(model)
+    model.head, model.table = (torch.compile(layer, backend=graphs) for layer in (model.head, model.table))
+    with autograd_hacks.add_hooks(model):
+        check(model, model, plain, model, True)
+        autograd_hacks.verify(model, args=(batch()[0],))
+        assert "head._orig_mod.weight" in str(autograd_hacks.describe(model))
