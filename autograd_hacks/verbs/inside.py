@@ -14,6 +14,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, VerificationFailed, where
 from autograd_hacks.probe.copies import copies
+from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.rules.squares import kind_of
 from autograd_hacks.support.restored import restored
@@ -50,7 +51,7 @@ class NormsInside:
         """
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
-        _check_parameters(self.model)
+        _check_parameters(self.model, self._basin)
         basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         made = [torch.zeros(n, dtype=dtype, device=first.device, requires_grad=True) for n in (samples, len(self._layers))]
@@ -169,12 +170,16 @@ def _by_hooks(
             _run(model, args, kwargs, state, gradients, draws)
             norms: Any = per_sample_grads(model, loss_type="sum").norms()
         plan = recorder_of(model).record.plan
-        past = sorted({*plan.reading.names, *(name for unit in plan.units.values() for name in unit.parameters.values())})
+        past = {name for unit in plan.units.values() for name in unit.parameters.values()}
+        for reading in (plan.reading, *plan.reading.earlier):
+            for path, calls in reading.calls.items():
+                reads = [read for of in calls.values() for _, read in of if read.kind not in (VALUE, BY_LAYER)]
+                past |= {name for read in reads for name in read.names if name.rpartition(".")[0] != path}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    if past := [name for name in past if name in trained]:
+    if past & trained:
         raise UnsupportedLayer(
-            f"{', '.join(past)}: read past the layer's own call, where norms_inside sees nothing. Let layers be called as "
-            "modules, or use add_hooks."
+            f"{', '.join(sorted(past & trained))}: read past the layer's own call, where norms_inside sees nothing. Let "
+            "layers be called as modules, or use add_hooks."
         )
     return norms.detach(), gradients
 
@@ -196,17 +201,24 @@ def _run(
     torch.autograd.backward(outputs, gradients)
 
 
-def _check_parameters(model: nn.Module) -> None:
-    """Raises UnsupportedLayer for parameters that train and whose norms can't be taken inside."""
+def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:
+    """Raises UnsupportedLayer for parameters that train and whose norms can't be taken inside.
+
+    basin: where they arrive, once layers have their taps
+    """
     names = dict[int, str]()
     for path, module in model.named_modules(remove_duplicate=False):
         for local, p in module.named_parameters(prefix=path, recurse=False):
             if not p.requires_grad:
                 continue
-            if p.is_complex() or not (isinstance(module, WithTap) or kind_of(module) is not None):
+            taken = (
+                kind_of(module) is not None if basin is None else getattr(vars(module).get("_tap"), "basin", None) is basin
+            )
+            if p.is_complex() or not taken:
                 raise UnsupportedLayer(
-                    f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph. Freeze it, "
-                    "requires_grad_(False), or use add_hooks and per_sample_grads(model).norms()."
+                    f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph, or which was not in "
+                    "the model at norms_inside. Freeze it, requires_grad_(False), or use add_hooks and "
+                    "per_sample_grads(model).norms()."
                 )
             if names.setdefault(id(p), local) != local:
                 raise UnsupportedLayer(

@@ -138,13 +138,13 @@ def test_two_passes_clip(net: Callable[[], nn.Module], batch: Batch, backend: st
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler of C++")
 def test_norms_under_inductor() -> None:
-    model = made(Text)
-    plain = copy.deepcopy(model)
-    inside = autograd_hacks.norms_inside(model, tokens(4)[:1])
-    x, y = tokens(4)
+    model, x = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh()).double(), torch.randn(4, 5, 3).double()
+    plain, y = copy.deepcopy(model), torch.randn(4, 5, 4).double()
+    inside = autograd_hacks.norms_inside(model, (x,))
     with inside.batch(4):
-        squares(compiled(model, "inductor")(x), y).sum().backward()
-    assert_close(inside.norms("sum"), norms_of(one_backward_per_sample(plain, squares, x, y)))
+        squares(compiled(model, "inductor")(x).flatten(1), y.flatten(1)).sum().backward()
+    rows = one_backward_per_sample(plain, lambda out, y: squares(out.flatten(1), y.flatten(1)), x, y)
+    assert_close(inside.norms("sum"), norms_of(rows))
 
 
 @pytest.mark.parametrize("param_grad", [False, True])

@@ -178,6 +178,22 @@ def test_lower_precision_and_scaled_losses() -> None:
     assert inside.norms().dtype == torch.float32
 
 
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.head = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.table(tokens) + self.places(torch.arange(5).expand(tokens.shape))).tanh())
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_a_table_of_positions(n: int) -> None:
+    model, x = Placed(), torch.randint(7, (n, 5))
+    inside = autograd_hacks.norms_inside(model, (x,))
+    assert_close(found(inside, model, x), norms_of(model, x))
+
+
 def test_norms_of_gpt2() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.pytorch_utils import Conv1D
