@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
-from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, VerificationFailed, where
+from autograd_hacks.errors import NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
 from autograd_hacks.probe.copies import copies
 from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
@@ -47,7 +47,7 @@ class NormsInside:
 
         Raises ValueError for ``samples`` < 1, and UnsupportedLayer where parameters that train are of other layers now, or
         shared.  The forward raises BatchSizeError where a layer's input has not N entries on axis 0, and SamplesMixed for a
-        BatchNorm in training.
+        BatchNorm in training.  At its end, without ``param_grad``, UnseenGradient where ``.grad`` has changed all the same.
         """
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
@@ -59,10 +59,18 @@ class NormsInside:
         def undo() -> None:
             basin.squares, basin.uses = None, None
 
+        before = {name: _grad_of(p) for name, p in self.model.named_parameters()}
         with restored(undo):
             self._found = made[0], made[1]
             basin.squares, basin.uses = made
             yield
+        past = [name for name, p in self.model.named_parameters() if _grad_of(p) not in (None, before.get(name))]
+        if past and not basin.param_grad:
+            self._found = None
+            raise UnseenGradient(
+                f"gradient has reached {', '.join(past)} past the layer's own call in this pass, which computes none for "
+                "parameters there: read by another function, or a penalty in the loss. Norms would miss that; use add_hooks."
+            )
 
     def norms(self, loss_type: str = "mean", scale: float | Tensor = 1.0) -> Tensor:
         """The norm of each sample's gradient over all parameters, from the last `batch`.
@@ -199,6 +207,10 @@ def _run(
     if not gradients:
         gradients += [torch.randn(x.shape, generator=draws).to(x) for x in outputs]
     torch.autograd.backward(outputs, gradients)
+
+
+def _grad_of(p: Tensor) -> tuple[int, int] | None:
+    return None if p.grad is None else (id(p.grad), p.grad._version)
 
 
 def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:

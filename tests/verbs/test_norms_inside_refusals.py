@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, PerSampleGradientError, SamplesMixed, UnsupportedLayer
+from autograd_hacks.errors import (
+    BatchSizeError,
+    NothingRecorded,
+    PerSampleGradientError,
+    SamplesMixed,
+    UnseenGradient,
+    UnsupportedLayer,
+)
 
 
 def norms_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -120,6 +127,19 @@ def test_what_changes_later_is_refused() -> None:
     model.inner = nn.Linear(3, 3)
     with pytest.raises(UnsupportedLayer, match=r"inner\.weight"), inside.batch(4):
         pass
+
+
+def test_a_parameter_that_comes_to_be_read_past_its_layer() -> None:
+    model, x = Tied(True), torch.arange(4)[:, None]
+    model.by_function = False
+    inside = autograd_hacks.norms_inside(model, (x,))
+    model(x).sum().backward()
+    assert_close(found(inside, model, x), norms_of(model, x))
+    model.by_function = True
+    for _ in range(2):
+        with pytest.raises(UnseenGradient, match=r"table\.weight past the layer"):
+            found(inside, model, x)
+        model.zero_grad()
 
 
 def test_a_batch_norm_that_begins_to_train() -> None:
