@@ -7,6 +7,7 @@ cancel, rows are written out, which depends on the values.  All else is a few su
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,17 +62,20 @@ def _norms(form: Form) -> Tensor:
         return form.norms().square()
 
 
-@torch.library.custom_op("autograd_hacks::squares_of_products", mutates_args=())
+_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
+
+
+@_operation("autograd_hacks::squares_of_products")
 def _of_products(left: Tensor, right: Tensor) -> Tensor:
     return _norms(product(left, right))
 
 
-@torch.library.custom_op("autograd_hacks::squares_of_lookups", mutates_args=())
+@_operation("autograd_hacks::squares_of_lookups")
 def _of_lookups(g: Tensor, index: Tensor, shape: Sequence[int], padding_idx: int) -> Tensor:
     return _norms(lookup(index, g, torch.Size(shape), None if padding_idx < 0 else padding_idx))
 
 
-@torch.library.custom_op("autograd_hacks::squares_of_windows", mutates_args=())
+@_operation("autograd_hacks::squares_of_windows")
 def _of_windows(
     g: Tensor,
     x: Tensor,
@@ -87,8 +91,8 @@ def _of_windows(
     return _norms(convolution(x, g, torch.Size(shape), settings, mode))
 
 
-for _operation in (_of_products, _of_lookups, _of_windows):
-    _operation.register_fake(lambda g, *_: g.new_empty(g.shape[0]))
+for _known in (_of_products, _of_lookups, _of_windows):
+    _known.register_fake(lambda g, *_: g.new_empty(g.shape[0]))
 
 
 def _conv_squares(layer: Any, x: Tensor, g: Tensor) -> Tensor:

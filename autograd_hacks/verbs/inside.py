@@ -226,7 +226,7 @@ def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:
             taken = (
                 kind_of(module) is not None if basin is None else getattr(vars(module).get("_tap"), "basin", None) is basin
             )
-            if p.is_complex() or not taken:
+            if p.is_complex() or not taken or local.rpartition(".")[2] not in ("weight", "bias"):
                 raise UnsupportedLayer(
                     f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph, or which was not in "
                     "the model at norms_inside. Freeze it, requires_grad_(False), or use add_hooks and "

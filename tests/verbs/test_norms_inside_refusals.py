@@ -64,6 +64,15 @@ class Bare(nn.Linear):
         return super().forward(x) * 2
 
 
+class Extra(nn.Linear):
+    """A Linear with a parameter that a hook of its own uses."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_forward_hook(lambda layer, args, out: out * layer.scale)
+
+
 class Reshaped(nn.Module):
     def __init__(self, inner: nn.Module, how: str) -> None:
         super().__init__()
@@ -85,6 +94,7 @@ class Reshaped(nn.Module):
         (Tied(True), torch.arange(4)[:, None], UnsupportedLayer, "table.weight: read past"),
         (Tied(True, 0.0), torch.arange(4)[:, None], UnsupportedLayer, "table.weight: read past"),
         (nn.Sequential(Bare(3, 2)), torch.randn(4, 3), UnsupportedLayer, r"0\.weight is of layer '0' \(Bare\)"),
+        (nn.Sequential(Extra()), torch.randn(4, 3), UnsupportedLayer, r"0\.scale is of layer '0' \(Extra\)"),
         (nn.LSTM(3, 2), torch.randn(4, 2, 3), UnsupportedLayer, "weight_ih_l0 is of the model itself"),
         (nn.Sequential(nn.InstanceNorm1d(3, affine=True)), torch.randn(4, 3, 5), UnsupportedLayer, "InstanceNorm1d"),
         (Reshaped(nn.Linear(3, 2), "fold"), torch.randn(4, 2, 3), BatchSizeError, r"\(8, 3\).*4 samples.*axis 0"),
