@@ -38,7 +38,7 @@ class Uncompiled(Guard):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # The compiler follows this, too, so that evaluation is one graph: it runs for as long as these are so.
-            if Switch.enabled and not Switch.pauses and torch.is_grad_enabled():
+            if Switch.enabled and not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 return _from_compiled(self, args, kwargs)
         elif Switch.on() and (torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs)))):
             return _apart(self, args, kwargs) if "torch._dynamo" in sys.modules else super().__call__(*args, **kwargs)
