@@ -44,6 +44,8 @@ class Backward:
         self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = (
             None  # what hears of gradients in the record's place
         )
+        # ``settle(record, pass, name, grad)``: whether rows add up to what has arrived, so that it need not be kept.
+        self.settle: Callable[[Record, Pass, str, Tensor], bool] | None = None
 
     def detach(self) -> None:
         self.attached = False
@@ -53,9 +55,10 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left", "listener")
+        names = ("running", "answered", "unanswered", "called", "_left", "listener", "settle")
         with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
             self.running, self._left, self.called = None, None, set()
+            self.settle = lambda *_: True  # who runs them compares
             yield
 
     def own_hooks(self) -> set[int]:
@@ -102,7 +105,7 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished = True
+        ended.finished, ended.reader = True, None
         self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
         self.running, self.unanswered, self._left = None, 0, None
         own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
@@ -269,7 +272,9 @@ class Backward:
                 self.param_grad.keep(parameter, name)
         if grad.is_meta or any(skips):
             return  # a part of it was not computed
-        if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
+        if record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
+            return
+        if self.settle is None or not self.settle(record, running, name, grad):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 

@@ -163,7 +163,10 @@ class Forward(Noting):
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
         if plan.reading.names and self.samples is not None and self.records():
-            named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._doubt, self._is_off)
+            named, notes = (
+                self.record.parameters_of(model),
+                Notes(self._note_read, self._lose_read, self._doubt, self._is_off),
+            )
             self.reads.begin(Reads(plan, named, self.samples, notes))
 
     def begin_frame(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,40 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from math import prod
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Zero, group
-from autograd_hacks.reading.gate import read
+from autograd_hacks.forms import BUDGET, Form, RandomMap, group
 from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, unwrapped
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among, unwrapped
 from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
-
-
-def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> PerSampleGrads:
-    """The per-sample gradients of the last backward pass, lazily: nothing of size N × P until it is asked for.
-
-    loss_type, scale: as in `compute_grad1`
-
-    Raises what `compute_grad1` raises.
-    """
-    recorder, parameters = recorder_of(model), dict(model.named_parameters())
-    forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
-    samples = next((form.samples for form in forms.values() if form is not None), 0)
-    reached = frozenset(name for name, form in forms.items() if form is not None)
-    filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
-    record, known = recorder.record, weakref.ref(model)
-    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches)
 
 
 class PerSampleGrads(Hinting, Curvature):
@@ -70,7 +51,9 @@ class PerSampleGrads(Hinting, Curvature):
         hess_type: str | None,
         batches: Sequence[int],
         entries: Sequence[int] = (),
+        spread: Spread | None = None,
     ) -> None:
+        self.spread = Spread({}, None) if spread is None else spread
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
         self._model, self._axes = model, Axes(samples, tuple(entries))
@@ -89,19 +72,7 @@ class PerSampleGrads(Hinting, Curvature):
     def _name_of(self, key: object) -> str:
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
-        wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
-        names = [name for name, p in named if p is wanted]
-        if (first := next((name for name in names if name in self._forms), None)) is not None:
-            return first
-        given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
-        if isinstance(key, Tensor) and not names:
-            given = f"{kind_of(key)}, which is none of the model's parameters"
-        elif isinstance(key, int | slice):
-            given += "; samples are taken by select(index)"
-        last = [name for name in self._forms if isinstance(key, str) and f".{name}".endswith(f".{key}")]
-        close = [*last, *get_close_matches(str(key), [name for name in self._forms if name not in last], 3)]
-        listing = ", ".join(map(repr, close[:5] or list(self._forms)[:5])) + ("" if close or len(self) <= 5 else " ...")
-        raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
+        return name_among(key, named, list(self._forms))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)
@@ -139,10 +110,11 @@ class PerSampleGrads(Hinting, Curvature):
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
 
-        v: {name: shape} for all parameters, as gradients are
+        v: {name: shape} for all parameters, as gradients are, whole or in shards
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
         check_direction(v, {name: form.shape for name, form in self.items()})
+        v = self._whole(v)
         with self.reading():
             along = summed(self, self._axes.rows, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
             return self._axes.placed(along)
@@ -153,12 +125,13 @@ class PerSampleGrads(Hinting, Curvature):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        w = self._by_row(w, several=True)
+        w, _ = self.spread.agreed(lambda: self._by_row(w, several=True))
         with self.reading():
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
             own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
-            return {n: form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype) for n, form in self.items()}
+            sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
+            return self.spread.settled(sums)
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
@@ -187,7 +160,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         w = None if w is None else self._by_row(w)
         with self.reading():
-            return second_moments(self, self._axes.rows, w, {}, budget)
+            return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
@@ -199,13 +172,15 @@ class PerSampleGrads(Hinting, Curvature):
                 f"these are the gradients of {self._axes}: the variance of which is "
                 "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
             )
-        if self.samples < 2:
-            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {self.samples}")
+        samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
+        if samples < 2:
+            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {samples}")
         with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
-            means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
-            found = second_moments(self, self.samples, None, means, budget)
-            return {name: total / (self.samples - 1) for name, total in found.items()}
+            means = self.spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
+            own = {name: whole_of(mean) for name, mean in means.items()}
+            found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
+            return {name: total / (samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
@@ -266,8 +241,14 @@ class PerSampleGrads(Hinting, Curvature):
         """The same gradients as other forms, some rows of these say."""
         batches = self.batches if self.hess_type else [samples]
         kept = self.reached, self.loss_type, self._model, self.hess_type
-        made = PerSampleGrads(forms, samples, *kept, batches, self.entries)
+        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self.spread)
         made._versions = [*self._versions, *made._versions]
+        return made
+
+    def local(self) -> PerSampleGrads:
+        """The same rows, for sums over the samples of this process alone."""
+        made = self.with_forms(self._forms, self.samples)
+        made.batches, made.batch, made.spread = self.batches, self.batch, self.spread.local()
         return made
 
     def __reduce_ex__(self, protocol: object) -> str:
@@ -287,7 +268,7 @@ class PerSampleGrads(Hinting, Curvature):
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
                     "them before that, or give the layer a copy: x.clone()."
                 )
-        with outside_inference(), ExitStack() as contexts:
+        with outside_inference(), self.spread.reading(), ExitStack() as contexts:
             for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:

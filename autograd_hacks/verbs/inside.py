@@ -20,8 +20,8 @@ from autograd_hacks.rules.squares import kind_of
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
-from autograd_hacks.verbs.grads import per_sample_grads
 from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.per_sample import per_sample_grads
 
 
 class NormsInside:

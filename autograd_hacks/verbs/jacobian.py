@@ -27,7 +27,8 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
@@ -61,7 +62,7 @@ def per_sample_jacobian(
         with torch.enable_grad():
             first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
         # Inputs too: reentrant checkpoints lead to nothing else.  But for them no other model's records would be left alone.
-        own = set(model.parameters())
+        own = set(recorder.record.parameters_of(model).values())
         leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in own]
         if leaves and not is_returned:
             _check_function(recorder, first, leaves)

@@ -1,13 +1,11 @@
-"""Several processes: rows are a process's own, and what would make replicas drift apart, or go missing, is an error."""
-
-from contextlib import nullcontext
+"""What would make replicas drift apart is an error."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from oracle import one_backward_per_sample
 from processes import WORLD, Both, both
+from spread import BOUND, batch, clipped, made, squares, wrapped
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -19,32 +17,16 @@ from autograd_hacks.errors import NotReduced
 __all__ = ["both"]  # a fixture
 
 
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return (out - y).square().flatten(1).sum(1)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """The whole batch; the first half is process 0's."""
-    torch.manual_seed(2)
-    return torch.randn(8, 3).double(), torch.randn(8, 2).double()
+def model() -> nn.Module:
+    return made("mlp")
 
 
 def own(x: Tensor) -> Tensor:
-    return x.chunk(WORLD)[dist.get_rank()]
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def clipped_by_one_process(max_norm: float) -> dict[str, Tensor]:
-    """The mean of the whole batch's clipped gradients, by one backward pass for each sample."""
-    rows = one_backward_per_sample(model(), squares, *batch())
-    norms = torch.stack([r.flatten(1).norm(dim=1) for r in rows.values() if r is not None]).norm(dim=0)
-    weights = (max_norm / norms).clamp(max=1) / len(norms)
-    assert 0 < (norms > max_norm).sum() < len(norms)
-    return {name: torch.tensordot(weights, r, 1) for name, r in rows.items() if r is not None}
+def clipped_by_one_process() -> dict[str, Tensor]:
+    return {name: total for name, total in clipped(model(), *batch(0, 8))[1].items() if total is not None}
 
 
 def reduce_grads(net: nn.Module) -> None:
@@ -54,81 +36,13 @@ def reduce_grads(net: nn.Module) -> None:
         p.grad /= dist.get_world_size()
 
 
-def wrapped(where: str, **options: bool) -> tuple[nn.Module, nn.Module, DistributedDataParallel]:
-    """The model that is hooked, the one that is run, and the wrapper."""
-    net = model()
-    if where == "before":
-        autograd_hacks.add_hooks(net)
-    ddp = DistributedDataParallel(net, **options)
-    hooked = {"before": net, "inner": net, "wrapper": ddp, "around": nn.Sequential(ddp)}[where]
-    autograd_hacks.add_hooks(hooked)
-    return hooked, hooked if where == "around" else ddp, ddp
-
-
 WHERE = ["before", "inner", "wrapper", "around"]
 
 
-def in_each_step(where: str, options: dict[str, bool]) -> None:
-    (x, y), bound = batch(), 3.0
-    hooked, run, ddp = wrapped(where, **options)
-    for step in range(3):
-        squares(run(own(x)), own(y)).mean().backward()
-        with pytest.raises(NotReduced, match="clip_grad1_norm_ puts"):
-            autograd_hacks.clip_grad1_norm_(hooked, bound)
-        with pytest.raises(NotReduced, match=r"compute_grad1\(set_grad=True\) puts"):
-            autograd_hacks.compute_grad1(hooked, set_grad=True)
-        assert not hasattr(next(hooked.parameters()), "grad1")
-        autograd_hacks.compute_grad1(hooked)
-        rows = one_backward_per_sample(model(), squares, own(x), own(y))
-        for p, expected in zip(hooked.parameters(), rows.values()):
-            assert_close(p.grad1, expected)
-        assert autograd_hacks.per_sample_grads(hooked).gram().shape == (4, 4)
-        ddp.zero_grad()
-        with ddp.no_sync():
-            squares(run(own(x)), own(y)).mean().backward()
-        autograd_hacks.clip_grad1_norm_(hooked, bound)
-        reduce_grads(ddp)
-        for p, expected in zip(ddp.parameters(), clipped_by_one_process(bound).values()):
-            assert_close(p.grad, expected)
-        with ddp.no_sync():
-            squares(run(own(x)), own(y)).mean().backward()
-        autograd_hacks.compute_grad1(hooked, set_grad=step < 2)
-        ddp.zero_grad()
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("option", ["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
-def test_what_sets_grad_is_refused_where_gradients_are_reduced(both: Both, where: str, option: str) -> None:
-    both(in_each_step, where, {option: True} if option else {})
-
-
-def accumulating(where: str) -> None:
-    (x, y), bound = batch(), 3.0
-    hooked, run, ddp = wrapped(where)
-    for reduced in (True, False):
-        with autograd_hacks.accumulate(hooked):
-            for last, (a, b) in enumerate(zip(own(x).split(2), own(y).split(2))):
-                with nullcontext() if last and reduced else ddp.no_sync():
-                    squares(run(a), b).mean().backward()
-        if reduced:
-            with pytest.raises(NotReduced):
-                autograd_hacks.clip_grad1_norm_(hooked, bound)
-        else:
-            autograd_hacks.clip_grad1_norm_(hooked, bound)
-            reduce_grads(ddp)
-            for p, expected in zip(ddp.parameters(), clipped_by_one_process(bound).values()):
-                assert_close(p.grad, expected)
-        ddp.zero_grad()
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_micro_batches(both: Both, where: str) -> None:
-    both(accumulating, where)
-
-
 def two_passes(where: str, options: dict[str, bool]) -> None:
-    (x, y), bound = batch(), 3.0
-    hooked, run, ddp = wrapped(where, **options)
+    (x, y), bound = batch(0, 8), BOUND
+    hooked, run, ddp = wrapped(model(), where, **options)
+    autograd_hacks.add_hooks(hooked)
 
     def norms(losses: Tensor, retain_graph: bool) -> Tensor:
         with autograd_hacks.streaming(hooked) as streamed:
@@ -144,7 +58,7 @@ def two_passes(where: str, options: dict[str, bool]) -> None:
         return squares(run(own(x)), own(y))
 
     def check() -> None:
-        for p, expected in zip(ddp.parameters(), clipped_by_one_process(bound).values()):
+        for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
             assert_close(p.grad, expected)
         ddp.zero_grad()
 
@@ -254,15 +168,16 @@ def test_passes_that_are_reduced_are_not_refused(both: Both) -> None:
 def test_one_process_may_do_all() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        x, y = batch()
+        x, y = batch(0, 8)
         for where in WHERE:
-            hooked, run, ddp = wrapped(where)
+            hooked, run, ddp = wrapped(model(), where)
+            autograd_hacks.add_hooks(hooked)
             for _ in range(2):
                 each = squares(run(x), y)
                 each.mean().backward(retain_graph=True)
                 autograd_hacks.compute_grad1(hooked, set_grad=True)
                 autograd_hacks.clip_grad1_norm_(hooked, 3.0)
-                for p, expected in zip(ddp.parameters(), clipped_by_one_process(3.0).values()):
+                for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
                     assert_close(p.grad, expected)
                 each.mean().backward()
     finally:

@@ -1,0 +1,171 @@
+"""Over which processes the samples of a batch are: rows are a process's own, sums over samples are everyone's.
+
+No mathematics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.wrappers import gathering, has_processes
+from autograd_hacks.distributed.agreement import agreed, from_all
+from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
+"""The processes that have the other samples: a group of them; False for none; None for those that the model runs on."""
+
+T = TypeVar("T")
+
+
+class Spread:
+    """Of one batch: the processes that have its samples.
+
+    parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
+    one alone    needed: modules whose weights are gathered for reading, as `shards` counts them
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
+        model: weakref.ref[nn.Module] | None = None,
+        needed: Sequence[nn.Module] = (),
+        shards: Mapping[str, int] | None = None,
+    ) -> None:
+        self.parameters, self.mesh = parameters, mesh
+        self._model, self._needed, self._shards, self._depth = model, needed, dict(shards or {}), 0
+
+    def local(self) -> Spread:
+        """The same batch, for sums over this process's samples."""
+        return Spread(self.parameters, None, self._model, self._needed, self._shards)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which rows may be read.  All processes at once where that takes the values of sharded weights."""
+        model = None if self._model is None else self._model()
+        if self._depth or not self._needed or model is None:
+            yield
+            return
+        check_shards(model, self._shards)
+        self._depth += 1
+        try:
+            with whole(self._needed):
+                yield
+        finally:
+            self._depth -= 1
+
+    def agreed(
+        self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
+    ) -> tuple[T, Sequence[float]]:
+        """What this process finds, and counts of that over all processes.  Where one fails all raise, and none waits.
+
+        size: how many counts there are
+        """
+        if self.mesh is None:
+            found = own()
+            return found, counts(found)
+        return agreed(own, counts, size, self.mesh)
+
+    def settled(self, sums: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """What the sums of all processes add up to: {name: shape}, each as its parameter is, whole or a shard.
+
+        sums: by name, over each process's own samples; taken one after the other while those before are on their way
+        """
+        if self.mesh is None:
+            return dict(sums)
+        own = ((name, total.to(self.parameters[name].dtype), self.parameters[name]) for name, total in sums)
+        return _reduced(own, self.mesh)
+
+    def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the sums of all processes add up to, whole on each."""
+        return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
+
+    def everyones(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in their order.  All processes at once.  rows: N ..."""
+        if self.mesh is None:
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        counts = from_all(len(rows), self.mesh)
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = DTensor.from_local(padded, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False).full_tensor()
+        return torch.cat([part[:count] for part, count in zip(parts.split(max(1, max(counts))), counts)])
+
+
+def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """sums: by name, with what each is to lie as"""
+    from autograd_hacks.distributed.buckets import Buckets, Own
+
+    buckets = Buckets()
+    for own in sums:
+        buckets.add(Own(*own), mesh)
+    return buckets.end(mesh)
+
+
+def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
+    """The processes that have samples of what was recorded last.  group: see `Where`"""
+    parameters, parts = dict(model.named_parameters()), gathering(model)
+    needed = reading_weights(model, recorder.record.plan.reading.names) if parts else []
+    mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor of which processes have shards.  All processes at once."""
+    gather = getattr(tensor, "full_tensor", None)
+    found: Tensor = tensor if gather is None else gather()
+    return found
+
+
+_MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+"""Of wrappers."""
+
+
+def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) -> DeviceMesh | None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = next((p.device.type for p in parameters.values()), "cpu")
+    sharded = [p for name, p in parameters.items() if name in recorder.record.gathered and p.requires_grad]
+    if isinstance(group, DeviceMesh | dist.ProcessGroup) and sharded:
+        raise ValueError(
+            "process_group was given for a model that fully_shard has cut, whose sums go to the processes that hold the "
+            "parts. Leave it out; or give process_group=False, for the sums of this process's samples alone."
+        )
+    if isinstance(group, DeviceMesh):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return DeviceMesh.from_group(group, device)
+    if group is not None:
+        raise TypeError(
+            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
+            "of this process alone, or None for those of all processes that the model runs on"
+        )
+    if sharded:
+        mesh: DeviceMesh = sharded[0].device_mesh  # type: ignore[attr-defined]  # of a DTensor
+        return mesh
+    wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
+    if wrapper is None:
+        return None
+    if wrapper not in _MESHES:
+        _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)
+    return _MESHES[wrapper]
+
+
+def _forwards(record: Record) -> set[int]:
+    return {forward for segment in record.segments for forward in segment.forwards}
