@@ -6,23 +6,24 @@ import weakref
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from math import prod
+from typing import Literal, overload
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import BUDGET, Form, RandomMap, group
 from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
 from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among, unwrapped
-from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
+from autograd_hacks.verbs.statistics import Statistics
 
 
-class PerSampleGrads(Hinting, Curvature):
+class PerSampleGrads(Hinting, Statistics):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -95,6 +96,10 @@ class PerSampleGrads(Hinting, Curvature):
         with self.reading():
             return {name: self._axes.placed(form.dense()) for name, form in self.items()}
 
+    @overload
+    def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
@@ -107,17 +112,29 @@ class PerSampleGrads(Hinting, Curvature):
                 return {name: self._axes.placed(own) for name, own in norms.items()}
             return self._axes.placed(joint_norms(list(norms.values()), self._axes.rows))
 
-    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+    @overload
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    def dot(
+        self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
+    ) -> Tensor | dict[str, Tensor]:
         """J v: ⟨gₙ, v⟩ for each sample, N.
 
         v: {name: shape} for all parameters, as gradients are, whole or in shards
+        per_parameter: whether to return {name: N} instead
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
         check_direction(v, {name: form.shape for name, form in self.items()})
         v = self._whole(v)
         with self.reading():
-            along = summed(self, self._axes.rows, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
-            return self._axes.placed(along)
+
+            def along(name: str, form: Form) -> Tensor:
+                return form.dot(v[name].to(form.like.device), budget)
+
+            if per_parameter:
+                return {name: self._axes.placed(own) for name, own in by_rows(self, self._axes.rows, along, budget).items()}
+            return self._axes.placed(summed(self, self._axes.rows, along, budget))
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -133,10 +150,19 @@ class PerSampleGrads(Hinting, Curvature):
             sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
             return self.spread.settled(sums)
 
-    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
+    @overload
+    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def gram(
+        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool
+    ) -> dict[str, Tensor]: ...
+    def gram(
+        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool = False
+    ) -> Tensor | dict[str, Tensor]:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
 
         other: the gradients of another batch by the same model; these themselves unless told
+        per_parameter: whether to return {name: (N, M)} instead
         Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
@@ -149,8 +175,11 @@ class PerSampleGrads(Hinting, Curvature):
                 "trained."
             )
         with self.reading(), other.reading():
-            found = (form.gram(other[name], budget) for name, form in self.items())
-            return self._axes.placed(other._axes.placed(added(found, (self._axes.rows, other._axes.rows)), 1))
+            found = ((name, form.gram(other[name], budget)) for name, form in self.items())
+            if per_parameter:
+                return {name: self._axes.placed(other._axes.placed(own, 1)) for name, own in found}
+            total = added((own for _, own in found), (self._axes.rows, other._axes.rows))
+            return self._axes.placed(other._axes.placed(total, 1))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -161,26 +190,6 @@ class PerSampleGrads(Hinting, Curvature):
         w = None if w is None else self._by_row(w)
         with self.reading():
             return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
-
-    def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
-
-        Raises ValueError for fewer than two samples, and for rows of an output's entries.
-        """
-        if self.entries:
-            raise ValueError(
-                f"these are the gradients of {self._axes}: the variance of which is "
-                "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
-            )
-        samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
-        if samples < 2:
-            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {samples}")
-        with self.reading():
-            ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
-            means = self.spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
-            own = {name: whole_of(mean) for name, mean in means.items()}
-            found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
-            return {name: total / (samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.

@@ -56,6 +56,13 @@ def verbs(way: str, name: str) -> None:
     check(grads.weighted_sum(two[:, own(SIZES)]), {n: torch.tensordot(two, r, 1) for n, r in everyone.items()})
     check(grads.second_moment(w[own(SIZES)]), {n: torch.tensordot(w, r.square(), 1) for n, r in everyone.items()})
     check(grads.variance(), {n: r.var(0) for n, r in everyone.items()})
+    flat, noise = torch.cat([r.flatten(1) for r in everyone.values()], 1), grads.noise_scale()
+    assert_close(noise.noise, flat.var(0).sum())
+    assert_close(noise.signal, flat.mean(0).square().sum() - flat.var(0).sum() / sum(SIZES))
+    check(
+        grads.scaled(w[own(SIZES)]).weighted_sum(w[own(SIZES)]),
+        {n: torch.tensordot(w**2, r, 1) for n, r in everyone.items()},
+    )
     check(grads.select(slice(1, None)).variance(), {n: torch.cat([r[1:5], r[6:]]).var(0) for n, r in everyone.items()})
     alone = grads.local()
     check(alone.weighted_sum(w[own(SIZES)]), {n: torch.tensordot(w[own(SIZES)], r, 1) for n, r in mine.items()})
