@@ -38,6 +38,7 @@ COLOURS = {
     BACKPACK: "#7a4fa3", JAX: "#3ba6b6", NESTED: "#7ea3d6",
 }  # fmt: skip
 ORDER = list(COLOURS)
+LIGHT, DARK = "#222222", "#dddddd"  # ink for pages that are light, or dark
 SHORT = {
     SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
     GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", CLIPPING: "ours, clipped step", FUNC: "jvp and vjp",
@@ -251,8 +252,8 @@ def figures(data: Data, task: str, workload: str, aims: list[Aim]) -> list[str]:
     return list_table(["", "plain steps", "aim"], rows)
 
 
-def chart(data: Data, task: str, workload: str, path: Path, dark: bool = False) -> None:
-    """A picture of one workload's bars, in plain steps, the aims marked; on no ground, for light pages or dark ones."""
+def chart(data: Data, task: str, workload: str, path: Path, ink: str = LIGHT, ground: str = "none") -> None:
+    """A picture of one workload's bars, in plain steps, the aims marked.  ink: of what is written, on light pages or dark ones"""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -260,7 +261,6 @@ def chart(data: Data, task: str, workload: str, path: Path, dark: bool = False) 
     own, failing = ratios(data, task, workload), failures(data, task, workload)
     systems = [system for system in ORDER if system in {*own, *failing} and system != PLAIN][::-1]
     limits = {aim.system: aim.limit for aim in all_aims(data) if (aim.task, aim.workload) == (task, workload) and aim.limit}
-    ink = "#dddddd" if dark else "#222222"
     # Ids of a salt, and no date: the same figures give the same file.
     with matplotlib.rc_context({"text.color": ink, "xtick.color": ink, "ytick.color": ink, "svg.hashsalt": path.name}):
         figure = Figure(figsize=(4.6, 0.45 + 0.24 * len(systems)), layout="constrained")
@@ -268,7 +268,7 @@ def chart(data: Data, task: str, workload: str, path: Path, dark: bool = False) 
         axes = figure.subplots()
         axes.set(xlim=(0, 1.25 * max([1.0, *own.values(), *limits.values()])), ylim=(-0.6, len(systems) - 0.4))
         draw(axes, systems, own, limits, failing, dates(data, task, workload), ink)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        figure.savefig(path, facecolor=ground, metadata={"Date": None})
 
 
 def draw(

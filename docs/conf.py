@@ -1,12 +1,15 @@
 """How Sphinx builds the pages."""
 
 import importlib.metadata
+import inspect
 import json
 import os
 import pathlib
 import re
 import sys
 import urllib.request
+
+from sphinx.application import Sphinx
 
 from autograd_hacks.rules import RULES
 
@@ -46,7 +49,8 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "image_srcset": ["2x"],
 }
-os.environ["DEMO_OUTPUT"] = str(pathlib.Path(__file__).parent / "_build" / "demo-output")
+# The pages keep the examples' pictures, and have no use for their progress.
+os.environ |= {"DEMO_IN_GALLERY": "1", "TQDM_DISABLE": "1"}
 maximum_signature_line_length = 78
 python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
@@ -91,9 +95,28 @@ def write_benchmark() -> None:
         for task, own in charts.items():
             for name, picture in own.items():
                 report.chart(data, task, name, here / picture)
-                report.chart(data, task, name, here / report.dark(picture), dark=True)
+                report.chart(data, task, name, here / report.dark(picture), report.DARK)
         pages.append(report.page(data, charts))
     (here / "_generated" / "benchmark.rst").write_text("\n".join(pages))
+
+
+def parameters(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Makes a list of what a docstring says of parameters: "rate, damping: both > 0    steps: how many"."""
+    try:
+        known = set(inspect.signature(thing).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return
+    written, within = [], False
+    for line in (part for line in lines for part in re.split(r" {3,}(?=\w[\w, ]*: )", line)):
+        names, colon, says = line.partition(": ")
+        if colon and set(names.split(", ")) <= known:
+            written += [] if within else [""]
+            written.append(f":param {names.replace(' ', '')}: {says}")
+            within = True
+        else:
+            within = within and bool(line)
+            written.append(f"    {line}" if within else line)
+    lines[:] = written
 
 
 def inventories() -> dict[str, tuple[str, str]]:
@@ -116,3 +139,7 @@ def inventories() -> dict[str, tuple[str, str]]:
 write_support_table()
 write_benchmark()
 intersphinx_mapping = inventories()
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", parameters)

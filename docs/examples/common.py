@@ -35,8 +35,7 @@ def positive(text: str) -> int:
 def command_line(description: str, **numbers: tuple[int, str]) -> argparse.ArgumentParser:
     """numbers: {option: (default, what it says)}, each at least 1"""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    folder = Path(os.environ.get("DEMO_OUTPUT", "demo-output"))
-    parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="where the picture goes")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
     for name, (default, says) in numbers.items():
         parser.add_argument("--" + name.replace("_", "-"), type=positive, default=default, metavar="N", help=says)
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
@@ -44,7 +43,9 @@ def command_line(description: str, **numbers: tuple[int, str]) -> argparse.Argum
 
 
 def save(figure: Figure, options: argparse.Namespace, name: str) -> None:
-    """Writes the picture, and says where."""
+    """Writes the picture, and says where; in the gallery, which keeps it by itself, nothing."""
+    if "DEMO_IN_GALLERY" in os.environ:
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.output / name, dpi=110)
     print(f"\nthe picture: {options.output / name}")
