@@ -253,7 +253,7 @@ def figures(data: Data, task: str, workload: str, aims: list[Aim]) -> list[str]:
 
 
 def chart(data: Data, task: str, workload: str, path: Path, ink: str = LIGHT, ground: str = "none") -> None:
-    """A picture of one workload's bars, in plain steps, the aims marked.  ink: of what is written, on light pages or dark ones"""
+    """A picture of one workload's bars, in plain steps, the aims marked.  ink: LIGHT or DARK, as the page is"""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

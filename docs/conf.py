@@ -103,11 +103,11 @@ def write_benchmark() -> None:
 def parameters(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
     """Makes a list of what a docstring says of parameters: "rate, damping: both > 0    steps: how many"."""
     try:
-        known = set(inspect.signature(thing).parameters)  # type: ignore[arg-type]
+        known = set(inspect.signature(thing).parameters)
     except (TypeError, ValueError):
         return
     written, within = [], False
-    for line in (part for line in lines for part in re.split(r" {3,}(?=\w[\w, ]*: )", line)):
+    for line in re.split(r"\n| {3,}(?=\w[\w, ]*: )", "\n".join(lines)):
         names, colon, says = line.partition(": ")
         if colon and set(names.split(", ")) <= known:
             written += [] if within else [""]
