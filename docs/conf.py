@@ -9,6 +9,7 @@ import re
 import sys
 import urllib.request
 
+import torch
 from sphinx.application import Sphinx
 
 from autograd_hacks.rules import RULES
@@ -114,6 +115,9 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
             written.append(f":param {names.replace(' ', '')}: {says}")
             within = True
         else:
+            if within and re.match("Raises |Returns |Source: ", line):
+                written.append("")
+                within = False
             within = within and bool(line)
             written.append(f"    {line}" if within else line)
     lines[:] = written
@@ -136,6 +140,7 @@ def inventories() -> dict[str, tuple[str, str]]:
     return found
 
 
+torch.nn.Module.__module__ = "torch.nn"  # the name that torch's pages have it by
 write_support_table()
 write_benchmark()
 intersphinx_mapping = inventories()
