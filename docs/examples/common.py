@@ -18,6 +18,8 @@ except ImportError as missing:
     print(f"the demo needs {missing.name}: pip install 'autograd-hacks[demo]'", file=sys.stderr)
     sys.exit(2)
 
+torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+
 
 def handwritten_digits() -> tuple[Tensor, Tensor]:
     """scikit-learn's 1,797 images, N 1 8 8, from 0 to 1; and their labels, N."""
