@@ -50,8 +50,7 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "image_srcset": ["2x"],
 }
-# The pages keep the examples' pictures, and have no use for their progress.
-os.environ |= {"DEMO_IN_GALLERY": "1", "TQDM_DISABLE": "1"}
+os.environ["DEMO_IN_GALLERY"] = "1"  # the pages keep the examples' pictures
 maximum_signature_line_length = 78
 python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
