@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autograd_hacks.errors import NotReduced, ParamGradSkipped, ShardedParameters, where
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
@@ -115,23 +116,37 @@ def _over_devices(what: str) -> str:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises ShardedParameters where processes hold parts of parameters that train."""
+    """Raises ShardedParameters where FSDP holds parameters that train, and hands layers others in their place."""
     if not _has_processes():
         return
-    tensors = sys.modules.get("torch.distributed.tensor")  # which takes a second to import, and has been where there are any
-    kind = () if tensors is None else tensors.DTensor
-    for module in modules_of(model):
-        # While its forward runs, FSDP has put whole parameters in the place of the parts.
-        is_managed = "_is_fsdp_managed_module" in vars(module)
-        parts = {id(p) for p in module._parameters.values() if p is not None and (is_managed or isinstance(p, kind))}
-        names = [name for name, p in (model.named_parameters() if parts else ()) if id(p) in parts and p.requires_grad]
-        if names:
-            raise ShardedParameters(
-                f"processes hold parts of {', '.join(names)} (FSDP, fully_shard, tensor parallelism: parameters that are "
-                "DTensors). What layers compute with are other tensors, so that rows would be missing, or be of a part: "
-                "sharded parameters are not supported yet. Keep whole ones on each process (DistributedDataParallel), or "
-                "freeze them: requires_grad_(False)."
-            )
+    old, new = _sharded(model)
+    if old:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(old)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers end to "
+            "end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
+            "torch.distributed.fsdp.fully_shard instead; or keep whole ones on each process (DistributedDataParallel)."
+        )
+    if new:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(new)} (fully_shard). What layers compute with are other tensors, so that "
+            "rows would be missing: they are not supported yet. Keep whole ones on each process (DistributedDataParallel), "
+            "or freeze them: requires_grad_(False)."
+        )
+
+
+def _sharded(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The parameters that train and that FullyShardedDataParallel has cut, and those that fully_shard has, by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a second to import, and has been where there is any
+    if fsdp is None:
+        return [], []
+    modules, old, new = modules_of(model), set[int](), set[int]()
+    for module in modules:
+        if "_is_fsdp_managed_module" in vars(module):  # its whole ones, while its forward runs
+            old |= {id(p) for p in module._parameters.values() if p is not None}
+        elif isinstance(module, fsdp.FSDPModule):
+            new |= {id(p) for p in module.parameters() if is_part(p)}
+    named = [(name, id(p)) for name, p in (model.named_parameters() if old or new else ()) if p.requires_grad]
+    return [name for name, key in named if key in old], [name for name, key in named if key in new]
 
 
 def check_one_process(model: nn.Module) -> None:

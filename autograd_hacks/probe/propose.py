@@ -15,6 +15,7 @@ from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.locate import ReadDecision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.trace import Noise, Trace, Tracer
+from autograd_hacks.support.parts import part_of
 
 _ROUNDS = 6
 """How often a model is traced anew, at the most, for meetings that the traces before have shown."""
@@ -89,7 +90,7 @@ class Proposal:
         model can't run with it."""
         for scale in NOISE if opened else ():
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
-            noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p) for n, p in like.items()}
+            noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(part_of(p)) for n, p in like.items()}
             try:
                 whole = self.trace(follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)

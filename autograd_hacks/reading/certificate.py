@@ -14,6 +14,7 @@ from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
 from autograd_hacks.probe.plan import EXPAND, HOOKS
+from autograd_hacks.support.parts import part_of, settled
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -50,7 +51,7 @@ def check_sum(
         if not lazily:
             source.prepare()  # the rows, which are wanted anyway, and which the sum is taken of then
     scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded in passes]
-    expected, *others = [recorded.arrived[known].to_dense() * scale for recorded, scale in zip(passes, scales)]
+    expected, *others = [settled(recorded.arrived[known]).to_dense() * scale for recorded, scale in zip(passes, scales)]
     for other in others:
         expected = expected + other
     # Under autocast the gradient that arrived was computed in its precision.
@@ -106,7 +107,7 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
         largest = max(
             [
                 1.0,
-                *(float(x.abs().max()) for x in call.args if isinstance(x, Tensor) and x.numel() and x.is_floating_point()),
+                *(float(part_of(x).abs().max()) for x in call.args if isinstance(x, Tensor) and part_of(x).numel() and x.is_floating_point()),
             ]
         )
         length += scale * torch.finfo(grads.first.dtype).tiny * largest * grads.first.numel() ** 0.5
@@ -116,7 +117,7 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
 def _centred(call: RecordedCall) -> float:
     """How many times longer a norm's input is than what it normalises, divided by the same; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
-    if not isinstance(x, Tensor) or not x.numel():
+    if not isinstance(x, Tensor) or not (x := part_of(x)).numel():
         return 1.0
     if isinstance(layer, nn.LayerNorm):
         groups = x.reshape(-1, prod(layer.normalized_shape))

@@ -22,6 +22,7 @@ from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.propose import NOISE
+from autograd_hacks.support.parts import cut_as, part_of, settled
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -85,7 +86,7 @@ class Trial:
             for name in zeros:
                 p = self.parameters[name]
                 noise = torch.randn(p.shape, generator=self.draws, device="cpu")
-                p.data = (NOISE[0] * noise).to(p)  # which `untouched` takes back
+                part_of(p).data = part_of(cut_as((NOISE[0] * noise).to(part_of(p)), p))  # which `untouched` takes back
             yield
 
     def run(self, arguments: Arguments | None = None) -> None:
@@ -118,7 +119,7 @@ class Trial:
         """G: a random gradient for each of some outputs."""
         outputs = {slot: self.outputs[slot] for slot in slots}
         draw = {slot: torch.randn(x.shape, generator=self.draws, device="cpu") for slot, x in outputs.items()}
-        return {slot: g.to(outputs[slot]) for slot, g in draw.items()}
+        return {slot: g.to(part_of(outputs[slot])) for slot, g in draw.items()}
 
     def pull(
         self, places: Mapping[int, Layout], given: Mapping[int, Tensor], w: Tensor, free: bool = False
@@ -129,10 +130,11 @@ class Trial:
         """
         names = [*self.parameters, *(f"#{number}" for number in self.inputs)]
         ends = [*self.parameters.values(), *self.inputs.values()]
-        grads = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
         roots = [self.outputs[slot] for slot in places]
+        weighted = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
+        grads = [cut_as(g, root) for g, root in zip(weighted, roots)]
         found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
-        return {name: grad.detach().to_dense() for name, grad in zip(names, found) if grad is not None}
+        return {name: settled(grad).detach().to_dense() for name, grad in zip(names, found) if grad is not None}
 
     def gradients_of(self, slot: int) -> Grads:
         """What a backward pass from a scalar output brings to calls."""
@@ -150,7 +152,7 @@ class Trial:
             for slot, grad in enumerate(grads.at):
                 if grad is not None:
                     number = counts[call.path, slot] = counts.get((call.path, slot), -1) + 1
-                    found[call.path, number, slot] = call, grad
+                    found[call.path, number, slot] = call, settled(grad)
         return found
 
     def listening(self, note: Note) -> AbstractContextManager[None]:
@@ -165,7 +167,7 @@ def listening(backward: Backward, note: Note) -> Iterator[None]:
     def hear(call: RecordedCall, slot: int, grad: Tensor | None) -> None:
         if grad is not None:
             seen = counts.setdefault((call.path, slot), {})
-            note((call.path, seen.setdefault(id(call), len(seen)), slot), call, grad)
+            note((call.path, seen.setdefault(id(call), len(seen)), slot), call, settled(grad))
 
     with restored(lambda: setattr(backward, "listener", None)):
         backward.listener = hear

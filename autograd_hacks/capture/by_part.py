@@ -1,0 +1,91 @@
+"""The way to the rows of layers whose parameters are cut over processes: of this process's part, as its rule says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.calls import OutputGrads, RecordedCall
+from autograd_hacks.capture.ways import ByRule
+from autograd_hacks.errors import ShardedParameters, where
+from autograd_hacks.forms import Dense, Form
+from autograd_hacks.probe.layout import Layout
+from autograd_hacks.rules.rule import Rule
+from autograd_hacks.support.parts import is_part, settled
+from autograd_hacks.support.trees import map_tensors
+
+CUT = (nn.Linear, nn.Embedding)
+"""Layers whose rule is right for a part of their parameters, given the part of x and g that belongs to it."""
+
+
+class ByPart(ByRule):
+    """By the rule of the layer, on what this process holds.
+
+    Let a parameter be cut over a mesh.  Where it is cut, the rule gives that part of its rows.  Where processes have it
+    alike and the gradient at the output is cut, along a sequence say, each has rows of its own positions, which add up.
+    """
+
+    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+        own = OutputGrads([None if g is None else settled(g) for g in grads.at], grads.versions, grads.reached)
+        args, kwargs = map_tensors(settled, call.args), map_tensors(settled, dict(call.kwargs))
+        forms = dict(super().forms(replace(call, args=args, kwargs=kwargs), own))
+        summed = [name for name in forms if _adds_up(call, call.edges[name].parameter, grads.first)]
+        return forms | _added({name: forms[name] for name in summed}, grads.first)
+
+
+BY_PART = ByPart()
+
+
+def _adds_up(call: RecordedCall, parameter: Tensor, g: Tensor) -> bool:
+    """Whether processes that have a parameter alike have rows of different positions."""
+    if not is_part(parameter) or not is_part(g):
+        return False
+    mesh: Any = parameter
+    other: Any = g
+    if mesh.device_mesh != other.device_mesh:
+        raise ShardedParameters(
+            f"a parameter of {where(call.path, call.layer)} is cut over {mesh.device_mesh}, and the gradient at the layer's "
+            f"output over {other.device_mesh}. Rows can be put together over one mesh alone."
+        )
+    return any(own.is_replicate() and out.is_shard() for own, out in zip(mesh.placements, other.placements))
+
+
+def _added(forms: Mapping[str, Form], g: Tensor) -> dict[str, Form]:
+    """Rows added up over the processes among which a gradient is cut, at once for all of a layer's parameters."""
+    if not forms:
+        return {}
+    rows = [form.dense().flatten(1) for form in forms.values()]
+    total = torch.cat(rows, 1)
+    cut: Any = g
+    for axis, place in enumerate(cut.placements):
+        if place.is_shard():
+            dist.all_reduce(total, group=cut.device_mesh.get_group(axis))
+    parts = total.split([x.shape[1] for x in rows], 1)
+    return {name: Dense(part.reshape(len(part), *form.shape)) for (name, form), part in zip(forms.items(), parts)}
+
+
+def check_cut(
+    path: str, layer: nn.Module, rule: Rule, parameters: Mapping[str, Tensor], outputs: Sequence[Tensor], at: Layout | None
+) -> None:
+    """Raises ShardedParameters for a layer whose parts give no rows.  at: where the samples are in its first output"""
+    places: list[Any] = [p for p in parameters.values() if is_part(p)]
+    if rule.recomputes or (not isinstance(layer, CUT) and any(x.is_shard() for p in places for x in p.placements)):
+        raise ShardedParameters(
+            f"{where(path, layer)} has parameters that are cut over processes ({', '.join(parameters)}), and there are no "
+            "per-sample gradients of its parts: Linear and Embedding may be cut (ColwiseParallel, RowwiseParallel), and "
+            "others' parameters be alike on all processes. Leave this layer whole, or freeze it: requires_grad_(False)."
+        )
+    axis = 0 if at is None else at.axis
+    out: Any = next((x for x in outputs if is_part(x)), None)
+    if out is not None and any(place.is_shard(axis) for place in out.placements):
+        raise ShardedParameters(
+            f"the output of {where(path, layer)}, of shape {tuple(out.shape)}, is cut along axis {axis}, where the samples "
+            "are, so that each process has the rows of some. Give each process a tensor of its own samples, and use "
+            "DistributedDataParallel or fully_shard; over what cuts layers all processes have the same batch."
+        )
