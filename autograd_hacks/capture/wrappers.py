@@ -122,8 +122,8 @@ def check_unsharded(model: nn.Module) -> None:
     old, new = _sharded(model)
     if old:
         raise ShardedParameters(
-            f"processes hold parts of {', '.join(old)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers end to "
-            "end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
+            f"processes hold parts of {', '.join(old)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers end "
+            "to end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
             "torch.distributed.fsdp.fully_shard instead; or keep whole ones on each process (DistributedDataParallel)."
         )
     if new:

@@ -90,7 +90,8 @@ class Proposal:
         model can't run with it."""
         for scale in NOISE if opened else ():
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
-            noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(part_of(p)) for n, p in like.items()}
+            drawn = {name: scale * torch.randn(p.shape, generator=self.draws, device="cpu") for name, p in like.items()}
+            noise = {name: x.to(part_of(like[name])) for name, x in drawn.items()}
             try:
                 whole = self.trace(follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)

@@ -14,7 +14,7 @@ from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
 from autograd_hacks.probe.plan import EXPAND, HOOKS
-from autograd_hacks.support.parts import part_of, settled
+from autograd_hacks.support.parts import own_of, part_of
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -51,11 +51,13 @@ def check_sum(
         if not lazily:
             source.prepare()  # the rows, which are wanted anyway, and which the sum is taken of then
     scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded in passes]
-    expected, *others = [settled(recorded.arrived[known]).to_dense() * scale for recorded, scale in zip(passes, scales)]
+    calls = [(call, p.received[call], scale) for p, scale in zip(passes, scales) for call in p.calls_of.get(known, ())]
+    parameter = next(edge.parameter for call, *_ in calls for edge in call.edges.values() if edge.name == known)
+    arrived = [own_of(recorded.arrived[known], parameter) for recorded in passes]
+    expected, *others = [grad.to_dense() * scale for grad, scale in zip(arrived, scales)]
     for other in others:
         expected = expected + other
     # Under autocast the gradient that arrived was computed in its precision.
-    calls = [(call, p.received[call], scale) for p, scale in zip(passes, scales) for call in p.calls_of.get(known, ())]
     used = [call.precision for call, _, _ in calls if call.precision is not None]
 
     def received() -> float:
@@ -104,12 +106,8 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
             length += 10 * scale * grads.length  # in bfloat16 sums of hundreds were off by 40 % of that
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
         # What is too small for the dtype loses its digits, of each term.
-        largest = max(
-            [
-                1.0,
-                *(float(part_of(x).abs().max()) for x in call.args if isinstance(x, Tensor) and part_of(x).numel() and x.is_floating_point()),
-            ]
-        )
+        inputs = [part_of(x) for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
+        largest = max([1.0, *(float(x.abs().max()) for x in inputs if x.numel())])
         length += scale * torch.finfo(grads.first.dtype).tiny * largest * grads.first.numel() ** 0.5
     return length
 

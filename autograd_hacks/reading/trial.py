@@ -22,7 +22,7 @@ from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.propose import NOISE
-from autograd_hacks.support.parts import cut_as, part_of, settled
+from autograd_hacks.support.parts import cut_as, own_of, part_of, settled
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -134,7 +134,8 @@ class Trial:
         weighted = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
         grads = [cut_as(g, root) for g, root in zip(weighted, roots)]
         found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
-        return {name: settled(grad).detach().to_dense() for name, grad in zip(names, found) if grad is not None}
+        arrived = ((name, end, grad) for name, end, grad in zip(names, ends, found) if grad is not None)
+        return {name: own_of(grad.detach(), end).to_dense() for name, end, grad in arrived}
 
     def gradients_of(self, slot: int) -> Grads:
         """What a backward pass from a scalar output brings to calls."""

@@ -11,7 +11,7 @@ from autograd_hacks.forms import Bags, Form, Lookup
 from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
 from autograd_hacks.rules.rule import single_input
-from autograd_hacks.support.parts import first_of, part_of
+from autograd_hacks.support.parts import Cut, part_of
 
 
 @single_input
@@ -22,7 +22,7 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     own = part_of(layer.weight).shape
     if own[0] == len(layer.weight):
         return {"weight": lookup(index, g, own, layer.padding_idx)}
-    index, first = index.long(), first_of(layer.weight)  # of the entries that this process holds
+    index, first = index.long(), Cut.of(layer.weight).start(0)  # of the entries that this process holds
     outside = (index < first) | (index >= first + own[0])
     if layer.padding_idx is not None:
         outside |= index == layer.padding_idx

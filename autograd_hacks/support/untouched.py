@@ -116,9 +116,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
             replace(part._buffers, tensors)
             if any(part._parameters.get(name) is not p for name, p in slots.items()):
                 replace(part._parameters, slots)
-        for p, part, data, grad, asks in parameters:
-            if part.data_ptr() != data.data_ptr():
-                part.data = data
+        for p, held, data, grad, asks in parameters:
+            if held.data_ptr() != data.data_ptr():
+                held.data = data
             p.grad = grad
             if p.requires_grad != asks:
                 p.requires_grad_(asks)

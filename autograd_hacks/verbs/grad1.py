@@ -11,6 +11,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.untouched import without_autocast
 
@@ -57,7 +58,7 @@ def compute_grad1(
             vars(parameter).pop("grad1", None)
         raise
     for name, total in totals.items():
-        parameters[name].grad = total
+        parameters[name].grad = None if total is None else joined(total, parameters[name])
     for segment in recorder.record.segments if set_grad and not recorder.param_grad.wanted else ():
         segment.replaced = True
 
@@ -79,11 +80,12 @@ def _set(name: str, parameter: Tensor, trains: bool, form: Form | None, pool: Po
     if form is not None and form.writes_in_place:
         pool.give_back(key, own.pop("grad1", None))
         # A tensor of its own, not a view, to be used again.
-        out = pool.take(key, (form.samples, *form.shape), parameter)
+        out = pool.take(key, (form.samples, *form.shape), part_of(parameter))
     own.pop("grad1", None)  # the old rows make room before the new ones come
     if not trains:
         return None
-    rows = own["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
+    rows = None if form is None else form.dense(out).to(parameter.dtype)
+    own["grad1"] = None if rows is None else joined(rows, parameter)
     return rows
 
 

@@ -13,15 +13,17 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.distributed.cut import cuts_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, Zero, group
+from autograd_hacks.forms import BUDGET, Form, Zero, group
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import Hinting
+from autograd_hacks.support.parts import Cut, part_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, unwrapped
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of
 from autograd_hacks.verbs.matvec import Curvature
-from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
+from autograd_hacks.verbs.rounds import by_rows, second_moments
 
 
 def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> PerSampleGrads:
@@ -35,10 +37,12 @@ def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: floa
     forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
     samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
-    filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
+    like = {name: part_of(parameters[name]) for name in forms}
+    filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
     record, known = recorder.record, weakref.ref(model)
     hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches)
+    cuts = cuts_of({name: parameters[name] for name in forms})
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches, cuts=cuts)
 
 
 class PerSampleGrads(Hinting, Curvature):
@@ -70,10 +74,11 @@ class PerSampleGrads(Hinting, Curvature):
         hess_type: str | None,
         batches: Sequence[int],
         entries: Sequence[int] = (),
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes = model, Axes(samples, tuple(entries))
+        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), dict(cuts or {})
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -122,7 +127,7 @@ class PerSampleGrads(Hinting, Curvature):
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            return {name: self._axes.placed(form.dense()) for name, form in self.items()}
+            return self._joined({name: self._axes.placed(form.dense()) for name, form in self.items()})
 
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
@@ -132,9 +137,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         with self.reading():
             norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
-            if per_parameter:
-                return {name: self._axes.placed(own) for name, own in norms.items()}
-            return self._axes.placed(joint_norms(list(norms.values()), self._axes.rows))
+            return self._each_norms(norms) if per_parameter else self._joint_norms(norms)
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
@@ -142,10 +145,10 @@ class PerSampleGrads(Hinting, Curvature):
         v: {name: shape} for all parameters, as gradients are
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        check_direction(v, {name: form.shape for name, form in self.items()})
+        check_direction(v, {name: self.shape_of(name) for name in self})
+        v = self._own(v)
         with self.reading():
-            along = summed(self, self._axes.rows, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
-            return self._axes.placed(along)
+            return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -158,7 +161,7 @@ class PerSampleGrads(Hinting, Curvature):
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
             own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
-            return {n: form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype) for n, form in self.items()}
+            return self._joined({n: f.weighted_sum(own[kinds[n]], budget).to(f.like.dtype) for n, f in self.items()})
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
@@ -176,8 +179,8 @@ class PerSampleGrads(Hinting, Curvature):
                 "trained."
             )
         with self.reading(), other.reading():
-            found = (form.gram(other[name], budget) for name, form in self.items())
-            return self._axes.placed(other._axes.placed(added(found, (self._axes.rows, other._axes.rows)), 1))
+            found = self._products(other, (self._axes.rows, other._axes.rows), budget)
+            return self._axes.placed(other._axes.placed(found, 1))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -187,7 +190,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         w = None if w is None else self._by_row(w)
         with self.reading():
-            return second_moments(self, self._axes.rows, w, {}, budget)
+            return self._joined(second_moments(self, self._axes.rows, w, {}, budget))
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
@@ -205,7 +208,7 @@ class PerSampleGrads(Hinting, Curvature):
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
             means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
             found = second_moments(self, self.samples, None, means, budget)
-            return {name: total / (self.samples - 1) for name, total in found.items()}
+            return self._joined({name: total / (self.samples - 1) for name, total in found.items()})
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
@@ -218,10 +221,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         check_dim("project was given dim", dim)
         with self.reading():
-            maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            return self._axes.placed(
-                summed(self, self._axes.rows, lambda name, form: form.project(maps[name], budget), budget, dim)
-            )
+            return self._summed(lambda name, form: form.project(self._map(name, dim, seed), budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -266,7 +266,7 @@ class PerSampleGrads(Hinting, Curvature):
         """The same gradients as other forms, some rows of these say."""
         batches = self.batches if self.hess_type else [samples]
         kept = self.reached, self.loss_type, self._model, self.hess_type
-        made = PerSampleGrads(forms, samples, *kept, batches, self.entries)
+        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self.cuts)
         made._versions = [*self._versions, *made._versions]
         return made
 

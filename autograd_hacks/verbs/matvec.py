@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import BlockTooLarge, NothingRecorded
+from autograd_hacks.errors import BlockTooLarge, NothingRecorded, ShardedParameters
 from autograd_hacks.forms import Form
-from autograd_hacks.verbs.arguments import Axes
+from autograd_hacks.verbs.whole import Whole
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ LIMIT = 2**30
 """Bytes that a block may have, unless told another number."""
 
 
-class Curvature(Mapping[str, Form]):
+class Curvature(Whole):
     """What the rows J of N samples say of curvature: JᵀJ / N.
 
     After an ordinary backward pass a row is the gradient of a sample's loss, and JᵀJ / N the empirical Fisher matrix.  After
@@ -33,7 +33,6 @@ class Curvature(Mapping[str, Form]):
 
     samples: int
     batch: int
-    _axes: Axes
     hess_type: str | None
 
     @abstractmethod
@@ -187,6 +186,11 @@ class Curvature(Mapping[str, Form]):
         return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
 
     def _check_real(self) -> None:
+        if self.cuts:
+            raise ShardedParameters(
+                f"{next(iter(self.cuts))} is a DTensor, of which this process has a part, and curvature is there for whole "
+                "parameters alone. Take gram(), dot(v) and weighted_sum(w), which add up over processes."
+            )
         for name, form in self.items():
             if form.like.is_complex():
                 raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")

@@ -1,0 +1,78 @@
+"""Quantities of parameters that are cut over processes, in tensor parallel: each process has its part's, which add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autograd_hacks.support.parts import Cut, is_part
+
+Groups = tuple[Any, ...]
+"""The process groups over which a parameter is cut, one after the other; none for one that all have alike."""
+
+T = TypeVar("T")
+
+
+def cuts_of(parameters: Mapping[str, Tensor]) -> dict[str, Cut]:
+    """Those that are cut, by name, or held as DTensors that are not.  parameters: as layers see them in a forward"""
+    return {name: Cut.of(p) for name, p in parameters.items() if is_part(p)}
+
+
+def whole_sum(found: Mapping[str, T], cuts: Mapping[str, Cut], add: Callable[[Mapping[str, T]], Tensor]) -> Tensor:
+    """What adds up over parameters, by one sum over the processes that have parts; of what all have alike it counts once.
+
+    found: something of each parameter    add: adds that up over parameters
+    """
+    if not cuts:
+        return add(found)
+    parts = [_over(groups, add(own)) for groups, own in _by_groups(found, cuts).items()]
+    return reduce(lambda total, part: total + part.to(total.device), parts)
+
+
+def whole_norms(norms: Mapping[str, T], cuts: Mapping[str, Cut], join: Callable[[Mapping[str, T]], Tensor]) -> Tensor:
+    """The norms of rows, N: squares add up, in double precision, in which they don't overflow.
+
+    norms: of the parts, of each parameter    join: the norms of several together
+    """
+    if not cuts:
+        return join(norms)
+    kept: list[torch.dtype] = []
+
+    def squared(own: Mapping[str, T]) -> Tensor:
+        joint = join(own)
+        kept.append(joint.dtype)
+        return joint.double().square()
+
+    whole = whole_sum(norms, cuts, squared).sqrt()
+    return whole.to(reduce(torch.promote_types, kept))
+
+
+def each_norms(norms: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+    """The same of each parameter, {name: N}, by one sum for all that are cut in one way."""
+    whole = dict(norms)
+    for groups, own in _by_groups(norms, cuts).items() if cuts else ():
+        if groups:
+            squares = _over(groups, torch.stack([x.double().square() for x in own.values()]))
+            whole |= {name: x.sqrt().to(own[name].dtype) for name, x in zip(own, squares)}
+    return whole
+
+
+def _by_groups(found: Mapping[str, T], cuts: Mapping[str, Cut]) -> dict[Groups, dict[str, T]]:
+    """What there is of parameters by name, apart for each way of being cut, in the same order on all processes."""
+    apart: dict[Groups, dict[str, T]] = {}
+    for name, value in found.items():
+        apart.setdefault(cuts[name].groups if name in cuts else (), {})[name] = value
+    return apart
+
+
+def _over(groups: Groups, part: Tensor) -> Tensor:
+    """The sum of what processes have."""
+    for group in groups:
+        part = part.contiguous()
+        dist.all_reduce(part, group=group)
+    return part
