@@ -1,4 +1,4 @@
-"""Models that tensor parallel cuts over two processes, the same ones whole, and one backward pass per sample through these."""
+"""Models that tensor parallel cuts over two processes, the same whole, and one backward pass per sample through these."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -64,6 +64,23 @@ class Mlp(nn.Module):
         return self.head(self.norm(x + self.scale * self.down(torch.tanh(self.up(x)))))
 
 
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(5), nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 5), nn.RMSNorm(5), nn.Linear(5, CLASSES))
+
+
+def as_dtensors(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """DTensors from the first layer on to the output, which is one; gradients that are sums over processes, half-way."""
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return (DTensor.from_local(args[0], mesh, [Replicate()]),)
+
+    net[0] = distribute_module(net[0], mesh, input_fn=enter)
+    net[4] = distribute_module(net[4], mesh)
+    cut = {"1": ColwiseParallel(use_local_output=False), "3": RowwiseParallel(use_local_output=False)}
+    return parallelize_module(net, mesh, cut | {"5": ColwiseParallel(use_local_output=False)})
+
+
 def mlp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -106,6 +123,7 @@ def sentences() -> tuple[Tensor, Tensor]:
 Cut = Callable[[nn.Module, DeviceMesh], nn.Module]
 WAYS: dict[str, tuple[type[nn.Module], Cut, Callable[[], tuple[Tensor, Tensor]]]] = {
     "mlp": (Mlp, mlp, numbers),
+    "as DTensors": (Chain, as_dtensors, numbers),
     "by heads": (Transformer, by_heads, sentences),
     "along sequences": (Transformer, along_sequences, sentences),
 }
@@ -120,6 +138,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 
 def losses(output: Tensor, y: Tensor) -> Tensor:
+    output = output.full_tensor() if isinstance(output, DTensor) else output
     each = F.cross_entropy(output.movedim(-1, 1), y, reduction="none")
     return each.flatten(1).sum(1) if each.ndim > 1 else each
 

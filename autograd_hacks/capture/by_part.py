@@ -16,9 +16,11 @@ from autograd_hacks.capture.ways import ByRule
 from autograd_hacks.errors import ShardedParameters, where
 from autograd_hacks.forms import Dense, Form
 from autograd_hacks.probe.layout import Layout
+from autograd_hacks.probe.plan import HOOKS, Plan
 from autograd_hacks.rules.rule import Rule
-from autograd_hacks.support.parts import is_part, settled
-from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.support.parts import is_part, may_have_parts, settled
+from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
 
 CUT = (nn.Linear, nn.Embedding)
 """Layers whose rule is right for a part of their parameters, given the part of x and g that belongs to it."""
@@ -88,4 +90,42 @@ def check_cut(
             f"the output of {where(path, layer)}, of shape {tuple(out.shape)}, is cut along axis {axis}, where the samples "
             "are, so that each process has the rows of some. Give each process a tensor of its own samples, and use "
             "DistributedDataParallel or fully_shard; over what cuts layers all processes have the same batch."
+        )
+
+
+def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
+    """Raises where a forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
+    parameters that would be read by other ways than layers' rules."""
+    if not may_have_parts():
+        return
+    for x in tensors_of(arguments):
+        if is_part(x):
+            raise TypeError(
+                f"a hooked model was given a DTensor of shape {tuple(x.shape)}; expected what each process holds: call "
+                "x.to_local(), and let the first layer's style say how it is cut (input_layouts=...)."
+            )
+    parts = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_part(p)]
+    if parts and mode != HOOKS:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(name for name, _ in parts)}, and add_hooks(mode={mode!r}) needs whole "
+            f"ones. Use mode={HOOKS!r}; losses with derivatives in them have no per-sample gradients in tensor parallel."
+        )
+    ruled = {id(p) for module in (modules_of(model) if parts else ()) if rule_for(module) for p in covered(module).values()}
+    _refuse([name for name, p in parts if id(p) not in ruled])
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """Raises ShardedParameters where a plan has parts of parameters read by other ways than layers' rules."""
+    if may_have_parts():
+        parts = {name for name, p in model.named_parameters() if p.requires_grad and is_part(p)}
+        again = {name for unit in plan.units.values() for name in unit.parameters.values()}
+        _refuse(sorted(parts & (plan.reading.names | again)))
+
+
+def _refuse(names: Sequence[str]) -> None:
+    if names:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(names)}, which no layer's rule covers, or its rule can't tell the samples "
+            "apart: what functions do with DTensors is not followed. Put it into a layer with a rule (Linear, Embedding, "
+            "norms; see register_rule), keep it whole on each process, or freeze it: requires_grad_(False)."
         )

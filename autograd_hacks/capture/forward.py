@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.by_copies import check_alike, module_by_sample
 from autograd_hacks.capture.by_operation import ByExpansion
-from autograd_hacks.capture.by_part import BY_PART, check_cut
+from autograd_hacks.capture.by_part import BY_PART, check_cut, check_plan
 from autograd_hacks.capture.calls import Way
 from autograd_hacks.capture.derived import Entry, turning
 from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
@@ -166,6 +166,7 @@ class Forward(Noting):
     def begin_reads(self, model: nn.Module) -> None:
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
+        check_plan(model, plan)
         if plan.reading.names and self.samples is not None and self.records():
             named, notes = dict(model.named_parameters()), Notes(self._note_read, self._lose_read, self._doubt, self._is_off)
             self.reads.begin(Reads(plan, named, self.samples, notes))

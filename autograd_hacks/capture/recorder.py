@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.by_part import check_forward
 from autograd_hacks.capture.doors import doors_of, watch_doors
 from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
@@ -113,6 +114,7 @@ class Recorder:
         self.reduction.begin(model, self.record.forwards)
         plan = None
         if self.forward.records():
+            check_forward(model, (args, kwargs), self.planner.mode)
             self.record.plan, self.forward.samples = self.planner.static, None
             plan, self.forward.samples = self.planner.plan(model, args, kwargs, current_task() != NO_TASK)
             if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model

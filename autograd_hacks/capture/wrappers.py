@@ -140,11 +140,12 @@ def _sharded(model: nn.Module) -> tuple[list[str], list[str]]:
     if fsdp is None:
         return [], []
     modules, old, new = modules_of(model), set[int](), set[int]()
+    inside = {id(m) for module in modules if isinstance(module, fsdp.FSDPModule) for m in module.modules()}
     for module in modules:
-        if "_is_fsdp_managed_module" in vars(module):  # its whole ones, while its forward runs
-            old |= {id(p) for p in module._parameters.values() if p is not None}
-        elif isinstance(module, fsdp.FSDPModule):
-            new |= {id(p) for p in module.parameters() if is_part(p)}
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if "_is_fsdp_managed_module" in vars(module):  # while its forward runs, whole ones stand in the place of the parts
+            is_new = id(module) in inside or any(map(is_part, parameters))
+            (new if is_new else old).update(map(id, parameters))
     named = [(name, id(p)) for name, p in (model.named_parameters() if old or new else ()) if p.requires_grad]
     return [name for name, key in named if key in old], [name for name, key in named if key in new]
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, BIASES, Factors, averaged, factors_of, joined
+from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.support.display import progress
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 
@@ -134,6 +136,7 @@ class _Accumulator:
         self.shares = kfac_bias == "shared"
         self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
         known = [name for name, p in model.named_parameters() if p.requires_grad]
+        refuse_curvature(any(p.requires_grad and is_part(p) for p in model.parameters()))
         self.names = known if parameters is None else _chosen(model, known, parameters)
         self.batch, self.means = 0, dict[str, Mean | None]()
         self._pool = recorder_of(model).pool

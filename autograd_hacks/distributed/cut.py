@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autograd_hacks.errors import ShardedParameters
 from autograd_hacks.support.parts import Cut, is_part
 
 Groups = tuple[Any, ...]
@@ -21,6 +22,16 @@ T = TypeVar("T")
 def cuts_of(parameters: Mapping[str, Tensor]) -> dict[str, Cut]:
     """Those that are cut, by name, or held as DTensors that are not.  parameters: as layers see them in a forward"""
     return {name: Cut.of(p) for name, p in parameters.items() if is_part(p)}
+
+
+def refuse_curvature(is_cut: bool) -> None:
+    """Raises ShardedParameters where parameters are cut."""
+    if is_cut:
+        raise ShardedParameters(
+            "some parameters are DTensors, of which this process has a part, and curvature is there for whole parameters "
+            "alone. gram(), dot(v) and weighted_sum(w) after an ordinary backward pass, and per_sample_jacobian, add up "
+            "over processes."
+        )
 
 
 def whole_sum(found: Mapping[str, T], cuts: Mapping[str, Cut], add: Callable[[Mapping[str, T]], Tensor]) -> Tensor:

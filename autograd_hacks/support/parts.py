@@ -21,6 +21,11 @@ def is_part(x: Tensor) -> bool:
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
+def may_have_parts() -> bool:
+    """Whether there may be DTensors at all."""
+    return "torch.distributed.tensor" in sys.modules
+
+
 def part_of(x: Tensor) -> Tensor:
     """What this process holds of a tensor, outside of its graph; x itself where it is whole.
 

@@ -83,7 +83,8 @@ def per_sample_jacobian(
             for name, c in chunks[0].items()
         }
         samples, entries = len(first), first.shape[1:]
-        return PerSampleGrads(forms, samples, frozenset(reached), "sum", weakref.ref(model), "Jacobian", [samples], entries)
+        of = weakref.ref(model), "Jacobian", [samples], entries, grads.cuts
+        return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import BlockTooLarge, NothingRecorded, ShardedParameters
+from autograd_hacks.distributed.cut import refuse_curvature
+from autograd_hacks.errors import BlockTooLarge, NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.verbs.whole import Whole
 
@@ -186,11 +187,7 @@ class Curvature(Whole):
         return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
 
     def _check_real(self) -> None:
-        if self.cuts:
-            raise ShardedParameters(
-                f"{next(iter(self.cuts))} is a DTensor, of which this process has a part, and curvature is there for whole "
-                "parameters alone. Take gram(), dot(v) and weighted_sum(w), which add up over processes."
-            )
+        refuse_curvature(bool(self.cuts))
         for name, form in self.items():
             if form.like.is_complex():
                 raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cut_nets import WAYS, losses, made, one_backward_per_sample, whole
+import torch.nn as nn
+from cut_nets import WAYS, Mlp, losses, made, mlp, one_backward_per_sample, whole
 from processes import WORLD, Both, both
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -115,3 +116,128 @@ def steps(way: str, param_grad: bool) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_clipped_steps_equal_those_of_one_process(both: Both, way: str, param_grad: bool) -> None:
     both(steps, way, param_grad)
+
+
+def counted(way: str) -> None:
+    """Norms take one sum over processes, and clipping no other; sequence parallel one more for each norm."""
+    kind, cut, batch = WAYS[way]
+    (x, y), mesh = batch(), dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    net = cut(made(kind), mesh)
+    autograd_hacks.add_hooks(net)
+    sums, reduce = [], dist.all_reduce
+    for _ in range(2):
+        net.zero_grad()
+        losses(net(x), y).mean().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda total, **at: sums.append(total.numel()) or reduce(total, **at))
+            autograd_hacks.clip_grad1_norm_(net, 1.0)
+        of_norms = [len(x) * 16, len(x) * 8, len(x) * 16] if way == "along sequences" else []
+        assert sorted(sums) == sorted([*of_norms, len(x)])
+        sums.clear()
+
+
+@pytest.mark.parametrize("way", ["by heads", "along sequences"])
+def test_norms_take_one_sum_over_processes(both: Both, way: str) -> None:
+    both(counted, way)
+
+
+def hooked_before(param_grad: bool) -> None:
+    (x, y), mesh = WAYS["mlp"][2](), dist.init_device_mesh("cpu", (WORLD,))
+    net, rows = made(Mlp), one_backward_per_sample(made(Mlp), x, y)
+    autograd_hacks.add_hooks(net, param_grad=param_grad)
+    mlp(net, mesh)
+    for _ in range(3):
+        net.zero_grad()
+        losses(net(x), y).mean().backward()
+        autograd_hacks.compute_grad1(net, set_grad=True)
+        for name, p in net.named_parameters():
+            assert_close(whole(p.grad1), rows[name], **NEAR)
+            assert_close(whole(p.grad), rows[name].mean(0), **NEAR)
+        assert_close(autograd_hacks.clip_grad1_norm_(net, 1e9), joint(rows), **NEAR)
+        for name, p in net.named_parameters():
+            assert_close(whole(p.grad), rows[name].mean(0), **NEAR)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_hooks_from_before(both: Both, param_grad: bool) -> None:
+    both(hooked_before, param_grad)
+
+
+def jacobians() -> None:
+    (x, _), mesh = WAYS["mlp"][2](), dist.init_device_mesh("cpu", (WORLD,))
+    one, net = made(Mlp), mlp(made(Mlp), mesh)
+    with autograd_hacks.add_hooks(net):
+        rows = autograd_hacks.per_sample_jacobian(net, net(x))
+    for n in range(2):
+        for entry in range(3):
+            one.zero_grad()
+            one(x[n : n + 1])[0, entry].backward()
+            length = torch.cat([p.grad.flatten() for p in one.parameters()]).norm()
+            assert_close(rows.norms()[n, entry], length, **NEAR)
+            for name, p in one.named_parameters():
+                assert_close(whole(rows.dense()[name])[n, entry], p.grad, **NEAR)
+
+
+def test_rows_of_a_jacobian(both: Both) -> None:
+    both(jacobians)
+
+
+class Scaled(nn.Module):
+    """A parameter that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * (self.scale.sum() if not isinstance(self.scale, DTensor) else self.scale.to_local().sum())
+
+
+def refusals() -> None:
+    (x, y), mesh = WAYS["mlp"][2](), dist.init_device_mesh("cpu", (WORLD,))
+    net = mlp(made(Mlp), mesh)
+    for mode in ("derivatives", "expand"):
+        with autograd_hacks.add_hooks(net, mode=mode), pytest.raises(ShardedParameters, match="hooks"):
+            net(x)
+    with autograd_hacks.add_hooks(net):
+        with pytest.raises(TypeError, match="to_local"):
+            net(DTensor.from_local(x, mesh, [Replicate()]))
+        with pytest.raises(ShardedParameters, match="curvature"):
+            autograd_hacks.backprop_hess(net(x))
+        losses(net(x), y).mean().backward()
+        with pytest.raises(ShardedParameters, match="curvature"):
+            autograd_hacks.compute_hess(net)
+    # Read past rules.
+    for probe in (True, False):
+        net = distribute_module(Scaled(), mesh)
+        net.head = nn.Linear(4, 2)
+        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="scale, which no layer"):
+            net(torch.randn(3, 4))
+    # Cut along the samples.
+    net = distribute_module(nn.Sequential(nn.Linear(5, 3)), mesh, input_fn=_along_samples)
+    for probe in (True, False):
+        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="where the samples are"):
+            net(x)
+    # A layer whose rule is not right for parts.
+    net = distribute_module(nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), mesh, _cut, _enter)
+    for probe in (True, False):
+        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="LayerNorm"):
+            net(x)
+
+
+def _along_samples(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: object) -> tuple[torch.Tensor, ...]:
+    return (DTensor.from_local(args[0], mesh, [Shard(0)]),)
+
+
+def _enter(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: object) -> tuple[torch.Tensor, ...]:
+    return (DTensor.from_local(args[0], mesh, [Replicate()]),)
+
+
+def _cut(_: str, module: nn.Module, mesh: object) -> None:
+    for name, p in module.named_parameters(recurse=False):
+        place = Shard(0) if isinstance(module, nn.LayerNorm) else Replicate()
+        module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [place])))
+
+
+def test_what_parts_give_no_rows_of_is_refused_by_name(both: Both) -> None:
+    both(refusals)
