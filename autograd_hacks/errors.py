@@ -55,6 +55,10 @@ class NotReduced(PerSampleGradientError):
     """``.grad`` would hold what this process's samples give, where DistributedDataParallel reduces it over all processes."""
 
 
+class ProcessesDisagree(PerSampleGradientError):
+    """Processes that work on one batch can't go on together: one has failed, or they have hooked the model differently."""
+
+
 class ShardedParameters(PerSampleGradientError):
     """Processes hold parts of a parameter that trains."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.ways import ByRule
+from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import ShardedParameters, where
 from autograd_hacks.forms import Dense, Form
 from autograd_hacks.probe.layout import Layout
@@ -104,7 +105,9 @@ def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
                 f"a hooked model was given a DTensor of shape {tuple(x.shape)}; expected what each process holds: call "
                 "x.to_local(), and let the first layer's style say how it is cut (input_layouts=...)."
             )
-    parts = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_part(p)]
+    others = {id(p) for part in gathering(model) for p in part.parameters()}  # whose stand-ins are known later
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in others)
+    parts = [(name, p) for name, p in trained if is_part(p)]
     if parts and mode != HOOKS:
         raise ShardedParameters(
             f"processes hold parts of {', '.join(name for name, _ in parts)}, and add_hooks(mode={mode!r}) needs whole "
@@ -114,10 +117,13 @@ def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
     _refuse([name for name, p in parts if id(p) not in ruled])
 
 
-def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raises ShardedParameters where a plan has parts of parameters read by other ways than layers' rules."""
+def check_plan(parameters: Mapping[str, Tensor], plan: Plan) -> None:
+    """Raises ShardedParameters where a plan has parts of parameters read by other ways than layers' rules.
+
+    parameters: as layers see them
+    """
     if may_have_parts():
-        parts = {name for name, p in model.named_parameters() if p.requires_grad and is_part(p)}
+        parts = {name for name, p in parameters.items() if p.requires_grad and is_part(p)}
         again = {name for unit in plan.units.values() for name in unit.parameters.values()}
         _refuse(sorted(parts & (plan.reading.names | again)))
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.attached import Guard, Hook, drop, guard, own_hooks
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.wrappers import check_hookable, check_one_process
+from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import EXPAND, HOOKS, MODES, Plan
@@ -59,9 +59,9 @@ def add_hooks(
     model (deepcopy, pickle) have no hooks.
 
     Raises ValueError for another mode, and for 'expand' without a probe; TypeError where ``model`` is no module, or a
-    scripted, compiled or DataParallel one; and ParamGradSkipped for ``param_grad=False`` with DistributedDataParallel or
-    FSDP; so does ``torch.autograd.grad`` with respect to parameters then.  The model's forward then raises ValueError for a
-    tree of axes that doesn't fit its arguments, ProbeFailed where it can't run the probe, and ShardedParameters.
+    scripted, compiled or DataParallel one.  With ``param_grad=False`` ``torch.autograd.grad`` with respect to parameters
+    raises ParamGradSkipped.  The model's forward then raises ValueError for a tree of axes that doesn't fit its arguments,
+    ProbeFailed where it can't run the probe, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
@@ -75,8 +75,6 @@ def add_hooks(
             'add_hooks(mode="expand", probe=False): each read gets a copy of the weights for each sample, and the probe '
             "finds where the samples are there. Leave probe out."
         )
-    if not param_grad:
-        check_one_process(model)
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
     before = (recorder.planner, recorder.param_grad.wanted, recorder.pool.reuse) if known is not None else None
@@ -215,11 +213,13 @@ class Hooked:
 
 
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    plan = recorder.begin(model, args, kwargs)
-    if plan is not None:
-        _hook_units(recorder, model, plan)
-        _hook_frames(recorder, model, plan)
-        recorder.prove_plan(model, args, kwargs)
+    known = recorder.begin(model, args, kwargs)
+    if known is not None:
+        with recorder.together(model, recorder, known):
+            plan = recorder.take_plan(model, known, args, kwargs)
+            _hook_units(recorder, model, plan)
+            _hook_frames(recorder, model, plan)
+            recorder.prove_plan(model, args, kwargs)
         recorder.forward.begin_unit(path, model, args, kwargs)
         recorder.forward.begin_reads(model)
         recorder.forward.begin_frame(path, model, args, kwargs)

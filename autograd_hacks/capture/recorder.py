@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.wrappers import Reduction, check_unwrapped, counts_passes
+from autograd_hacks.capture.wrappers import Reduction, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import HOOKS, Plan
-from autograd_hacks.probe.planner import Planner
+from autograd_hacks.probe.planner import Asked, Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -32,6 +32,13 @@ from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
 """``prove(model, recorder, args, kwargs)`` notes in the running forward's plan what is wrong with it."""
+
+Known = Asked | tuple[Plan, int | None]
+"""What is known as a forward begins: that its plan is to be made, or the plan, and N."""
+
+Together = Callable[[nn.Module, "Recorder", Known], AbstractContextManager[None]]
+"""``together(model, recorder, known)`` is a context in which the plan of a forward is made and proven, by all processes that
+must run it at once."""
 
 
 class Recorder:
@@ -51,6 +58,7 @@ class Recorder:
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
         self._was_proven = False  # whether it was, before the forward that runs
         self.prove: Prove | None = None
+        self.together: Together = lambda model, recorder, known: nullcontext()
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
     def plan_by(self, planner: Planner) -> None:
@@ -98,40 +106,52 @@ class Recorder:
         self.param_grad.end_layer(layer)
         self.forward.leave_maps(layer)
         self.forward.reads.leave_all()
+        self.reduction.release()
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        """The model's forward begins.  Returns its plan, if it is recorded: it is known before anything of it runs."""
+    @property
+    def is_proving(self) -> bool:
+        """Whether the forward that runs is one of a proof."""
+        return self._proven is not None
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """The model's forward begins.  Returns what is known of its plan, if it is recorded."""
         if self._proven is not None:
             self.forward.begin(True)
-            self.record.plan, self.forward.samples = self._proven
-            self.param_grad.skips, self.forward.is_running = False, True
-            return self._proven[0]
+            return self._proven
         if not Switch.on():
-            self.reduction.begin(model, self.record.forwards)
+            self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
             return None
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
         self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
-        self.reduction.begin(model, self.record.forwards)
-        plan = None
-        if self.forward.records():
-            check_forward(model, (args, kwargs), self.planner.mode)
-            self.record.plan, self.forward.samples = self.planner.static, None
-            plan, self.forward.samples = self.planner.plan(model, args, kwargs, current_task() != NO_TASK)
-            if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model
-                self._followed = plan
-                for name, parameter in model.named_parameters():
-                    if parameter in self.record.names:
-                        self.record.names[parameter] = name
-            state = random_state(cuda_devices_of(model))
-            self.record.plan, self.record.arguments = plan, (weakly(args), weakly(kwargs), state)
-            if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
-                self.param_grad.skips = not self.param_grad.wanted
-                # Not before the sum of its rows was once compared with the gradient that arrived.
-                names = self.record.names.values() if self.param_grad.skips else ()
-                awaited = [n for n in names if plan.awaits_derivatives or plan.awaits_sum(n)]
-                self.param_grad.awaited = frozenset(awaited)
-            if self.param_grad.skips:
-                check_unwrapped()
+        self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
+        if not self.forward.records():
+            self.forward.is_running = True
+            return None
+        check_forward(model, (args, kwargs), self.planner.mode)
+        self.record.plan, self.forward.samples = self.planner.static, None
+        return self.planner.look(model, args, kwargs, current_task() != NO_TASK)
+
+    def take_plan(self, model: nn.Module, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Returns the plan of the forward that begins, before anything of it runs."""
+        if self._proven is not None:
+            self.record.plan, self.forward.samples = self._proven
+            self.param_grad.skips, self.forward.is_running = False, True
+            return self._proven[0]
+        plan, samples = self.planner.make(model, args, kwargs, known) if isinstance(known, Asked) else known
+        self.forward.samples = samples
+        if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model
+            self._followed = plan
+            for name, parameter in model.named_parameters():
+                if parameter in self.record.names:
+                    self.record.names[parameter] = name
+        state = random_state(cuda_devices_of(model))
+        self.record.plan, self.record.arguments = plan, (weakly(args), weakly(kwargs), state)
+        if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
+            self.param_grad.skips = not self.param_grad.wanted
+            # Not before the sum of its rows was once compared with the gradient that arrived.
+            names = self.record.names.values() if self.param_grad.skips else ()
+            awaited = [n for n in names if plan.awaits_derivatives or plan.awaits_sum(n)]
+            self.param_grad.awaited = frozenset(awaited)
         self.forward.is_running = True
         return plan
 
@@ -166,6 +186,8 @@ class Recorder:
             return
         self.forward.is_running = False
         self.forward.reads.leave_all()
+        if output is None:
+            self.reduction.release()
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
@@ -153,6 +154,8 @@ class Record:
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
+    gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
+    shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
 
@@ -199,6 +202,10 @@ class Record:
         if len(found) > 1:
             raise ValueError("some of the accumulated losses were means and some were sums; reduce all in one way")
         return found.pop()
+
+    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's parameters by name, as layers see them: whole, where processes hold shards."""
+        return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
         """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put

@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autograd_hacks.errors import NotReduced, ParamGradSkipped, ShardedParameters, where
+from autograd_hacks.errors import NotReduced, ShardedParameters, where
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
@@ -24,29 +25,61 @@ LATEST = 1024
 """How many forwards are remembered, whose gradients are reduced: many more than a record can be of."""
 
 
+_REDUCES, _COUNTED = "require_backward_grad_sync", "_static_graph_delay_allreduce_enqueued"
+
+
 class Reduction:
-    """Of one hooked model: which of its forwards DistributedDataParallel reduces the gradients of."""
+    """Of one hooked model: in which of its forwards DistributedDataParallel runs, and which of these it reduces."""
 
     def __init__(self) -> None:
-        self._forwards: deque[int] = deque(maxlen=LATEST)
+        self._forwards: deque[tuple[int, weakref.ref[DistributedDataParallel]]] = deque(maxlen=LATEST)
         self.reducing: list[weakref.ref[DistributedDataParallel]] = []  # the wrappers that reduce the next pass
         self._task = NO_TASK  # the last pass that has come to parameters since the last forward
+        # The wrappers that leave the running forward's gradients alone, with what they were before.
+        self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
-    def begin(self, model: nn.Module, forward: int) -> None:
-        """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow."""
+    def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
+        """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow.
+
+        param_grad: whether ordinary gradients will come, to be reduced
+        """
         if "_is_replica" in vars(model):
             raise TypeError(_over_devices("this model"))
-        if not (_has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
+        if not (has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
         if Switch.on():
+            self.release()
             check_unsharded(model)
         self.reducing, self._task = [], NO_TASK
-        for wrapper in _reducing(model):
+        for wrapper in _spreading(model):
             # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
             is_counting = wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
-            if wrapper.require_backward_grad_sync:
+            self._forwards += [(forward, weakref.ref(wrapper))] if Switch.on() else []
+            if wrapper.require_backward_grad_sync and Switch.on() and not param_grad:
+                self._hold(wrapper)
+            elif wrapper.require_backward_grad_sync:
                 self.reducing += [] if is_counting else [weakref.ref(wrapper)]
-                self._forwards += [forward] if Switch.on() else []
+
+    def _hold(self, wrapper: DistributedDataParallel) -> None:
+        """Has a wrapper leave the gradients of the forward that runs alone, as within its ``no_sync()``."""
+        after, own = wrapper._post_forward, vars(wrapper)
+        self._held[wrapper] = {name: own[name] for name in (_REDUCES, _COUNTED) if name in own}
+        own.update(dict.fromkeys(self._held[wrapper], False) | ({_COUNTED: True} if _COUNTED in own else {}))
+
+        def end(output: Any) -> Any:
+            try:
+                return after(output)
+            finally:
+                self.release()
+
+        vars(wrapper)["_post_forward"] = end  # after which nothing of the forward asks whether to reduce
+
+    def release(self) -> None:
+        """Lets wrappers reduce again."""
+        while self._held:
+            wrapper, before = self._held.popitem()
+            vars(wrapper).pop("_post_forward", None)
+            vars(wrapper).update(before | {"require_forward_param_sync": True})
 
     def accumulated(self) -> None:
         """Hears that a gradient has been added to a parameter's.  Raises NotReduced where the pass before this one has been
@@ -63,19 +96,10 @@ class Reduction:
                 "(torch.distributed.all_reduce)."
             )
 
-    def check_local(self, recorded: Iterable[Collection[int]], what: str) -> None:
-        """Raises NotReduced where other processes' gradients belong into ``.grad``.
-
-        recorded: the numbers of forwards    what: sets ``.grad`` from what they have left, for people
-        """
-        if any(forward in forwards for forwards in recorded for forward in self._forwards):
-            raise NotReduced(
-                f"{what} puts into .grad what this process's samples give, after a forward pass whose gradients "
-                "DistributedDataParallel reduces over all processes: replicas would drift apart. Run the forward and the "
-                "backward pass within ddp.no_sync(), and reduce .grad yourself afterwards: for each parameter "
-                "torch.distributed.all_reduce(p.grad), then p.grad /= torch.distributed.get_world_size() where the loss is "
-                "a mean and every process has as many samples."
-            )
+    def wrapper_of(self, forwards: Collection[int]) -> DistributedDataParallel | None:
+        """The wrapper that some forwards ran in, by their numbers."""
+        found = (reference() for number, reference in self._forwards if number in forwards)
+        return next((wrapper for wrapper in found if wrapper is not None), None)
 
 
 def _has_reduced(wrapper: DistributedDataParallel) -> bool:
@@ -87,7 +111,7 @@ def _has_reduced(wrapper: DistributedDataParallel) -> bool:
     return True
 
 
-def _reducing(model: nn.Module) -> Iterator[DistributedDataParallel]:
+def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
     """The wrappers over several processes that the model runs in, or that it consists of."""
     for module in (_active(), *modules_of(model)):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
@@ -116,65 +140,36 @@ def _over_devices(what: str) -> str:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises ShardedParameters where FSDP holds parameters that train, and hands layers others in their place."""
-    if not _has_processes():
+    """Raises ShardedParameters where FullyShardedDataParallel holds parameters that train, or ``fully_shard`` does and was
+    called on a model that this one is a part of."""
+    if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
         return
-    old, new = _sharded(model)
-    if old:
-        raise ShardedParameters(
-            f"processes hold parts of {', '.join(old)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers end "
-            "to end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
-            "torch.distributed.fsdp.fully_shard instead; or keep whole ones on each process (DistributedDataParallel)."
-        )
-    if new:
-        raise ShardedParameters(
-            f"processes hold parts of {', '.join(new)} (fully_shard). What layers compute with are other tensors, so that "
-            "rows would be missing: they are not supported yet. Keep whole ones on each process (DistributedDataParallel), "
-            "or freeze them: requires_grad_(False)."
-        )
-
-
-def _sharded(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The parameters that train and that FullyShardedDataParallel has cut, and those that fully_shard has, by name."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a second to import, and has been where there is any
-    if fsdp is None:
-        return [], []
-    modules, old, new = modules_of(model), set[int](), set[int]()
-    inside = {id(m) for module in modules if isinstance(module, fsdp.FSDPModule) for m in module.modules()}
-    for module in modules:
-        parameters = [p for p in module._parameters.values() if p is not None]
-        if "_is_fsdp_managed_module" in vars(module):  # while its forward runs, whole ones stand in the place of the parts
-            is_new = id(module) in inside or any(map(is_part, parameters))
-            (new if is_new else old).update(map(id, parameters))
+    gathered = {id(module) for part in gathering(model) for module in part.modules()}
+    old, new = set[int](), set[int]()
+    for module in modules_of(model):
+        if "_is_fsdp_managed_module" in vars(module) and id(module) not in gathered:
+            own = [p for p in module._parameters.values() if p is not None]  # whole ones, while its forward runs
+            (new if any(map(is_part, own)) else old).update(map(id, own))
     named = [(name, id(p)) for name, p in (model.named_parameters() if old or new else ()) if p.requires_grad]
-    return [name for name, key in named if key in old], [name for name, key in named if key in new]
+    if names := [name for name, key in named if key in old]:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(names)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers "
+            "end to end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
+            "torch.distributed.fsdp.fully_shard instead, and hook the model that it was called on last; or keep whole ones "
+            "on each process (DistributedDataParallel)."
+        )
+    if names := [name for name, key in named if key in new]:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(names)}, which fully_shard has cut in a model that this is a part of, so "
+            "that rows would be missing. Hook the model that fully_shard was called on last; or freeze them: "
+            "requires_grad_(False)."
+        )
 
 
-def check_one_process(model: nn.Module) -> None:
-    """Raises ParamGradSkipped for a model whose gradients a wrapper reduces over processes, as they arrive."""
-    wrappers: list[type] = [DistributedDataParallel]
-    if dist.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        wrappers += [FullyShardedDataParallel, FSDPModule]
-    for module in model.modules():
-        if isinstance(module, tuple(wrappers)):
-            raise _drifts(type(module))
-
-
-def check_unwrapped() -> None:
-    """Raises ParamGradSkipped inside the forward of DistributedDataParallel, whatever model runs in it."""
-    active = _active()
-    if active is not None:
-        raise _drifts(type(active))
-
-
-def _drifts(wrapper: type) -> ParamGradSkipped:
-    return ParamGradSkipped(
-        f"the model was hooked by add_hooks(param_grad=False) and is wrapped in {wrapper.__name__}, which reduces "
-        "ordinary gradients over processes when they arrive; here none do, so that replicas would drift apart. Use "
-        "param_grad=True."
-    )
+def gathering(model: nn.Module) -> list[Any]:
+    """The modules on which ``fully_shard`` was called (``FSDPModule``), which gather whole parameters as they run."""
+    sharded = sys.modules.get("torch.distributed.fsdp") if has_processes() else None
+    return [] if sharded is None else [module for module in modules_of(model) if isinstance(module, sharded.FSDPModule)]
 
 
 def _active() -> DistributedDataParallel | None:
@@ -189,5 +184,5 @@ def counts_passes() -> bool:
     return active is not None and active.static_graph
 
 
-def _has_processes() -> bool:
+def has_processes() -> bool:
     return dist.is_available() and dist.is_initialized()

@@ -15,8 +15,9 @@ from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.parts import is_part
-from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
+from autograd_hacks.verbs.per_sample import per_sample_grads
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}
 """What parameters get, by kind."""

@@ -24,6 +24,17 @@ def cuts_of(parameters: Mapping[str, Tensor]) -> dict[str, Cut]:
     return {name: Cut.of(p) for name, p in parameters.items() if is_part(p)}
 
 
+def over_samples(mesh: Any, seen: Tensor) -> Any:
+    """The mesh over which samples are spread: a parameter's without the axes over which layers have parts of it.
+
+    seen: what layers have in its place
+    """
+    if not is_part(seen):
+        return mesh
+    within = Cut.of(seen).mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name not in within)]
+
+
 def refuse_curvature(is_cut: bool) -> None:
     """Raises ShardedParameters where parameters are cut."""
     if is_cut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn as nn
@@ -96,6 +96,16 @@ UNPLACED = (
 )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A forward whose plan is to be made."""
+
+    signature: object
+    batch: Batch
+    axis: int | None  # of the samples in the arguments
+    samples: int
+
+
 class Planner:
     """The plans of one hooked model, by signature.
 
@@ -113,6 +123,8 @@ class Planner:
         self.doubts = False  # whether the next forward is traced anew, whatever is known
         self._seed = 0  # others are replaced each time
         self.make_room: Callable[[], None] = lambda: None  # before traces, which need memory
+        # agree(signature, plan, samples): the plan that all processes take
+        self.agree: Callable[[object, Plan, int], Plan] = lambda signature, plan, samples: plan
 
     def plan(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False
@@ -121,6 +133,13 @@ class Planner:
 
         again: whether checkpointing runs a forward that has been before
         """
+        known = self.look(model, args, kwargs, again)
+        return self.make(model, args, kwargs, known) if isinstance(known, Asked) else known
+
+    def look(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False
+    ) -> Asked | tuple[Plan, int | None]:
+        """What `plan` returns, or what `make` needs to know where a plan is to be made."""
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Plan(
                 self.mode, units=self.static.units, refused=dict.fromkeys((n for n, _ in model.named_parameters()), NESTED)
@@ -156,6 +175,11 @@ class Planner:
                 return known, batch.samples(known.axis, known.told_by)
         if not samples or (axis == 0 and self._learnt is None and batch.samples(1) == 0 and _has_time_first(model)):
             return self.static, 0
+        return Asked(signature, batch, axis, samples)
+
+    def make(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> tuple[Plan, int | None]:
+        """Makes a plan that `look` has asked for."""
+        batch, axis, known = asked.batch, asked.axis, self.plans.get(asked.signature)
         batch = batch if known is None else replace(batch, shared=known.shared)
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         self.make_room()
@@ -169,8 +193,8 @@ class Planner:
         if known is not None:
             plan.follow(known)
         plan.shared = batch.without_samples(plan.axis, batch.samples(plan.axis, plan.told_by) or 0)
-        plan.largest = max(plan.largest, samples)
-        self.plans[signature] = plan
+        plan.largest = max(plan.largest, asked.samples)
+        self.plans[asked.signature] = plan = self.agree(asked.signature, plan, asked.samples)
         return plan, batch.samples(plan.axis, plan.told_by)
 
     def _without_probe(self, model: nn.Module) -> Plan:

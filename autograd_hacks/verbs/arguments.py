@@ -1,7 +1,8 @@
 """What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 
 import torch
@@ -12,19 +13,19 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 """What wrappers put into the names of the parameters inside."""
 
 
-def set_grads(model: nn.Module, sums: Mapping[str, Tensor], reached: Collection[str], add: bool = False) -> None:
+def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Collection[str], add: bool = False) -> None:
     """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.
 
     sums: {name: shape}, in memory of their own    reached: the names of those that it reached
     add: whether to add to what is there
     """
     for name, parameter in model.named_parameters():
-        if name in sums:
-            own, before = sums[name].detach().to(parameter.dtype), parameter.grad if add else None
-            if name in reached:
-                parameter.grad = own if before is None else own.add_(before)
-            elif not add:
-                parameter.grad = None
+        total = sums.get(name)
+        if name in reached and total is not None:
+            own, before = total.detach().to(parameter.dtype), parameter.grad if add else None
+            parameter.grad = own if before is None else own.add_(before)
+        elif name in sums and not add:
+            parameter.grad = None
 
 
 def check_dim(what: str, dim: object) -> None:
@@ -89,6 +90,26 @@ class Axes:
         if before not in range(1 + several) or w.shape[before:] != own:
             raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
         return w.movedim(before, -1).flatten(before) if self.entries else w
+
+
+def name_among(key: object, named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> str:
+    """Which of the known parameters is meant.  named: all names of a model's parameters
+
+    Raises KeyError for what is none of a parameter that trains.
+    """
+    wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
+    names = [name for name, p in named if p is wanted]
+    if (first := next((name for name in names if name in known), None)) is not None:
+        return first
+    given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
+    if isinstance(key, Tensor) and not names:
+        given = f"{kind_of(key)}, which is none of the model's parameters"
+    elif isinstance(key, int | slice):
+        given += "; samples are taken by select(index)"
+    last = [name for name in known if isinstance(key, str) and f".{name}".endswith(f".{key}")]
+    close = [*last, *get_close_matches(str(key), [name for name in known if name not in last], 3)]
+    listing = ", ".join(map(repr, close[:5] or list(known)[:5])) + ("" if close or len(known) <= 5 else " ...")
+    raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
 
 
 def kind_of(value: object) -> str:

@@ -9,12 +9,14 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.verbs.arguments import set_grads
-from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.per_sample import grads_of
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
@@ -32,6 +34,7 @@ def clip_grad1_norm_(
     scaler: torch.amp.GradScaler | None = None,
     add: bool = False,
     batch_size: float | None = None,
+    process_group: Where = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean (or sum, as the loss was) of the per-sample gradients, each clipped to a norm.
 
@@ -49,12 +52,13 @@ def clip_grad1_norm_(
     batch_size: what the sum of the clipped gradients is divided by, in place of their number for a mean and of 1 for a sum:
     the number of samples in all micro-batches of a step, or the one expected where samples are drawn at random. A sample
     more or less then changes ``.grad`` by max_norm / batch_size at most
+    process_group: as in `per_sample_grads`. The sum is over the samples of all these processes, and so is their number
 
-    Returns the norms before clipping, N, without the scale.
+    Returns the norms before clipping of this process's samples, N, without the scale.
 
     Raises ValueError for max_norm or batch_size ≤ 0, for another scale, and for ``add`` where ``.grad`` holds the pass's own
-    gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded for a pass that was added already; NotReduced where
-    DistributedDataParallel has reduced ``.grad``; and what `compute_grad1` raises.
+    gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded for a pass that was added already; ProcessesDisagree
+    where another process has failed; and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
@@ -66,12 +70,49 @@ def clip_grad1_norm_(
             raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0")
     _check_scale(scale, scaler)
     recorder = recorder_of(model)
+    spread = spread_of(model, recorder, process_group)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    def own() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
+        return _own(model, recorder, spread, loss_type, error_if_nonfinite, budget, scaler, add)
+
+    def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
+        return [found[0].samples, *(name in found[0].reached for name in names)]
+
+    (grads, written, norms), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
+    weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
+    if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
+        weights = weights.where(norms.isfinite(), torch.nan)
+    if batch_size is not None:
+        weights = weights / batch_size
+    elif grads.loss_type == "mean":
+        weights = weights / max(1, samples)
+    reached = {name for name, count in zip(names, reaching) if count}
+    set_grads(model, grads.weighted_sum(weights, budget // 4), reached, add)
+    for segment in recorder.record.segments:
+        segment.replaced = True
+    for key, rows in written.items():  # for the next step
+        recorder.pool.give_back(key, rows)
+    return norms
+
+
+def _own(
+    model: nn.Module,
+    recorder: Recorder,
+    spread: Spread,
+    loss_type: str | None,
+    error_if_nonfinite: bool,
+    budget: int,
+    scaler: torch.amp.GradScaler | None,
+    add: bool,
+) -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
+    """This process's rows, those that were written out, and their norms without the scale."""
     check_ordinary(recorder.record, "gradient to clip")
-    recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "clip_grad1_norm_")
     check_sets_all(recorder.record, "clip_grad1_norm_")
     if add:
         _check_adds(recorder)
-    grads, written = written_where_it_saves(per_sample_grads(model, loss_type), 3 * budget // 4, recorder.pool)
+    own = grads_of(model, recorder, spread, loss_type)
+    grads, written = written_where_it_saves(own, 3 * budget // 4, recorder.pool)
     norms = grads.norms(budget=budget // 4)
     assert isinstance(norms, Tensor)
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
@@ -80,19 +121,7 @@ def clip_grad1_norm_(
             f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
             "Leave them out of the batch, or clip with error_if_nonfinite=False."
         )
-    weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
-    if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
-        weights = weights.where(norms.isfinite(), torch.nan)
-    if batch_size is not None:
-        weights = weights / batch_size
-    elif grads.loss_type == "mean":
-        weights = weights / max(1, grads.samples)
-    set_grads(model, grads.weighted_sum(weights, budget // 4), grads.reached, add)
-    for segment in recorder.record.segments:
-        segment.replaced = True
-    for key, rows in written.items():  # for the next step
-        recorder.pool.give_back(key, rows)
-    return norms
+    return grads, written, norms
 
 
 def _check_adds(recorder: Recorder) -> None:

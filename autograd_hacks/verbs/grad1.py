@@ -1,10 +1,14 @@
 """The classic face: per-sample gradients written out next to ``param.grad``."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.distributed.spread import Spread, spread_of
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
@@ -14,6 +18,7 @@ from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.untouched import without_autocast
+from autograd_hacks.verbs.arguments import set_grads
 
 
 def compute_grad1(
@@ -28,39 +33,66 @@ def compute_grad1(
 
     loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
     scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
-    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``; without ``scale``
+    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``; without ``scale``;
+    over the samples of all processes that DistributedDataParallel or ``fully_shard`` has spread the batch over
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
     (see `autograd_hacks.errors`), ValueError for another loss_type; and with ``set_grad`` ValueError for a scale, and
-    NotReduced where DistributedDataParallel has reduced ``.grad``.
+    ProcessesDisagree where another process has failed.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
     """
     recorder = recorder_of(model)
-    parameters = dict(model.named_parameters())
-    totals: dict[str, Tensor | None] = {}
+    spread = spread_of(model, recorder, None if set_grad else False)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    def counts(found: dict[str, Form | None]) -> list[int]:
+        return [_samples(found), *(found[name] is not None for name in names)]
+
+    forms, (samples, *reaching) = spread.agreed(
+        lambda: _written(model, recorder, spread, loss_type, scale, set_grad), counts, 1 + len(names)
+    )
+    if not set_grad:
+        return
+    is_mean, parameters = recorder.record.reduction(loss_type) == "mean", dict(model.named_parameters())
+    share = 1 / max(1, samples) if is_mean else 1.0
+    with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
+        reached = {name for name, count in zip(names, reaching) if count}
+        totals = spread.settled((name, _total(forms[name], parameters[name], share)) for name in names if name in reached)
+    set_grads(model, {name: totals.get(name) for name in names}, reached)
+    for segment in recorder.record.segments if not recorder.param_grad.wanted else ():
+        segment.replaced = True
+
+
+def _samples(forms: Mapping[str, Form | None]) -> int:
+    return next((form.samples for form in forms.values() if form), 0)
+
+
+def _written(
+    model: nn.Module,
+    recorder: Recorder,
+    spread: Spread,
+    loss_type: str | None,
+    scaling: float | Tensor,
+    set_grad: bool,
+) -> dict[str, Form | None]:
+    """Sets ``grad1``, and returns the forms that it was made of."""
+    parameters, seen = dict(model.named_parameters()), recorder.record.parameters_of(model)
     try:
         check_ordinary(recorder.record, "grad1")
         if set_grad:
-            _check_unscaled(scale)
-            recorder.reduction.check_local([s.forwards for s in recorder.record.segments], "compute_grad1(set_grad=True)")
+            _check_unscaled(scaling)
             check_sets_all(recorder.record, "compute_grad1(set_grad=True)")
-        forms = read(model, parameters, recorder, loss_type, scale)
-        is_mean = set_grad and recorder.record.reduction(loss_type) == "mean"
-        share = 1 / max(1, next((form.samples for form in forms.values() if form), 1)) if is_mean else 1.0
-        with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
-            for name, parameter in parameters.items():
-                rows = _set(name, parameter, name in forms, forms.get(name), recorder.pool)
-                if set_grad and name in forms:
-                    totals[name] = None if rows is None else _total(forms[name], rows, share)
+        with spread.reading():
+            forms = read(model, seen, recorder, loss_type, scaling)
+            with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
+                for name, parameter in parameters.items():
+                    _set(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
     except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
         for parameter in parameters.values():
             vars(parameter).pop("grad1", None)
         raise
-    for name, total in totals.items():
-        parameters[name].grad = None if total is None else joined(total, parameters[name])
-    for segment in recorder.record.segments if set_grad and not recorder.param_grad.wanted else ():
-        segment.replaced = True
+    return forms
 
 
 def _check_unscaled(scale: float | Tensor) -> None:
@@ -74,23 +106,24 @@ def _check_unscaled(scale: float | Tensor) -> None:
         )
 
 
-def _set(name: str, parameter: Tensor, trains: bool, form: Form | None, pool: Pool) -> Tensor | None:
-    """Writes a parameter's rows, into the memory of the last step's where nobody else holds that, and returns them."""
+def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
+    """Writes a parameter's rows, into the memory of the last step's where nobody else holds that.  like: of their kind"""
     key, own, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
         pool.give_back(key, own.pop("grad1", None))
         # A tensor of its own, not a view, to be used again.
-        out = pool.take(key, (form.samples, *form.shape), part_of(parameter))
+        out = pool.take(key, (form.samples, *form.shape), part_of(like))
     own.pop("grad1", None)  # the old rows make room before the new ones come
-    if not trains:
-        return None
-    rows = None if form is None else form.dense(out).to(parameter.dtype)
-    own["grad1"] = None if rows is None else joined(rows, parameter)
-    return rows
+    if trains:
+        own["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
 
 
-def _total(form: Form | None, rows: Tensor, share: float) -> Tensor:
+def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    if form is not None and form.sums_cheaply:
+    written = vars(parameter)["grad1"]
+    rows: Tensor | None = None if written is None else part_of(written)
+    if form is None or rows is None:  # other processes' samples have some
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    if form.sums_cheaply:
         return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)

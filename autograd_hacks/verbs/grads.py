@@ -5,44 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from math import prod
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.distributed.cut import cuts_of
+from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, Zero, group
-from autograd_hacks.reading.gate import read
+from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting
-from autograd_hacks.support.parts import Cut, part_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
 from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import by_rows, second_moments
-
-
-def per_sample_grads(model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0) -> PerSampleGrads:
-    """The per-sample gradients of the last backward pass, lazily: nothing of size N × P until it is asked for.
-
-    loss_type, scale: as in `compute_grad1`
-
-    Raises what `compute_grad1` raises.
-    """
-    recorder, parameters = recorder_of(model), dict(model.named_parameters())
-    forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
-    samples = next((form.samples for form in forms.values() if form is not None), 0)
-    reached = frozenset(name for name, form in forms.items() if form is not None)
-    like = {name: part_of(parameters[name]) for name in forms}
-    filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
-    record, known = recorder.record, weakref.ref(model)
-    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
-    cuts = cuts_of({name: parameters[name] for name in forms})
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches, cuts=cuts)
 
 
 class PerSampleGrads(Hinting, Curvature):
@@ -74,11 +51,12 @@ class PerSampleGrads(Hinting, Curvature):
         hess_type: str | None,
         batches: Sequence[int],
         entries: Sequence[int] = (),
-        cuts: Mapping[str, Cut] | None = None,
+        spread: Spread | None = None,
     ) -> None:
+        self._spread = Spread({}, None) if spread is None else spread
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), dict(cuts or {})
+        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self._spread.cuts
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -94,19 +72,7 @@ class PerSampleGrads(Hinting, Curvature):
     def _name_of(self, key: object) -> str:
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
-        wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
-        names = [name for name, p in named if p is wanted]
-        if (first := next((name for name in names if name in self._forms), None)) is not None:
-            return first
-        given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
-        if isinstance(key, Tensor) and not names:
-            given = f"{kind_of(key)}, which is none of the model's parameters"
-        elif isinstance(key, int | slice):
-            given += "; samples are taken by select(index)"
-        last = [name for name in self._forms if isinstance(key, str) and f".{name}".endswith(f".{key}")]
-        close = [*last, *get_close_matches(str(key), [name for name in self._forms if name not in last], 3)]
-        listing = ", ".join(map(repr, close[:5] or list(self._forms)[:5])) + ("" if close or len(self) <= 5 else " ...")
-        raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
+        return name_among(key, named, list(self._forms))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)
@@ -156,12 +122,13 @@ class PerSampleGrads(Hinting, Curvature):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        w = self._by_row(w, several=True)
+        w, _ = self._spread.agreed(lambda: self._by_row(w, several=True))
         with self.reading():
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
             own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
-            return self._joined({n: f.weighted_sum(own[kinds[n]], budget).to(f.like.dtype) for n, f in self.items()})
+            sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
+            return self._spread.settled(sums)
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
@@ -190,7 +157,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         w = None if w is None else self._by_row(w)
         with self.reading():
-            return self._joined(second_moments(self, self._axes.rows, w, {}, budget))
+            return self._spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
@@ -202,13 +169,15 @@ class PerSampleGrads(Hinting, Curvature):
                 f"these are the gradients of {self._axes}: the variance of which is "
                 "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
             )
-        if self.samples < 2:
-            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {self.samples}")
+        samples = int(self._spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
+        if samples < 2:
+            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {samples}")
         with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
-            means = {name: form.weighted_sum(ones[name] / self.samples, budget) for name, form in self.items()}
-            found = second_moments(self, self.samples, None, means, budget)
-            return self._joined({name: total / (self.samples - 1) for name, total in found.items()})
+            means = self._spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
+            own = self._own({name: whole_of(mean) for name, mean in means.items()})
+            found = self._spread.settled(second_moments(self, self.samples, None, own, budget).items())
+            return {name: total / (samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
@@ -266,8 +235,14 @@ class PerSampleGrads(Hinting, Curvature):
         """The same gradients as other forms, some rows of these say."""
         batches = self.batches if self.hess_type else [samples]
         kept = self.reached, self.loss_type, self._model, self.hess_type
-        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self.cuts)
+        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self._spread)
         made._versions = [*self._versions, *made._versions]
+        return made
+
+    def local(self) -> PerSampleGrads:
+        """The same rows, for sums over the samples of this process alone."""
+        made = self.with_forms(self._forms, self.samples)
+        made.batches, made.batch, made._spread = self.batches, self.batch, self._spread.local()
         return made
 
     def __reduce_ex__(self, protocol: object) -> str:
@@ -287,7 +262,7 @@ class PerSampleGrads(Hinting, Curvature):
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
                     "them before that, or give the layer a copy: x.clone()."
                 )
-        with outside_inference(), ExitStack() as contexts:
+        with outside_inference(), self._spread.reading(), ExitStack() as contexts:
             for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:

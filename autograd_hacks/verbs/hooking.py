@@ -1,4 +1,4 @@
-"""`add_hooks`, with the proof of plans handed down to where forwards begin."""
+"""`add_hooks`, with the proof of plans, and what processes agree on, handed down to where forwards begin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.distributed.agreement import together
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import HOOKS
 from autograd_hacks.reading.proof import prove
@@ -20,7 +21,8 @@ def add_hooks(
     mode: str = HOOKS,
 ) -> Hooked:
     hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
-    recorder_of(model).prove = prove
+    recorder = recorder_of(model)
+    recorder.prove, recorder.together = prove, together
     return hooked
 
 

@@ -17,6 +17,7 @@ from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.probe.layout import Layout
@@ -27,7 +28,8 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.grads import PerSampleGrads, per_sample_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.per_sample import per_sample_grads
 
 WHAT = "per_sample_jacobian"
 
@@ -83,7 +85,7 @@ def per_sample_jacobian(
             for name, c in chunks[0].items()
         }
         samples, entries = len(first), first.shape[1:]
-        of = weakref.ref(model), "Jacobian", [samples], entries, grads.cuts
+        of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
         return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 

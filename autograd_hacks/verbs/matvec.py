@@ -83,9 +83,9 @@ class Curvature(Whole):
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """JᵀJ v / N, in what forms add up in: single precision at the least."""
         self._check_real()
-        return self._spread(self.dot(v) / max(1, self.batch))
+        return self._transposed(self.dot(v) / max(1, self.batch))
 
-    def _spread(self, w: Tensor) -> dict[str, Tensor]:
+    def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""
         w = self._by_row(w)
         with self.reading():
@@ -127,7 +127,7 @@ class Curvature(Whole):
         products.diagonal().add_(count * damping)
         along = self.dot(v)
         inside = torch.linalg.solve(products, along.double().flatten()) if len(products) else along
-        spread = self._spread(inside.view(along.shape))
+        spread = self._transposed(inside.view(along.shape))
         return self._narrowed({name: (v[name].to(spread[name]) - spread[name]) / damping for name in self})
 
     def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -59,19 +60,17 @@ def streaming(
     """
     record = recorder_of(model).record
     check_unsharded(model)
-    cuts = cuts_of(dict(model.named_parameters()))
     verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-        own = {name: cuts[name].own(x) if name in cuts else x for name, x in dot.items()}
-        verbs["dot"] = lambda name, form: form.dot(own[name].to(form.like.device), budget)
+        verbs["dot"] = lambda name, form: form.dot(stream.own(name, dot[name]).to(form.like.device), budget)
     if gram:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
         check_dim("streaming was given project", project)
         verbs["projection"] = lambda name, form: form.project(
-            random_map(name, form.shape, project, seed, cuts.get(name)), budget
+            random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
         )
     if record.on_arrival is not None:
         raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
@@ -80,7 +79,7 @@ def streaming(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"
         )
     record.clear()
-    streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale, cuts)
+    streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale)
 
     def undo() -> None:
         record.on_arrival = None
@@ -116,23 +115,26 @@ class _Stream:
     """The gate taken one parameter at a time, when the last gradient for it has arrived."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        record: Record,
-        verbs: Mapping[str, Verb],
-        loss_type: str | None,
-        scaling: float | Tensor,
-        cuts: Mapping[str, Cut],
+        self, model: nn.Module, record: Record, verbs: Mapping[str, Verb], loss_type: str | None, scaling: float | Tensor
     ) -> None:
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self.names = {record.name_of(p): name for name, p in model.named_parameters()}
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
-        self.cuts = cuts
         # What each verb has found of parameters, by the first that is cut alike; '' for those that all processes have.
-        self._like = {name: next(n for n, cut in cuts.items() if cut.groups == own.groups) for name, own in cuts.items()}
         self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        return cuts_of(self.record.parameters_of(self.model))
+
+    @cached_property
+    def _like(self) -> dict[str, str]:
+        return {name: next(n for n, cut in self.cuts.items() if cut.groups == own.groups) for name, own in self.cuts.items()}
+
+    def own(self, name: str, x: Tensor) -> Tensor:
+        return self.cuts[name].own(x) if name in self.cuts else x
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is

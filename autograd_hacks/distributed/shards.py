@@ -1,0 +1,137 @@
+"""Parameters of which processes hold shards, and a model as one process would have it.  No mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.wrappers import gathering
+from autograd_hacks.errors import StaleRecord
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import map_tensors, modules_of, version_of
+
+Hooks = dict[int, Callable[..., Any]]
+
+
+def learn(model: nn.Module, recorder: Recorder) -> None:
+    """Gives what stands in the place of shards while layers run their names, one module of ``fully_shard`` after another.
+
+    All processes at once.  What is gathered is one object for all steps, whose memory comes and goes.
+    """
+    record = recorder.record
+    slots = {id(p): name for name, p in model.named_parameters()}
+    names = {(id(m), local): slots.get(id(p)) for m in modules_of(model) for local, p in m._parameters.items()}
+    for module in gathering(model):
+        with whole([module]):
+            for inner in modules_of(module):
+                for local, p in inner._parameters.items():
+                    name = names[id(inner), local]
+                    if name is not None and p is not None and id(p) not in slots:
+                        record.names[p] = name
+                        record.gathered[name] = p
+                        recorder.backward.watch(p)
+
+
+@contextmanager
+def whole(modules: Sequence[Any]) -> Iterator[None]:
+    """A context in which modules of ``fully_shard`` have their whole parameters.  All processes at once."""
+
+    def undo() -> None:
+        for module in modules:
+            module.reshard()
+
+    with restored(undo):
+        for module in modules:
+            module.unshard()
+        yield
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """A context in which a model runs, forwards and backwards, without a word to other processes.
+
+    All processes enter it at once, where shards are to be gathered; each may run the model as often as it likes then.
+    """
+    parts = gathering(model)
+    wrappers = [vars(module) for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
+    flags = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
+    kept = [{name: own[name] for name in (*flags, "_post_forward") if name in own} for own in wrappers]
+    tables: list[Any] = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
+    hooks: list[Hooks] = [dict(table) for table in tables]
+
+    def undo() -> None:
+        for table, own in zip(tables, hooks):
+            table.update({key: hook for key, hook in own.items() if key in table})
+        for own, before in zip(wrappers, kept):
+            own.update(before)
+
+    with whole(parts), restored(undo):
+        for part in parts:
+            policy = part._get_fsdp_state()._mp_policy
+            given = policy.param_dtype if policy.cast_forward_inputs else None
+            _stand_in(part._forward_pre_hooks, lambda _, args, kwargs, to=given: (_cast(args, to), _cast(kwargs, to)))
+            _stand_in(part._forward_hooks, lambda _, args, output, to=policy.output_dtype: _cast(output, to))
+        for own in wrappers:
+            own.update(flags)
+            own.pop("_post_forward", None)
+        yield
+
+
+def _stand_in(table: Any, hook: Callable[..., Any]) -> None:
+    """Puts a hook in the place of those of ``fully_shard``, which gather parameters and free them."""
+    for key, own in table.items():
+        if getattr(own, "__module__", "").startswith("torch.distributed.fsdp"):
+            table[key] = hook
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """What ``MixedPrecisionPolicy`` makes of what a module is given, or returns."""
+    return map_tensors(lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, tree)
+
+
+def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
+    """The modules of ``fully_shard`` that hold parameters of which rows need the values: of layers that a rule recomputes,
+    and of those that no rule covers.
+
+    names: of parameters that are read past their layers
+    """
+    parts, needed = gathering(model), dict[int, nn.Module]()
+    holder = {id(module): part for part in parts for module in modules_of(part)}  # the innermost, which comes last
+    for path, module in model.named_modules() if parts else ():
+        rule, part = rule_for(module), holder.get(id(module))
+        own = [f"{path}.{local}" if path else local for local, p in module._parameters.items() if p is not None]
+        is_plain = rule is not None and not (rule.recomputes or rule.covers) and names.isdisjoint(own)
+        if own and part is not None and not is_plain:
+            needed[id(part)] = part
+    return list(needed.values())
+
+
+def versions_of_shards(model: nn.Module) -> dict[str, int]:
+    """How often each shard has been overwritten, by the parameter's name."""
+    with torch.no_grad():
+        return {name: version_of(_own(p)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+
+
+def _own(parameter: Any) -> Tensor:
+    local: Tensor = parameter.to_local()
+    return local
+
+
+def check_shards(model: nn.Module, before: dict[str, int]) -> None:
+    """Raises StaleRecord where weights that rows depend on have changed since the forward."""
+    now = versions_of_shards(model)
+    changed = [name for name, version in before.items() if now.get(name) != version]
+    if changed:
+        raise StaleRecord(
+            f"{changed[0]} has changed since the forward pass, and rows are asked for that depend on the values of weights "
+            "(recurrent layers, attention, parameters that no rule covers). Read per-sample gradients before "
+            "optimizer.step()."
+        )

@@ -1,0 +1,158 @@
+"""Over which processes the samples of a batch are: rows are a process's own, sums over samples are everyone's.
+
+No mathematics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.wrappers import gathering, has_processes
+from autograd_hacks.distributed.agreement import agreed
+from autograd_hacks.distributed.cut import cuts_of, over_samples
+from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
+from autograd_hacks.support.parts import Cut
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
+"""The processes that have the other samples: a group of them; False for none; None for those that the model runs on."""
+
+T = TypeVar("T")
+
+
+class Spread:
+    """Of one batch: the processes that have its samples.
+
+    parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
+    one alone    needed: modules whose weights are gathered for reading, as `shards` counts them    cuts: of parameters that
+    layers have parts of
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
+        model: weakref.ref[nn.Module] | None = None,
+        needed: Sequence[nn.Module] = (),
+        shards: Mapping[str, int] | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        self.parameters, self.mesh, self.cuts = parameters, mesh, dict(cuts or {})
+        self._model, self._needed, self._shards, self._depth = model, needed, dict(shards or {}), 0
+
+    def local(self) -> Spread:
+        """The same batch, for sums over this process's samples."""
+        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which rows may be read.  All processes at once where that takes the values of sharded weights."""
+        model = None if self._model is None else self._model()
+        if self._depth or not self._needed or model is None:
+            yield
+            return
+        check_shards(model, self._shards)
+        self._depth += 1
+        try:
+            with whole(self._needed):
+                yield
+        finally:
+            self._depth -= 1
+
+    def agreed(
+        self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
+    ) -> tuple[T, Sequence[float]]:
+        """What this process finds, and counts of that over all processes.  Where one fails all raise, and none waits.
+
+        size: how many counts there are
+        """
+        if self.mesh is None:
+            found = own()
+            return found, counts(found)
+        return agreed(own, counts, size, self.mesh)
+
+    def settled(self, sums: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """What the sums of all processes add up to: {name: shape}, each as its parameter is, whole or a shard.
+
+        sums: by name, over each process's own samples; taken one after the other while those before are on their way
+        """
+        if self.mesh is None:
+            return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
+        from autograd_hacks.distributed.buckets import Buckets, Own, settled_part
+
+        buckets, cut = Buckets(), dict[str, Tensor]()
+        for name, total in sums:
+            parameter = self.parameters[name]
+            if name in self.cuts:
+                cut[name] = settled_part(total.to(parameter.dtype), parameter, self.cuts[name], self.mesh)
+            else:
+                buckets.add(Own(name, total.to(parameter.dtype), parameter), self.mesh)
+        return buckets.end(self.mesh) | cut
+
+
+def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
+    """The processes that have samples of what was recorded last.  group: see `Where`"""
+    parameters, parts = dict(model.named_parameters()), gathering(model)
+    needed = reading_weights(model, recorder.record.plan.reading.names) if parts else []
+    mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
+    cuts = cuts_of(recorder.record.parameters_of(model))
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor of which processes have shards.  All processes at once."""
+    gather = getattr(tensor, "full_tensor", None)
+    found: Tensor = tensor if gather is None else gather()
+    return found
+
+
+_MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+"""Of wrappers."""
+
+
+def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) -> DeviceMesh | None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = next((p.device.type for p in parameters.values()), "cpu")
+    sharded = [p for name, p in parameters.items() if name in recorder.record.gathered and p.requires_grad]
+    if isinstance(group, DeviceMesh | dist.ProcessGroup) and sharded:
+        raise ValueError(
+            "process_group was given for a model that fully_shard has cut, whose sums go to the processes that hold the "
+            "parts. Leave it out; or give process_group=False, for the sums of this process's samples alone."
+        )
+    if isinstance(group, DeviceMesh):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return DeviceMesh.from_group(group, device)
+    if group is not None:
+        raise TypeError(
+            f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
+            "of this process alone, or None for those of all processes that the model runs on"
+        )
+    if sharded:
+        first: Any = sharded[0]
+        seen = recorder.record.gathered[next(name for name, p in parameters.items() if p is first)]
+        return over_samples(first.device_mesh, seen)
+    wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
+    if wrapper is None:
+        return None
+    if wrapper not in _MESHES:
+        _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)
+    return _MESHES[wrapper]
+
+
+def _forwards(record: Record) -> set[int]:
+    return {forward for segment in record.segments for forward in segment.forwards}

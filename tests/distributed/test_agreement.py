@@ -1,0 +1,200 @@
+"""Processes that hold parts of one model run it as often as each other, and fail together."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from processes import Both, both
+from spread import BOUND, batch, clipped, made, own, sharded, squares, train, whole, wrapped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError, ProcessesDisagree, SamplesMixed, StaleRecord
+
+__all__ = ["both"]  # a fixture
+
+
+def uneven(name: str, each: bool) -> None:
+    model = sharded(made(name), each=each)
+    autograd_hacks.add_hooks(model)
+    # A new signature on one process alone, an empty one, larger batches, and what comes again after a while.
+    for sizes in ((1, 20), (2, 3), (20, 1), (3, 0), (0, 5), (2, 2), (40, 41), (1, 1)):
+        train_one(model, name, sizes)
+    for _ in range(10):
+        train_one(model, name, (3, 4))
+
+
+def train_one(model: nn.Module, name: str, sizes: tuple[int, ...]) -> None:
+    x, y = batch(0, sum(sizes))
+    norms, grads = clipped(made(name), x, y)
+    losses = squares(model(x[own(sizes)]), y[own(sizes)])
+    (losses.mean() if len(losses) else losses.sum()).backward()
+    assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own(sizes)])
+    for p, expected in zip(model.parameters(), grads.values()):
+        assert_close(whole(p.grad), expected)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["mlp", "Attends"])
+@pytest.mark.parametrize("each", [False, True])
+def test_batches_of_other_sizes_on_each_process(both: Both, name: str, each: bool) -> None:
+    both(uneven, name, each)
+
+
+class Masked(nn.Module):
+    """Takes an argument on some processes alone, and so another plan there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x).tanh()
+        out: Tensor = self.second(x if mask is None else x * mask)
+        return out
+
+
+def other_arguments() -> None:
+    torch.manual_seed(1)
+    model = sharded(Masked().double(), each=True)
+    autograd_hacks.add_hooks(model)
+    for step in range(6):
+        torch.manual_seed(1)
+        twin, (x, y), mask = Masked().double(), batch(step, 7), torch.rand(7, 1).double()
+        has_mask = [False, step % 3 == 1]  # by process
+        masks = torch.cat([mask[:4] if has_mask[0] else torch.ones(4, 1), mask[4:] if has_mask[1] else torch.ones(3, 1)])
+        rows = [
+            torch.autograd.grad(squares(twin(a[None], m), b[None]).sum(), list(twin.parameters()))
+            for a, b, m in zip(x, y, masks)
+        ]
+        here = own((4, 3))
+        out = model(x[here], mask[here]) if has_mask[dist.get_rank()] else model(x[here])
+        squares(out, y[here]).mean().backward()
+        total = autograd_hacks.per_sample_grads(model).weighted_sum(torch.ones(len(x[here])).double())
+        for (name, found), expected in zip(total.items(), zip(*rows)):
+            assert_close(whole(found), sum(expected), msg=lambda m, at=name: f"{at}: {m}")
+        model.zero_grad()
+
+
+def test_a_new_signature_on_one_process_alone(both: Both) -> None:
+    both(other_arguments)
+
+
+def one_fails(way: str) -> None:
+    net = made("mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model, param_grad=False)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    for step in range(3):
+        here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
+        squares(model(here), theirs).mean().backward()
+        if rank == 1:
+            here.zero_()  # what the first layer was given
+        for verb in (
+            lambda: autograd_hacks.clip_grad1_norm_(model, BOUND),
+            lambda: autograd_hacks.compute_grad1(model, set_grad=True),
+        ):
+            with pytest.raises(StaleRecord if rank == 1 else ProcessesDisagree, match="overwritten"):
+                verb()
+        train_step(model, x, y)
+
+
+def train_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    _, grads = clipped(made("mlp"), x, y)
+    squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+    autograd_hacks.clip_grad1_norm_(model, BOUND)
+    for p, expected in zip(model.parameters(), grads.values()):
+        assert_close(whole(p.grad), expected)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
+    both(one_fails, way)
+
+
+def hooked_differently() -> None:
+    model, (x, y), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
+    autograd_hacks.add_hooks(model, param_grad=rank == 0)
+    with pytest.raises(
+        ProcessesDisagree, match=r"process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"
+    ):
+        model(x[own((4, 4))])
+    autograd_hacks.add_hooks(model)
+    train_step(model, x, y)
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model, mode="derivatives" if rank else "hooks")
+    with pytest.raises(ProcessesDisagree, match=r"mode='hooks'.*mode='derivatives'"):
+        model(x[own((4, 4))])
+
+
+def test_models_that_were_hooked_differently(both: Both) -> None:
+    both(hooked_differently)
+
+
+class Fails(nn.Module):
+    """Runs its own batch, and no other, on one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and not (x.diff(dim=0)[:, 0] >= 0).all():
+            raise ValueError("not in order")
+        out: Tensor = self.layer(x)
+        return out
+
+
+def one_cannot_probe() -> None:
+    torch.manual_seed(1)
+    model = sharded(Fails().double())
+    autograd_hacks.add_hooks(model)
+    x = torch.arange(12).view(4, 3).double()
+    with pytest.raises(PerSampleGradientError, match="not in order"):
+        model(x)
+    autograd_hacks.add_hooks(model, probe=False)
+    model(x).square().sum(1).mean().backward()
+    autograd_hacks.clip_grad1_norm_(model, BOUND)
+
+
+def test_where_one_process_can_not_make_a_plan_all_raise(both: Both) -> None:
+    both(one_cannot_probe)
+
+
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out - out.mean(0) if dist.get_rank() == 1 else out
+
+
+def one_mixes() -> None:
+    torch.manual_seed(1)
+    model, (x, y) = sharded(Mixes().double()), batch(0, 8)
+    autograd_hacks.add_hooks(model)
+    for _ in range(3):
+        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+        with pytest.raises(SamplesMixed if dist.get_rank() else ProcessesDisagree):
+            autograd_hacks.clip_grad1_norm_(model, BOUND)
+
+
+def test_samples_that_mix_on_one_process(both: Both) -> None:
+    both(one_mixes)
+
+
+def evaluated() -> None:
+    model, (x, _) = sharded(made("mlp")), batch(0, 8)
+    autograd_hacks.add_hooks(model)
+    train(model, "mlp", (4, 4), 2)
+    with torch.no_grad():  # no word of the hooks: as many gathers as without them, on each process
+        outs = [whole(model(x)) for _ in range(1 + 0 * dist.get_rank())]
+    assert outs[0].shape == (8, 2)
+
+
+def test_forwards_without_gradients_agree_on_nothing(both: Both) -> None:
+    both(evaluated)

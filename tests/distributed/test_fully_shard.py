@@ -1,0 +1,56 @@
+"""Models that ``fully_shard`` has cut: what one process gives on the whole batch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Both, both, four
+from spread import MODELS, made, sharded, train
+
+import autograd_hacks
+
+__all__ = ["both", "four"]  # fixtures
+
+
+def steps(name: str, sizes: tuple[int, ...], param_grad: bool, probe: bool, each: bool, **options: Any) -> None:
+    model = sharded(made(name), each=each, **options)
+    autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad)
+    train(model, name, sizes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("each", [False, True])
+def test_steps(both: Both, name: str, param_grad: bool, each: bool) -> None:
+    both(steps, name, (5, 3), param_grad, True, each)
+
+
+def other_ways() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    for param_grad in (True, False):
+        steps("mlp", (4, 4), param_grad, False, False)
+        steps("mlp", (4, 4), param_grad, True, True, reshard_after_forward=False)
+        steps("mlp", (4, 4), param_grad, True, False, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = sharded(made("mlp").float(), each=True, mp_policy=policy)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        train(model, "mlp", (4, 4), 2, rtol=0.1, atol=0.05)
+
+
+def test_other_ways(both: Both) -> None:
+    both(other_ways)
+
+
+def hybrid() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for param_grad in (True, False):
+        model = sharded(made("mlp"), mesh=mesh)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        train(model, "mlp", (3, 2, 4, 2))
+        steps("Attends", (3, 2, 4, 2), param_grad, True, True)
+
+
+def test_four_processes_that_hold_parts_and_copies(four: Both) -> None:
+    four(hybrid)

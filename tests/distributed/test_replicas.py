@@ -1,0 +1,156 @@
+"""DistributedDataParallel: rows are a process's own, sums over samples are everyone's."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from processes import Both, both
+from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
+from torch.testing import assert_close
+
+import autograd_hacks
+
+__all__ = ["both"]  # a fixture
+WHERE = ["before", "inner", "wrapper", "around"]
+OPTIONS = ["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"]
+
+
+def steps(name: str, where: str, param_grad: bool, probe: bool, sizes: tuple[int, ...], **options: Any) -> None:
+    hooked, run, _ = wrapped(made(name), where, **options)
+    autograd_hacks.add_hooks(hooked, probe=probe, param_grad=param_grad)
+    train(hooked, name, sizes, run=run)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_steps(both: Both, name: str, param_grad: bool) -> None:
+    both(steps, name, "inner", param_grad, True, (5, 3), **({"find_unused_parameters": True} if name == "Tied" else {}))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_ways_to_wrap(both: Both, param_grad: bool, option: str) -> None:
+    both(each_way, param_grad, option)
+
+
+def each_way(param_grad: bool, option: str) -> None:
+    for where in WHERE:
+        steps("mlp", where, param_grad, True, (4, 4), **({option: True} if option else {}))
+    steps("mlp", "inner", param_grad, False, (6, 0), **({option: True} if option else {}))
+
+
+def plain_steps_between() -> None:
+    """What a wrapper reduces, and what not, is as it was, also after a forward that failed."""
+    for where in WHERE:
+        hooked, run, ddp = wrapped(made("mlp"), where)
+        autograd_hacks.add_hooks(hooked, param_grad=False)
+        for step in range(3):
+            x, y = (part[own((4, 4))] for part in batch(step, 8))
+            with pytest.raises(RuntimeError):
+                run(x[:, :2])
+            assert ddp.require_backward_grad_sync and "_post_forward" not in vars(ddp)
+            squares(run(x), y).mean().backward()
+            assert ddp.require_backward_grad_sync and "_post_forward" not in vars(ddp)
+            assert all(p.grad is None for p in ddp.parameters())
+            with autograd_hacks.pause_hooks():
+                squares(run(x), y).mean().backward()
+            twin = made("mlp")
+            squares(twin(batch(step, 8)[0]), batch(step, 8)[1]).mean().backward()
+            for p, expected in zip(ddp.parameters(), twin.parameters()):
+                assert_close(p.grad, expected.grad)
+            ddp.zero_grad()
+            with ddp.no_sync():
+                assert not ddp.require_backward_grad_sync
+                squares(run(x), y).mean().backward()
+                assert not ddp.require_backward_grad_sync
+
+
+def test_plain_steps_between(both: Both) -> None:
+    both(plain_steps_between)
+
+
+class Counts(nn.Module):
+    """A model with a buffer that the wrapper sends around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Buffer(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out
+
+
+def buffers() -> None:
+    """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
+    for where in WHERE:
+        hooked, run, ddp = wrapped(Counts().double(), where)
+        autograd_hacks.add_hooks(hooked)
+        for step, sizes in enumerate(((4, 4), (1, 9), (2, 5), (30, 3))):
+            x, y = (part[own(sizes)] for part in batch(step, sum(sizes)))
+            squares(run(x), y).mean().backward()
+            autograd_hacks.clip_grad1_norm_(hooked, BOUND)
+            norms, grads = clipped(ddp.module, *batch(step, sum(sizes)))
+            for p, expected in zip(ddp.parameters(), grads.values()):
+                assert_close(p.grad, expected)
+            ddp.zero_grad()
+
+
+def test_buffers(both: Both) -> None:
+    both(buffers)
+
+
+def micro_batches(where: str) -> None:
+    from contextlib import nullcontext
+
+    for param_grad in (True, False):
+        for waits in (True, False):
+            hooked, run, ddp = wrapped(made("mlp"), where)
+            autograd_hacks.add_hooks(hooked, param_grad=param_grad)
+            x, y = batch(0, 8)
+            _, grads = clipped(made("mlp"), x, y)
+            with autograd_hacks.accumulate(hooked):
+                for last, (a, b) in enumerate(zip(x[own((4, 4))].split(2), y[own((4, 4))].split(2))):
+                    with ddp.no_sync() if waits and not last else nullcontext():
+                        squares(run(a), b).mean().backward()
+            autograd_hacks.clip_grad1_norm_(hooked, BOUND)
+            for p, expected in zip(ddp.parameters(), grads.values()):
+                assert_close(p.grad, expected)
+            ddp.zero_grad()
+            if not param_grad:  # each by itself
+                for a, b in zip(x[own((4, 4))].split(2), y[own((4, 4))].split(2)):
+                    squares(run(a), b).mean().backward()
+                    autograd_hacks.clip_grad1_norm_(hooked, BOUND, add=True, batch_size=8)
+                for p, expected in zip(ddp.parameters(), grads.values()):
+                    assert_close(p.grad, expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_micro_batches(both: Both, where: str) -> None:
+    both(micro_batches, where)
+
+
+def groups() -> None:
+    """Processes that the user names, and none."""
+    net, (x, y), group = made("mlp"), batch(0, 7), dist.new_group([0, 1])
+    autograd_hacks.add_hooks(net)
+    squares(net(x[own((4, 3))]), y[own((4, 3))]).mean().backward()
+    _, alone = clipped(made("mlp"), x[own((4, 3))], y[own((4, 3))])
+    _, together = clipped(made("mlp"), x, y)
+    for given, expected in (
+        (group, together),
+        (dist.init_device_mesh("cpu", (2,)), together),
+        (False, alone),
+        (None, alone),
+    ):
+        autograd_hacks.clip_grad1_norm_(net, BOUND, process_group=given)
+        for p, total in zip(net.parameters(), expected.values()):
+            assert_close(p.grad, total)
+    with pytest.raises(TypeError, match=r"process_group is 'gloo'; expected a torch\.distributed\.ProcessGroup"):
+        autograd_hacks.per_sample_grads(net, process_group="gloo")
+
+
+def test_groups(both: Both) -> None:
+    both(groups)

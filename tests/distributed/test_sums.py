@@ -1,0 +1,130 @@
+"""Verbs over samples that processes share: sums are everyone's, `local` ones a process's own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import one_backward_per_sample
+from processes import Both, both
+from spread import BOUND, batch, clipped, made, own, sharded, squares, whole, wrapped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+__all__ = ["both"]  # a fixture
+SIZES = (5, 3)
+
+
+def spread_out(way: str, name: str) -> nn.Module:
+    net = made(name)
+    return wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+
+
+def rows_of(name: str, part: slice) -> dict[str, Tensor]:
+    x, y = batch(0, sum(SIZES))
+    found = one_backward_per_sample(made(name), squares, x[part], y[part])
+    return {
+        n: torch.zeros(len(x[part]), *p.shape) if found[n] is None else found[n] for n, p in made(name).named_parameters()
+    }
+
+
+def read(way: str, name: str, param_grad: bool = True) -> nn.Module:
+    model, (x, y) = spread_out(way, name), batch(0, sum(SIZES))
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+    return model
+
+
+def check(found: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    for (name, total), theirs in zip(found.items(), expected.values()):
+        assert_close(whole(total), theirs, msg=lambda m, at=name: f"{at}: {m}")
+
+
+def verbs(way: str, name: str) -> None:
+    everyone, mine = rows_of(name, slice(None)), rows_of(name, own(SIZES))
+    model = read(way, name)
+    grads = autograd_hacks.per_sample_grads(model)
+    w = torch.linspace(-1, 2, sum(SIZES)).double()
+    check(grads.dense(), mine)
+    assert_close(grads.norms(), torch.stack([r.flatten(1).norm(dim=1) for r in mine.values()]).norm(dim=0))
+    v = {n: torch.randn_like(r[0]) for n, r in zip(grads, mine.values())}
+    assert_close(grads.dot(v), sum((r * d).flatten(1).sum(1) for r, d in zip(mine.values(), v.values())))
+    check(grads.weighted_sum(w[own(SIZES)]), {n: torch.tensordot(w, r, 1) for n, r in everyone.items()})
+    two = torch.stack([w, w.square()])
+    check(grads.weighted_sum(two[:, own(SIZES)]), {n: torch.tensordot(two, r, 1) for n, r in everyone.items()})
+    check(grads.second_moment(w[own(SIZES)]), {n: torch.tensordot(w, r.square(), 1) for n, r in everyone.items()})
+    check(grads.variance(), {n: r.var(0) for n, r in everyone.items()})
+    check(grads.select(slice(1, None)).variance(), {n: torch.cat([r[1:5], r[6:]]).var(0) for n, r in everyone.items()})
+    alone = grads.local()
+    check(alone.weighted_sum(w[own(SIZES)]), {n: torch.tensordot(w[own(SIZES)], r, 1) for n, r in mine.items()})
+    check(alone.variance(), {n: r.var(0) for n, r in mine.items()})
+    if way == "replicas":
+        alone = autograd_hacks.per_sample_grads(model, process_group=False)
+        check(alone.second_moment(), {n: r.square().sum(0) for n, r in mine.items()})
+    autograd_hacks.compute_grad1(model)
+    check(
+        {n: p.grad1 for n, p in model.named_parameters() if p.grad1 is not None}, {n: r for n, r in mine.items() if r.any()}
+    )
+    autograd_hacks.describe(model)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+@pytest.mark.parametrize("name", ["mlp", "Attends", "Recurs"])
+def test_verbs(both: Both, way: str, name: str) -> None:
+    both(verbs, way, name)
+
+
+def set_grad(way: str) -> None:
+    expected = {n: r.mean(0) for n, r in rows_of("mlp", slice(None)).items()}
+    for param_grad in (True, False):
+        model = read(way, "mlp", param_grad)
+        autograd_hacks.compute_grad1(model, set_grad=True)
+        check({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+def test_compute_grad1_sets_the_whole_batchs_gradient(both: Both, way: str) -> None:
+    both(set_grad, way)
+
+
+def streams(way: str, name: str) -> None:
+    x, y = batch(0, sum(SIZES))
+    norms, grads = clipped(made(name), x, y)
+    for param_grad in (True, False):
+        model = spread_out(way, name)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        for _ in range(3):
+            with autograd_hacks.streaming(model) as streamed:
+                squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+            assert_close(streamed.norms, norms[own(SIZES)])
+            model.zero_grad()
+            with autograd_hacks.pause_hooks():
+                each = squares(model(x[own(SIZES)]), y[own(SIZES)])
+                share = 2 / sum(SIZES)  # the engines take the mean over two processes
+                (each * (BOUND / streamed.norms).clamp(max=1) * share).sum().backward()
+            for p, expected in zip(model.parameters(), grads.values()):
+                assert_close(whole(p.grad), expected)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+@pytest.mark.parametrize("name", ["mlp", "Saves"])
+def test_streaming_is_the_first_of_two_passes(both: Both, way: str, name: str) -> None:
+    both(streams, way, name)
+
+
+def verifies(way: str, name: str) -> None:
+    model = read(way, name)
+    autograd_hacks.verify(model)
+    model.zero_grad()
+    x, y = batch(0, sum(SIZES))
+    squares(model(x[own(SIZES)]), y[own(SIZES)]).sum().backward()
+    autograd_hacks.verify(model, samples=2)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+@pytest.mark.parametrize("name", ["mlp", "Attends"])
+def test_verify(both: Both, way: str, name: str) -> None:
+    both(verifies, way, name)

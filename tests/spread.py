@@ -1,0 +1,165 @@
+"""Models that are spread over processes, and what one process gives on the whole batch: a backward pass for each sample."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from oracle import one_backward_per_sample
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+
+BOUND = 3.0
+
+
+def squares(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().flatten(1).sum(1)
+
+
+class Attends(nn.Module):
+    """A class token and positions that no rule covers, attention, a norm of one's own, checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
+        self.first, self.attention = nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm, self.scale, self.head = nn.LayerNorm(4), nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.unflatten(1, (1, 3)).expand(-1, 2, -1) * torch.tensor([[1.0], [2.0]], dtype=x.dtype))
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        head: Tensor = self.head(self.norm(x)[:, 0] * self.scale.exp())
+        return head
+
+
+class Tied(nn.Module):
+    """A weight that two layers share, and one that is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight, self.unused, self.head = self.first.weight, nn.Linear(2, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        head: Tensor = self.head(self.second(self.first(self.inward(x)).tanh()).tanh())
+        return head
+
+
+class Recurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.lstm, self.head = nn.GRU(3, 4, batch_first=True), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x[:, None] * torch.arange(1, 4, dtype=x.dtype)[:, None]
+        head: Tensor = self.head(self.lstm(self.gru(steps)[0])[0][:, -1])
+        return head
+
+
+class Saves(nn.Module):
+    """Blocks under activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        head: Tensor = self.head(x)
+        return head
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {c.__name__: c for c in (mlp, Attends, Tied, Recurs, Saves)}  # type: ignore[attr-defined]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[name]().double()
+
+
+def sharded(net: nn.Module, mesh: Any = None, each: bool = False, **options: Any) -> Any:
+    """As a user cuts it: blocks first, each layer if told, then the whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    tied = [net.first, net.second] if isinstance(net, Tied) and each else []
+    if tied:
+        fully_shard(tied, mesh=mesh, **options)
+    for child in net.children() if each else getattr(net, "blocks", ()):
+        if any(True for _ in child.parameters()) and not isinstance(child, nn.ModuleList) and child not in tied:
+            fully_shard(child, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, whose parts processes may hold."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(size, 3, generator=draws).double(), torch.randn(size, 2, generator=draws).double()
+
+
+def own(sizes: tuple[int, ...]) -> slice:
+    rank = dist.get_rank()
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def clipped(net: nn.Module, x: Tensor, y: Tensor, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Norms, and the mean of the clipped gradients, of one process."""
+    rows = one_backward_per_sample(net, squares, x, y)
+    norms = torch.stack([r.flatten(1).norm(dim=1) for r in rows.values() if r is not None]).norm(dim=0)
+    weights = (BOUND / norms).clamp(max=1) / (divisor or len(x))
+    assert (norms > BOUND).sum() > 0
+    return norms, {name: None if r is None else torch.tensordot(weights, r, 1) for name, r in rows.items()}
+
+
+def train(
+    model: nn.Module, name: str, sizes: tuple[int, ...], steps: int = 4, run: nn.Module | None = None, **tolerance: float
+) -> None:
+    """Clipped SGD steps of a hooked model beside one process: norms, ``.grad`` and weights of every step.
+
+    sizes: how many samples each process has    run: what is called, if not the hooked model
+    """
+    twin = made(name)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    for step in range(steps):
+        x, y = batch(step, sum(sizes))
+        norms, grads = clipped(twin, x, y)
+        ours.zero_grad()
+        losses = squares((run or model)(x[own(sizes)]), y[own(sizes)])
+        (losses.mean() if len(losses) else losses.sum()).backward()
+        assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND).double(), norms[own(sizes)], **tolerance)
+        for (local, p), expected, twin_p in zip(model.named_parameters(), grads.values(), twin.parameters()):
+            assert (p.grad is None) == (expected is None), local
+            if p.grad is not None and expected is not None:
+                assert_close(whole(p.grad).double(), expected, msg=lambda m, at=(local, step): f"{at}: {m}", **tolerance)
+            twin_p.grad = expected
+        ours.step()
+        theirs.step()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert_close(whole(p).double(), q.detach(), **tolerance)
+
+
+def wrapped(net: nn.Module, where: str, **options: Any) -> tuple[nn.Module, nn.Module, DistributedDataParallel]:
+    """The model that is to be hooked, the one that is run, and the wrapper."""
+    if where == "before":
+        autograd_hacks.add_hooks(net)
+    ddp = DistributedDataParallel(net, **options)
+    hooked = {"before": net, "inner": net, "wrapper": ddp, "around": nn.Sequential(ddp)}[where]
+    return hooked, hooked if where == "around" else ddp, ddp
