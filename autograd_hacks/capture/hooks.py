@@ -220,6 +220,8 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
             _hook_units(recorder, model, plan)
             _hook_frames(recorder, model, plan)
             recorder.prove_plan(model, args, kwargs)
+        if not recorder.is_proving:
+            recorder.begin_passes(model)
         recorder.forward.begin_unit(path, model, args, kwargs)
         recorder.forward.begin_reads(model)
         recorder.forward.begin_frame(path, model, args, kwargs)

@@ -20,7 +20,7 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.wrappers import Reduction, counts_passes
+from autograd_hacks.capture.wrappers import Reduction, check_whole, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import HOOKS, Plan
 from autograd_hacks.probe.planner import Asked, Planner
@@ -118,18 +118,23 @@ class Recorder:
         if self._proven is not None:
             self.forward.begin(True)
             return self._proven
+        check_whole(model)
         if not Switch.on():
-            self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
+            self.begin_passes(model)
             return None
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
         self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
-        self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
         if not self.forward.records():
+            self.begin_passes(model)
             self.forward.is_running = True
             return None
         check_forward(model, (args, kwargs), self.planner.mode)
         self.record.plan, self.forward.samples = self.planner.static, None
         return self.planner.look(model, args, kwargs, current_task() != NO_TASK)
+
+    def begin_passes(self, model: nn.Module) -> None:
+        """The model's own code begins, and its gradients may be reduced over processes."""
+        self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
 
     def take_plan(self, model: nn.Module, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Returns the plan of the forward that begins, before anything of it runs."""

@@ -17,7 +17,6 @@ import torch.nn as nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autograd_hacks.errors import NotReduced, ShardedParameters, where
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
@@ -39,17 +38,14 @@ class Reduction:
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
-        """Hears of a forward of the model, by its number, and raises where it is one that hooks can't follow.
+        """Hears of a forward of the model, by its number, when its plan is made.
 
         param_grad: whether ordinary gradients will come, to be reduced
         """
-        if "_is_replica" in vars(model):
-            raise TypeError(_over_devices("this model"))
         if not (has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
         if Switch.on():
             self.release()
-            check_unsharded(model)
         self.reducing, self._task = [], NO_TASK
         for wrapper in _spreading(model):
             # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
@@ -118,6 +114,14 @@ def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
             yield module
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raises for a forward that hooks can't follow."""
+    if "_is_replica" in vars(model):
+        raise TypeError(_over_devices("this model"))
+    if Switch.on() and torch.is_grad_enabled() and current_task() == NO_TASK:
+        check_unsharded(model)
+
+
 def check_hookable(model: nn.Module) -> None:
     """Raises TypeError for a model that runs other modules than those that hooks are put on."""
     for path, module in model.named_modules():
@@ -145,24 +149,14 @@ def check_unsharded(model: nn.Module) -> None:
     if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
         return
     gathered = {id(module) for part in gathering(model) for module in part.modules()}
-    old, new = set[int](), set[int]()
-    for module in modules_of(model):
-        if "_is_fsdp_managed_module" in vars(module) and id(module) not in gathered:
-            own = [p for p in module._parameters.values() if p is not None]  # whole ones, while its forward runs
-            (new if any(map(is_part, own)) else old).update(map(id, own))
-    named = [(name, id(p)) for name, p in (model.named_parameters() if old or new else ()) if p.requires_grad]
-    if names := [name for name, key in named if key in old]:
+    managed = [m for m in modules_of(model) if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
+    held = {id(p) for module in managed for p in module._parameters.values()}  # whole ones, while its forward runs
+    if names := [name for name, p in (model.named_parameters() if held else ()) if id(p) in held and p.requires_grad]:
         raise ShardedParameters(
-            f"processes hold parts of {', '.join(names)}: FullyShardedDataParallel (FSDP1) lays parameters of many layers "
-            "end to end and cuts them anywhere, so that rows would be missing. Shard each block, and the model, with "
-            "torch.distributed.fsdp.fully_shard instead, and hook the model that it was called on last; or keep whole ones "
-            "on each process (DistributedDataParallel)."
-        )
-    if names := [name for name, key in named if key in new]:
-        raise ShardedParameters(
-            f"processes hold parts of {', '.join(names)}, which fully_shard has cut in a model that this is a part of, so "
-            "that rows would be missing. Hook the model that fully_shard was called on last; or freeze them: "
-            "requires_grad_(False)."
+            f"processes hold parts of {', '.join(names)}, so that rows would be missing: FullyShardedDataParallel (FSDP1) "
+            "has laid them end to end and cut them anywhere, or fully_shard has cut a model that this is a part of. Use "
+            "torch.distributed.fsdp.fully_shard, and hook the model that it was called on last; keep whole parameters on "
+            "each process (DistributedDataParallel); or freeze them: requires_grad_(False)."
         )
 
 

@@ -12,9 +12,10 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, BIASES, Factors, averaged, factors_of, joined
 from autograd_hacks.distributed.cut import refuse_curvature
+from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.parts import is_part
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -52,7 +53,7 @@ def compute_hess(
     parameters: names of some, all unless told    limit: bytes that the largest tensor of 'full' or 'kfac' may have
 
     The attributes are detached, of the parameter's dtype (single precision for half), and None where the loss did not reach
-    the parameter.
+    the parameter.  Where processes share a batch, or a loader's batches, they are of all samples, and whole on each.
 
     Raises NothingRecorded after an ordinary backward pass, BlockTooLarge for more than ``limit``, UnsupportedLayer for
     'kfac' of what has no Kronecker factors, ValueError for other kinds and names, and what reading raises.
@@ -61,8 +62,7 @@ def compute_hess(
     `autograd_hacks.curvature.kronecker`.
     """
     accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
-    accumulator.add()
-    accumulator.end()
+    accumulator.end(accumulator.add)
 
 
 def compute_hess_over(
@@ -137,25 +137,65 @@ class _Accumulator:
         self.shares = kfac_bias == "shared"
         self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
         known = [name for name, p in model.named_parameters() if p.requires_grad]
-        refuse_curvature(any(p.requires_grad and is_part(p) for p in model.parameters()))
         self.names = known if parameters is None else _chosen(model, known, parameters)
-        self.batch, self.means = 0, dict[str, Mean | None]()
+        self.batch, self.means, self.spread = 0, dict[str, Mean | None](), spread_of(model, recorder_of(model))
+        refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)
             if kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
 
-    def end(self) -> None:
+    def end(self, last: Callable[[], None] = lambda: None) -> None:
+        """last: what there is to add"""
+        _, counts = self.spread.agreed(last, lambda _: self._counts(), 1 + 2 * len(self.names))
+        means = self.means if self.spread.mesh is None else self._of_all(*counts)
         for name in self.names:
-            mean = self.means.get(name)
+            mean = means.get(name)
             found = (mean.a, mean.b) if isinstance(mean, Factors) else mean
             vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = found
+
+    def _counts(self) -> list[int]:
+        """How many samples there were, which parameters they have reached, and at how many positions."""
+        own = [self.means.get(name) for name in self.names]
+        return [self.batch, *(x is not None for x in own), *(x.positions if isinstance(x, Factors) else 0 for x in own)]
+
+    @torch.no_grad()
+    def _of_all(self, batch: float, *counts: float) -> dict[str, Mean | None]:
+        """The means over the samples of all processes, whole on each.  batch, counts: as `_counts` has them, of all"""
+        own = [self.means.get(name) for name in self.names]
+        reaching, positions, found = counts[: len(own)], counts[len(own) :], dict[str, Mean | None]()
+        shares: dict[str, Tensor] = {}
+        for name, mean, reached, count in zip(self.names, own, reaching, positions):
+            p = self.model.get_parameter(name)
+            rows, columns = (p.shape[0] if p.ndim else 1), (p.shape[1:].numel() if p.ndim > 1 else 1)
+            zeros = torch.zeros((), dtype=accumulation_dtype(p.dtype), device=p.device)
+            if not reached:
+                continue
+            if self.kind == "kfac":
+                a, b = (
+                    (mean.a, mean.b)
+                    if isinstance(mean, Factors)
+                    else (zeros.expand(columns, columns), zeros.expand(rows, rows))
+                )
+                seen = mean.positions if isinstance(mean, Factors) else 0
+                shares[f"A {name}"], shares[f"B {name}"] = a * (seen / max(1, count)), b * (self.batch / max(1, batch))
+            else:
+                shape = p.shape if self.kind == "diag" else (*p.shape, *p.shape)
+                shares[name] = (mean if isinstance(mean, Tensor) else zeros.expand(shape)) * (self.batch / max(1, batch))
+        total = self.spread.summed(shares)
+        for name, reached, count in zip(self.names, reaching, positions):
+            if reached and self.kind == "kfac":
+                found[name] = Factors(total[f"A {name}"], total[f"B {name}"], int(count))
+            elif reached:
+                found[name] = total[name]
+        return found
 
     @torch.no_grad()
     def add(self) -> None:
         """The passes of `backprop_hess` that are in the record."""
         grads = per_sample_grads(self.model)
+        self.spread = grads.spread
         if grads.hess_type is None:
             raise NothingRecorded(
                 "the record holds an ordinary backward pass. Run backprop_hess(output) in its place; or take the empirical "

@@ -1,8 +1,8 @@
 """What processes that hold shards of one model do together: the plans of its forwards, and failing.
 
-A process that ran the model once more than the others would wait for them forever.  So one flag is added up as a forward with
-gradients begins: does any process need a plan, or a proof?  Then all gather their weights, those that need it run the model by
-themselves, and of plans for one signature that of the most samples is everybody's.
+A process that ran the model once more than the others would wait for them forever.  So one flag is added up as a forward
+with gradients begins: does any process need a plan, or a proof?  Then all gather their weights, those that need it run the
+model by themselves, and of plans for one signature that of the most samples is everybody's.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ def together(model: nn.Module, recorder: Recorder, known: Known) -> Iterator[Non
             yield
         return
     record, mesh = recorder.record, mesh_of(parts)
+    if mesh is None:  # it runs by itself already
+        yield
+        return
     is_new = not record.gathered
     if not summed([is_due or is_new], mesh)[0]:
         record.shards = versions_of_shards(model)
@@ -136,11 +139,10 @@ def _own(signature: object, plan: Plan, samples: int) -> Plan:
     return plan
 
 
-def mesh_of(parts: Sequence[nn.Module]) -> DeviceMesh:
-    """Of the processes that hold the shards."""
+def mesh_of(parts: Sequence[nn.Module]) -> DeviceMesh | None:
+    """Of the processes that hold the shards; None while all is gathered."""
     meshes = [p.device_mesh for part in parts for p in part.parameters() if hasattr(p, "device_mesh")]
-    mesh: DeviceMesh = max(meshes, key=lambda mesh: mesh.size())
-    return mesh
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
 def _settings(model: nn.Module, recorder: Recorder) -> str:

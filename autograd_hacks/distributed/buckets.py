@@ -1,8 +1,8 @@
 """Sums of each process's own, on their way to what all add up to.  No mathematics.
 
-A sum over a process's samples is ``Partial`` on the mesh of those that have the others; DTensor makes of it what the parameter
-is: whole on each process, by an all-reduce, or a shard, by a reduce-scatter.  Many go at once, as in torch's own engines: one
-by one they would take as long as their number.
+A sum over a process's samples is ``Partial`` on the mesh of those that have the others; DTensor makes of it what the
+parameter is: whole on each process, by an all-reduce, or a shard, by a reduce-scatter.  Many go at once, as in torch's own
+engines: one by one they would take as long as their number.
 """
 
 from __future__ import annotations

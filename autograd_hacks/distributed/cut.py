@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import ShardedParameters
-from autograd_hacks.support.parts import Cut, is_part
+from autograd_hacks.support.parts import Cut, is_part, may_have_parts
 
 Groups = tuple[Any, ...]
 """The process groups over which a parameter is cut, one after the other; none for one that all have alike."""
@@ -19,9 +22,12 @@ Groups = tuple[Any, ...]
 T = TypeVar("T")
 
 
-def cuts_of(parameters: Mapping[str, Tensor]) -> dict[str, Cut]:
-    """Those that are cut, by name, or held as DTensors that are not.  parameters: as layers see them in a forward"""
-    return {name: Cut.of(p) for name, p in parameters.items() if is_part(p)}
+def cuts_of(model: nn.Module, record: Record) -> dict[str, Cut]:
+    """Of a model's parameters those of which layers have parts, or that they have as DTensors that aren't cut, by name."""
+    if not may_have_parts():
+        return {}
+    sharded = {id(p) for part in gathering(model) for p in part.parameters()}  # which layers have something else for
+    return {name: Cut.of(p) for name, p in record.parameters_of(model).items() if is_part(p) and id(p) not in sharded}
 
 
 def over_samples(mesh: Any, seen: Tensor) -> Any:

@@ -54,6 +54,14 @@ def whole(modules: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+_QUIET = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+"""What has DistributedDataParallel neither send buffers nor reduce."""
+
+
 @contextmanager
 def alone(model: nn.Module) -> Iterator[None]:
     """A context in which a model runs, forwards and backwards, without a word to other processes.
@@ -62,16 +70,17 @@ def alone(model: nn.Module) -> Iterator[None]:
     """
     parts = gathering(model)
     wrappers = [vars(module) for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
-    flags = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
-    kept = [{name: own[name] for name in (*flags, "_post_forward") if name in own} for own in wrappers]
+    kept = [{name: own[name] for name in (*_QUIET, "_post_forward") if name in own} for own in wrappers]
     tables: list[Any] = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     hooks: list[Hooks] = [dict(table) for table in tables]
 
     def undo() -> None:
         for table, own in zip(tables, hooks):
             table.update({key: hook for key, hook in own.items() if key in table})
-        for own, before in zip(wrappers, kept):
-            own.update(before)
+        for slots, before in zip(wrappers, kept):
+            for name in _QUIET.keys() - before.keys():
+                slots.pop(name, None)
+            slots.update(before)
 
     with whole(parts), restored(undo):
         for part in parts:
@@ -79,9 +88,9 @@ def alone(model: nn.Module) -> Iterator[None]:
             given = policy.param_dtype if policy.cast_forward_inputs else None
             _stand_in(part._forward_pre_hooks, lambda _, args, kwargs, to=given: (_cast(args, to), _cast(kwargs, to)))
             _stand_in(part._forward_hooks, lambda _, args, output, to=policy.output_dtype: _cast(output, to))
-        for own in wrappers:
-            own.update(flags)
-            own.pop("_post_forward", None)
+        for slots in wrappers:
+            slots.update(_QUIET)
+            slots.pop("_post_forward", None)
         yield
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
-from autograd_hacks.distributed.agreement import agreed
+from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.cut import cuts_of, over_samples
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.support.parts import Cut
@@ -89,18 +90,47 @@ class Spread:
 
         sums: by name, over each process's own samples; taken one after the other while those before are on their way
         """
-        if self.mesh is None:
+        if (mesh := self.mesh) is None:
             return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
-        from autograd_hacks.distributed.buckets import Buckets, Own, settled_part
+        from autograd_hacks.distributed.buckets import settled_part
 
-        buckets, cut = Buckets(), dict[str, Tensor]()
-        for name, total in sums:
-            parameter = self.parameters[name]
-            if name in self.cuts:
-                cut[name] = settled_part(total.to(parameter.dtype), parameter, self.cuts[name], self.mesh)
-            else:
-                buckets.add(Own(name, total.to(parameter.dtype), parameter), self.mesh)
-        return buckets.end(self.mesh) | cut
+        cut = dict[str, Tensor]()
+
+        def uncut() -> Iterator[tuple[str, Tensor, Tensor]]:
+            for name, total in sums:
+                own, parameter = total.to(self.parameters[name].dtype), self.parameters[name]
+                if name in self.cuts:
+                    cut[name] = settled_part(own, parameter, self.cuts[name], mesh)
+                else:
+                    yield name, own, parameter
+
+        return _reduced(uncut(), mesh) | cut
+
+    def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the sums of all processes add up to, whole on each."""
+        return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
+
+    def everyones(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in their order.  All processes at once.  rows: N ..."""
+        if self.mesh is None:
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        counts = from_all(len(rows), self.mesh)
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = DTensor.from_local(padded, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False).full_tensor()
+        return torch.cat([part[:count] for part, count in zip(parts.split(max(1, max(counts))), counts)])
+
+
+def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """sums: by name, with what each is to lie as"""
+    from autograd_hacks.distributed.buckets import Buckets, Own
+
+    buckets = Buckets()
+    for own in sums:
+        buckets.add(Own(*own), mesh)
+    return buckets.end(mesh)
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
@@ -108,7 +138,7 @@ def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spre
     parameters, parts = dict(model.named_parameters()), gathering(model)
     needed = reading_weights(model, recorder.record.plan.reading.names) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
-    cuts = cuts_of(recorder.record.parameters_of(model))
+    cuts = cuts_of(model, recorder.record)
     return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
 
 

@@ -93,8 +93,9 @@ class Cut:
     def own(self, x: Tensor) -> Tensor:
         """This process's part of a tensor of its shape, a DTensor or one that all have alike."""
         other: Any = x
-        if is_part(x):
+        if is_part(x) and other.device_mesh == self.mesh:
             return part_of(other.redistribute(self.mesh, self.places))
+        x = other.full_tensor() if is_part(x) else x
         return part_of(self.whole(x))
 
     def joined(self, part: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from html import escape
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.distributed.shards import reading_weights
 from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.plan import EXPAND, HOOKS, Plan, static_units
@@ -104,7 +105,10 @@ def _plan(model: nn.Module) -> tuple[Plan, bool]:
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
-        return read(model, dict(model.named_parameters()), recorder_of(model), None), ""
+        recorder = recorder_of(model)
+        if needed := reading_weights(model, recorder.record.plan.reading.names):
+            return {}, f"No forms to show: rows need weights that processes hold parts of ({len(needed)} modules)."
+        return read(model, recorder.record.parameters_of(model), recorder, None), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
         return {}, f"No forms to show: {error}"
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting
@@ -53,10 +53,10 @@ class PerSampleGrads(Hinting, Curvature):
         entries: Sequence[int] = (),
         spread: Spread | None = None,
     ) -> None:
-        self._spread = Spread({}, None) if spread is None else spread
+        self.spread = Spread({}, None) if spread is None else spread
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self._spread.cuts
+        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self.spread.cuts
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -108,7 +108,7 @@ class PerSampleGrads(Hinting, Curvature):
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
 
-        v: {name: shape} for all parameters, as gradients are
+        v: {name: shape} for all parameters, as gradients are, whole or in shards
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
         check_direction(v, {name: self.shape_of(name) for name in self})
@@ -122,13 +122,13 @@ class PerSampleGrads(Hinting, Curvature):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        w, _ = self._spread.agreed(lambda: self._by_row(w, several=True))
+        w, _ = self.spread.agreed(lambda: self._by_row(w, several=True))
         with self.reading():
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
             own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
             sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
-            return self._spread.settled(sums)
+            return self.spread.settled(sums)
 
     def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
@@ -157,7 +157,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         w = None if w is None else self._by_row(w)
         with self.reading():
-            return self._spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
+            return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
         """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
@@ -169,14 +169,14 @@ class PerSampleGrads(Hinting, Curvature):
                 f"these are the gradients of {self._axes}: the variance of which is "
                 "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
             )
-        samples = int(self._spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
+        samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
         if samples < 2:
             raise ValueError(f"the variance over samples needs two of them; these are the gradients of {samples}")
         with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
-            means = self._spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
-            own = self._own({name: whole_of(mean) for name, mean in means.items()})
-            found = self._spread.settled(second_moments(self, self.samples, None, own, budget).items())
+            means = self.spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
+            own = self._own(means)
+            found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
             return {name: total / (samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
@@ -235,14 +235,14 @@ class PerSampleGrads(Hinting, Curvature):
         """The same gradients as other forms, some rows of these say."""
         batches = self.batches if self.hess_type else [samples]
         kept = self.reached, self.loss_type, self._model, self.hess_type
-        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self._spread)
+        made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self.spread)
         made._versions = [*self._versions, *made._versions]
         return made
 
     def local(self) -> PerSampleGrads:
         """The same rows, for sums over the samples of this process alone."""
         made = self.with_forms(self._forms, self.samples)
-        made.batches, made.batch, made._spread = self.batches, self.batch, self._spread.local()
+        made.batches, made.batch, made.spread = self.batches, self.batch, self.spread.local()
         return made
 
     def __reduce_ex__(self, protocol: object) -> str:
@@ -262,7 +262,7 @@ class PerSampleGrads(Hinting, Curvature):
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
                     "them before that, or give the layer a copy: x.clone()."
                 )
-        with outside_inference(), self._spread.reading(), ExitStack() as contexts:
+        with outside_inference(), self.spread.reading(), ExitStack() as contexts:
             for device in {form.like.device for form in self.values()}:
                 contexts.enter_context(autocast_to(None, device))
             try:

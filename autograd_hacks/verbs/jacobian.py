@@ -63,7 +63,7 @@ def per_sample_jacobian(
         with torch.enable_grad():
             first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
         # Inputs too: reentrant checkpoints lead to nothing else.  But for them no other model's records would be left alone.
-        own = set(model.parameters())
+        own = set(recorder.record.parameters_of(model).values())
         leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in own]
         if leaves and not is_returned:
             _check_function(recorder, first, leaves)

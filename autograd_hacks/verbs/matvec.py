@@ -13,18 +13,16 @@ from torch import Tensor
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import BlockTooLarge, NothingRecorded
 from autograd_hacks.forms import Form
-from autograd_hacks.verbs.whole import Whole
+from autograd_hacks.verbs.everyone import Everyone
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from scipy.sparse.linalg import LinearOperator
 
 LIMIT = 2**30
 """Bytes that a block may have, unless told another number."""
 
 
-class Curvature(Whole):
+class Curvature(Everyone):
     """What the rows J of N samples say of curvature: JᵀJ / N.
 
     After an ordinary backward pass a row is the gradient of a sample's loss, and JᵀJ / N the empirical Fisher matrix.  After
@@ -32,7 +30,6 @@ class Curvature(Whole):
     matrix (GGN), which for a likelihood ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares') is the Fisher matrix too.
     """
 
-    samples: int
     batch: int
     hess_type: str | None
 
@@ -47,10 +44,6 @@ class Curvature(Whole):
     @abstractmethod
     def _by_row(self, w: Tensor) -> Tensor:
         """Weights in the order of the rows."""
-
-    @abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
-        """A context in which forms may be read."""
 
     def fisher_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N.
@@ -83,13 +76,15 @@ class Curvature(Whole):
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """JᵀJ v / N, in what forms add up in: single precision at the least."""
         self._check_real()
-        return self._transposed(self.dot(v) / max(1, self.batch))
+        count = self.spread.agreed(lambda: None, lambda _: [self.batch], 1)[1][0]
+        return self._transposed(self.dot(v) / max(1, count))
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""
         w = self._by_row(w)
         with self.reading():
-            return {name: form.weighted_sum(w.to(form.like.device, form.sum_dtype)) for name, form in self.items()}
+            sums = ((name, form.weighted_sum(w.to(form.like.device, form.sum_dtype))) for name, form in self.items())
+            return self.spread.settled(sums)
 
     def _narrowed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """In the parameters' dtypes."""
@@ -106,6 +101,7 @@ class Curvature(Whole):
         many rows.
         Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
         """
+        self._check_alone("natural_gradient")
         if damping is None:
             raise TypeError(
                 f"natural_gradient was given no damping. JᵀJ / N has rank {self._axes.rows} at most, a row for each pass "
@@ -137,6 +133,7 @@ class Curvature(Whole):
         limit: bytes that the block may have
         Raises KeyError for a name that is none of a parameter that trains, BlockTooLarge for a larger block.
         """
+        self._check_alone("block")
         for each in (name, name if other is None else other):
             if each not in self:
                 raise KeyError(f"block was given {each!r}; expected the name of a parameter that trains: {', '.join(self)}")
@@ -169,6 +166,7 @@ class Curvature(Whole):
         """
         from scipy.sparse.linalg import LinearOperator
 
+        self._check_alone("as_linear_operator")
         damping = _number("as_linear_operator", damping)
         if not damping >= 0:
             raise ValueError(f"as_linear_operator was given damping={damping!r}; expected 0 or a number above it")

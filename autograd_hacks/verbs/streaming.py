@@ -127,7 +127,7 @@ class _Stream:
 
     @cached_property
     def cuts(self) -> dict[str, Cut]:
-        return cuts_of(self.record.parameters_of(self.model))
+        return cuts_of(self.model, self.record)
 
     @cached_property
     def _like(self) -> dict[str, str]:

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
+from autograd_hacks.distributed.shards import alone
+from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
@@ -61,7 +63,8 @@ def verify(
     swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum
     of its rows with ``.grad``, which must have been cleared before the step.  It also proves anew, as the first forwards
     do, that samples don't mix: by values, and by gradients call by call.  It leaves the model, ``.grad`` and the record
-    as they were.
+    as they were.  Where processes share a batch each checks its own rows, all at once, and not ``.grad``, in which
+    the others' are too.
 
     samples: how many single samples to compare besides, by one backward pass each
     args, kwargs: other arguments to take, positional and by keyword; needed where those of the last forward were kept by
@@ -77,11 +80,19 @@ def verify(
     state = random_state(cuda_devices_of(model))
     if args is None and kwargs is None:
         args, kwargs, state = _last_step(recorder.record)
-    args, kwargs = args or (), dict(kwargs or {})
-    wrong = _with_grad(model, recorder) + _with_autograd(model, recorder, args, kwargs, state, samples, loss)
-    if wrong:
-        hint = " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
-        raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
+    spread = spread_of(model, recorder)
+
+    def own() -> None:
+        wrong = _with_grad(model, recorder) if spread.mesh is None else []
+        wrong += _with_autograd(model, recorder, args or (), dict(kwargs or {}), state, samples, loss)
+        if wrong:
+            hint = (
+                " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
+            )
+            raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
+
+    with alone(model):
+        spread.agreed(own)
 
 
 def _last_step(record: Record) -> tuple[tuple[Any, ...], dict[str, Any], RandomState]:

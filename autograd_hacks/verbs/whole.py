@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
+from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.forms import Form, RandomMap
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.verbs.arguments import Axes, unwrapped
@@ -28,8 +29,8 @@ class Whole(Mapping[str, Form]):
         return self.cuts[name].shape if name in self.cuts else self[name].shape
 
     def _own(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A direction, as far as this process has the parameters.  v: {name: shape}, DTensors or alike on all processes"""
-        return {name: self.cuts[name].own(x) if name in self.cuts else x for name, x in v.items()}
+        """A direction, as far as layers have the parameters here.  v: {name: shape}, in shards or alike on all processes"""
+        return {name: self.cuts[name].own(x) if name in self.cuts else whole_of(x) for name, x in v.items()}
 
     def _joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """With a DTensor in the place of each part.  parts: {name: ... shape}"""

@@ -86,7 +86,7 @@ def one_fails(way: str) -> None:
     model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
     autograd_hacks.add_hooks(model, param_grad=False)
     (x, y), rank = batch(0, 8), dist.get_rank()
-    for step in range(3):
+    for _step in range(3):
         here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
         squares(model(here), theirs).mean().backward()
         if rank == 1:
@@ -118,14 +118,14 @@ def hooked_differently() -> None:
     model, (x, y), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
     autograd_hacks.add_hooks(model, param_grad=rank == 0)
     with pytest.raises(
-        ProcessesDisagree, match=r"process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"
+        ProcessesDisagree, match=r"(?s)process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"
     ):
         model(x[own((4, 4))])
     autograd_hacks.add_hooks(model)
     train_step(model, x, y)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model, mode="derivatives" if rank else "hooks")
-    with pytest.raises(ProcessesDisagree, match=r"mode='hooks'.*mode='derivatives'"):
+    with pytest.raises(ProcessesDisagree, match=r"(?s)mode='hooks'.*mode='derivatives'"):
         model(x[own((4, 4))])
 
 

@@ -110,21 +110,46 @@ def streams(way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
-@pytest.mark.parametrize("name", ["mlp", "Saves"])
+@pytest.mark.parametrize("name", ["mlp", "Saves", "Attends", "Recurs"])
 def test_streaming_is_the_first_of_two_passes(both: Both, way: str, name: str) -> None:
     both(streams, way, name)
 
 
 def verifies(way: str, name: str) -> None:
-    model = read(way, name)
-    autograd_hacks.verify(model)
-    model.zero_grad()
-    x, y = batch(0, sum(SIZES))
-    squares(model(x[own(SIZES)]), y[own(SIZES)]).sum().backward()
-    autograd_hacks.verify(model, samples=2)
+    model = spread_out(way, name)
+    autograd_hacks.add_hooks(model)
+    x, y = (part[own(SIZES)] for part in batch(0, sum(SIZES)))
+    for step in range(2):
+        squares(model(x), y).sum().backward()
+        autograd_hacks.verify(model, samples=2 * step)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
 @pytest.mark.parametrize("name", ["mlp", "Attends"])
 def test_verify(both: Both, way: str, name: str) -> None:
     both(verifies, way, name)
+
+
+def jacobians(way: str, name: str) -> None:
+    model = spread_out(way, name)
+    autograd_hacks.add_hooks(model)
+    (x, y), twin = (part[own(SIZES)] for part in batch(0, sum(SIZES))), made(name)
+    expected = [
+        torch.autograd.grad(out, list(twin.parameters()), retain_graph=True, allow_unused=True)
+        for a in x
+        for out in twin(a[None])[0]
+    ]
+    for _ in range(2):
+        grads = autograd_hacks.per_sample_jacobian(model, model(x))
+        for n, rows in enumerate(zip(*expected)):
+            found = list(grads.dense().values())[n]
+            assert_close(found.flatten(0, 1), torch.stack([torch.zeros_like(found[0, 0]) if r is None else r for r in rows]))
+        squares(model(x), y).mean().backward()
+        autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+@pytest.mark.parametrize("name", ["mlp", "Attends"])
+def test_rows_of_outputs(both: Both, way: str, name: str) -> None:
+    both(jacobians, way, name)

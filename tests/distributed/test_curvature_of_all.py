@@ -1,0 +1,88 @@
+"""Products of rows, and curvature, where processes share a batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from processes import Both, both
+from spread import batch, made, own, sharded, squares, whole, wrapped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import BlockTooLarge, NotReduced
+
+__all__ = ["both"]  # a fixture
+SIZES = (5, 3)
+WAYS = ["replicas", "shards"]
+
+
+def spread_out(way: str, name: str = "mlp") -> nn.Module:
+    net = made(name)
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model)
+    return model
+
+
+def flat_rows(name: str) -> Tensor:
+    """J of the whole batch by plain backward passes, N × P."""
+    net, (x, y), rows = made(name), batch(0, sum(SIZES)), []
+    for n in range(len(x)):
+        grads = torch.autograd.grad(squares(net(x[n : n + 1]), y[n : n + 1]).sum(), list(net.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    return torch.stack(rows)
+
+
+def products(way: str, name: str) -> None:
+    model, (x, y), rows = spread_out(way, name), batch(0, sum(SIZES)), flat_rows(name)
+    squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    assert_close(grads.gram_of_all(), rows[own(SIZES)] @ rows.mT)
+    assert_close(grads.local().gram_of_all(), rows[own(SIZES)] @ rows[own(SIZES)].mT)
+    gathered: list[Tensor | None] = [None, None]
+    dist.all_gather_object(gathered, grads.project(16))
+    assert_close(grads.gram_of_all(dim=16), grads.project(16) @ torch.cat([p for p in gathered if p is not None]).mT)
+    with pytest.raises(BlockTooLarge, match=r"rows of all 8 samples.*the limit is"):
+        grads.gram_of_all(limit=1)
+    v = {n: torch.randn(form.shape, generator=torch.Generator().manual_seed(3)).double() for n, form in grads.items()}
+    flat = torch.cat([x.flatten() for x in v.values()])
+    expected = rows.mT @ (rows @ flat) / len(rows)
+    found = grads.fisher_matvec(v)
+    assert_close(torch.cat([whole(x).flatten() for x in found.values()]), expected)
+    if way == "shards":  # a direction that lies as the weights do
+        assert_close(grads.dot(found), rows[own(SIZES)] @ expected)
+    for verb in (lambda: grads.natural_gradient(v, 0.1), lambda: grads.block(next(iter(grads))), grads.as_linear_operator):
+        with pytest.raises(NotReduced, match=r"this process has \d of those of 2 processes.*grads\.local\(\)"):
+            verb()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["mlp", "Attends"])
+def test_products(both: Both, way: str, name: str) -> None:
+    both(products, way, name)
+
+
+def curvature(way: str) -> None:
+    for kind, attribute in {"diag": "hess_diag", "full": "hess", "kfac": "kfac"}.items():
+        twin, (x, _) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), batch(0, sum(SIZES))
+        torch.manual_seed(1)
+        for p in twin.parameters():
+            nn.init.normal_(p)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        net.load_state_dict(twin.state_dict())
+        model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+        for m, part in ((twin, slice(None)), (model, own(SIZES))):
+            autograd_hacks.add_hooks(m)
+            autograd_hacks.backprop_hess(m(x[part]), "LeastSquares")
+            autograd_hacks.compute_hess(m, kind=kind)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            assert_close(getattr(p, attribute), getattr(q, attribute))
+        batches = x[own(SIZES)].split(2) if dist.get_rank() else x[own(SIZES)].split(3)
+        autograd_hacks.compute_hess_over(model, list(batches), kind=kind, hess_type="LeastSquares")
+        for p, q in zip(model.parameters(), twin.parameters()):
+            assert_close(getattr(p, attribute), getattr(q, attribute))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_curvature(both: Both, way: str) -> None:
+    both(curvature, way)

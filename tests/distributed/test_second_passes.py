@@ -1,0 +1,184 @@
+"""What would make replicas drift apart is an error."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from processes import WORLD, Both, both
+from spread import BOUND, batch, clipped, made, squares, wrapped
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import NotReduced
+
+__all__ = ["both"]  # a fixture
+
+
+def model() -> nn.Module:
+    return made("mlp")
+
+
+def own(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def clipped_by_one_process() -> dict[str, Tensor]:
+    return {name: total for name, total in clipped(model(), *batch(0, 8))[1].items() if total is not None}
+
+
+def reduce_grads(net: nn.Module) -> None:
+    """As the error says it."""
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+WHERE = ["before", "inner", "wrapper", "around"]
+
+
+def two_passes(where: str, options: dict[str, bool]) -> None:
+    (x, y), bound = batch(0, 8), BOUND
+    hooked, run, ddp = wrapped(model(), where, **options)
+    autograd_hacks.add_hooks(hooked)
+
+    def norms(losses: Tensor, retain_graph: bool) -> Tensor:
+        with autograd_hacks.streaming(hooked) as streamed:
+            autograd_hacks.backward(losses, retain_graph=retain_graph)
+        ddp.zero_grad()
+        return streamed.norms
+
+    def weighted(losses: Tensor, norms: Tensor) -> None:
+        with autograd_hacks.pause_hooks():
+            (losses * (bound / norms).clamp(max=1)).mean().backward()
+
+    def losses() -> Tensor:
+        return squares(run(own(x)), own(y))
+
+    def check() -> None:
+        for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
+            assert_close(p.grad, expected)
+        ddp.zero_grad()
+
+    for step in range(3):
+        each = losses()
+        found = norms(each, retain_graph=True)
+        if step or "static_graph" not in options:  # in whose first step torch doesn't tell
+            with pytest.raises(NotReduced, match="second backward pass"):
+                weighted(each, found)
+        ddp.zero_grad()
+        # What the error says: another forward,
+        with ddp.no_sync():
+            found = norms(losses(), retain_graph=False)
+        with autograd_hacks.pause_hooks():
+            each = losses()
+        weighted(each, found)
+        check()
+        # or all by hand.
+        with ddp.no_sync():
+            each = losses()
+            weighted(each, norms(each, retain_graph=True))
+        reduce_grads(ddp)
+        check()
+    autograd_hacks.remove_hooks(hooked)
+    each = losses().mean()
+    each.backward(retain_graph=True)
+    each.backward()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("option", ["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_a_second_backward_pass_is_refused_where_the_first_was_reduced(both: Both, where: str, option: str) -> None:
+    both(two_passes, where, {option: True} if option else {})
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def agree(net: nn.Module) -> None:
+    """Raises where the processes don't have the same gradients."""
+    for p in net.parameters():
+        found = [torch.empty_like(p.grad) for _ in range(WORLD)]
+        dist.all_gather(found, p.grad.contiguous())
+        assert_close(*found)
+
+
+def several_passes() -> None:
+    x = torch.randn(4, 3) + dist.get_rank()
+    for unused in (False, True):
+        ddp = DistributedDataParallel(Heads(), find_unused_parameters=unused)
+        autograd_hacks.add_hooks(ddp)
+        for _ in range(2):
+            first, second = ddp(x)
+            first.square().sum().backward(retain_graph=True)
+            if unused:  # the first pass has reduced all
+                with pytest.raises(NotReduced):
+                    second.square().sum().backward()
+            else:
+                second.square().sum().backward()
+                agree(ddp)
+            ddp.zero_grad()
+    for static in (False, True):
+        ddp = DistributedDataParallel(Checkpointed(), static_graph=static)
+        autograd_hacks.add_hooks(ddp, probe=False)
+        for _ in range(3):
+            ddp(x.clone().requires_grad_()).square().sum().backward()
+            agree(ddp)
+            ddp.zero_grad()
+    ddp = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    autograd_hacks.add_hooks(ddp.module)
+    one, other = ddp(x).square().mean(), ddp(2 * x).square().mean()
+    one.backward()
+    agree(ddp)
+    with pytest.raises(NotReduced):
+        other.backward()
+    loss = ddp(x).square().mean()
+    torch.autograd.grad(loss, [ddp.module.weight], retain_graph=True)  # which reduces nothing
+    ddp.zero_grad()
+    with torch.no_grad():
+        ddp(x)
+    loss.backward()
+    agree(ddp)
+    ddp.module(x).square().mean().backward()  # past the wrapper: nothing was to be reduced
+
+
+def test_passes_that_are_reduced_are_not_refused(both: Both) -> None:
+    both(several_passes)
+
+
+def test_one_process_may_do_all() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, y = batch(0, 8)
+        for where in WHERE:
+            hooked, run, ddp = wrapped(model(), where)
+            autograd_hacks.add_hooks(hooked)
+            for _ in range(2):
+                each = squares(run(x), y)
+                each.mean().backward(retain_graph=True)
+                autograd_hacks.compute_grad1(hooked, set_grad=True)
+                autograd_hacks.clip_grad1_norm_(hooked, 3.0)
+                for p, expected in zip(ddp.parameters(), clipped_by_one_process().values()):
+                    assert_close(p.grad, expected)
+                each.mean().backward()
+    finally:
+        dist.destroy_process_group()
