@@ -120,6 +120,8 @@ def sentences() -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (N, T), generator=draws), torch.randint(CLASSES, (N, T), generator=draws)
 
 
+NEAR = {"rtol": 2e-4, "atol": 2e-5}
+
 Cut = Callable[[nn.Module, DeviceMesh], nn.Module]
 WAYS: dict[str, tuple[type[nn.Module], Cut, Callable[[], tuple[Tensor, Tensor]]]] = {
     "mlp": (Mlp, mlp, numbers),
@@ -143,11 +145,13 @@ def losses(output: Tensor, y: Tensor) -> Tensor:
     return each.flatten(1).sum(1) if each.ndim > 1 else each
 
 
-def one_backward_per_sample(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def one_backward_per_sample(
+    net: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = losses
+) -> dict[str, Tensor]:
     rows: dict[str, list[Tensor]] = {name: [] for name, _ in net.named_parameters()}
     for n in range(len(x)):
         net.zero_grad()
-        losses(net(x[n : n + 1]), y[n : n + 1]).sum().backward()
+        loss(net(x[n : n + 1]), y[n : n + 1]).sum().backward()
         for name, p in net.named_parameters():
             assert p.grad is not None
             rows[name].append(p.grad.clone())
@@ -158,3 +162,8 @@ def one_backward_per_sample(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, T
 def whole(x: Tensor | None) -> Tensor:
     assert x is not None
     return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def joint(rows: dict[str, Tensor]) -> Tensor:
+    """Each sample's norm over all parameters."""
+    return torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)

@@ -170,6 +170,7 @@ class Backward:
             self.running = None  # left by a pass that failed
         current = outer or self.enter(task)
         current.captures |= captures
+        current.split |= captures and self.record.stage is not None
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, call)
@@ -219,6 +220,9 @@ class Backward:
                 current.losses.heard_by.append(record)
             if target is None and record.accumulating:
                 record.segments = [*record.segments, home]
+                if record.stage is not None:  # a schedule may come to the last micro-batch first
+                    home.forwards.add(call.forward)
+                    record.segments.sort(key=lambda segment: min(segment.forwards))
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # What it replaces is kept until its end where a graph is left by which it may yet come there: several

@@ -20,6 +20,7 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.stages import running_stage
 from autograd_hacks.capture.wrappers import Reduction, check_whole, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import HOOKS, Plan
@@ -135,6 +136,7 @@ class Recorder:
     def begin_passes(self, model: nn.Module) -> None:
         """The model's own code begins, and its gradients may be reduced over processes."""
         self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
+        self.record.stage = running_stage()
 
     def take_plan(self, model: nn.Module, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Returns the plan of the forward that begins, before anything of it runs."""

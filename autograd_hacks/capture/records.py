@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Pass:
     forwards_before: int = 0  # since the pass before it
     higher_order: bool = False  # whether it makes a graph
     mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
+    split: bool = False  # whether it brings gradient to parameters alone, and another has brought it to the inputs
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
@@ -147,6 +149,7 @@ class Record:
     # random numbers came from.
     arguments: tuple[Any, Any, RandomState] | None = None
     accumulating: bool = False
+    stage: weakref.ref[Any] | None = None  # of a pipeline, which ran the last forward
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples

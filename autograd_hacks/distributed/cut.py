@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering
-from autograd_hacks.errors import ShardedParameters
+from autograd_hacks.errors import NotReduced, ShardedParameters
 from autograd_hacks.support.parts import Cut, is_part, may_have_parts
 
 Groups = tuple[Any, ...]
@@ -104,3 +104,20 @@ def _over(groups: Groups, part: Tensor) -> Tensor:
         part = part.contiguous()
         dist.all_reduce(part, group=group)
     return part
+
+
+def over_stages(norms: Tensor, record: Record) -> Tensor:
+    """The norms of rows over all stages of the pipeline that has run a model, N, by one sum; as they are where none has.
+
+    norms: of this stage's parameters
+    """
+    stage = None if record.stage is None else record.stage()
+    if stage is None:
+        return norms
+    if stage.num_stages > stage.group_size:
+        raise NotReduced(
+            f"this model is one of {stage.num_stages} stages of a pipeline over {stage.group_size} processes, and a "
+            "sample's norm is over all. Add up the squares of per_sample_grads(stage).norms() over the stages here and over "
+            "processes by torch.distributed.all_reduce, and give each clip_grad1_norm_(stage, ...) the root: norms=..."
+        )
+    return _over((stage.group,), norms.double().square()).sqrt().to(norms.dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from cut_nets import WAYS, Mlp, losses, made, mlp, one_backward_per_sample, whole
+from cut_nets import NEAR, WAYS, Mlp, joint, losses, made, mlp, one_backward_per_sample, whole
 from processes import WORLD, Both, both
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.testing import assert_close
@@ -13,12 +13,6 @@ import autograd_hacks
 from autograd_hacks.errors import ShardedParameters
 
 __all__ = ["both"]  # a fixture
-
-NEAR = {"rtol": 2e-4, "atol": 2e-5}
-
-
-def joint(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
 
 
 def verbs(way: str, probe: bool) -> None:
