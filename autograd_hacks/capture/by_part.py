@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.ways import ByRule
 from autograd_hacks.capture.wrappers import gathering
-from autograd_hacks.errors import ShardedParameters, where
+from autograd_hacks.errors import ShardedParameters, UnseenGradient, where
 from autograd_hacks.forms import Dense, Form
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import HOOKS, Plan
@@ -96,9 +97,15 @@ def check_cut(
 
 def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
     """Raises where a forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
-    parameters that would be read by other ways than layers' rules."""
+    parameters that would be read by other ways than layers' rules, UnseenGradient in context parallel."""
     if not may_have_parts():
         return
+    if _is_context_parallel():
+        raise UnseenGradient(
+            "torch.distributed.tensor.experimental.context_parallel is on: each process has some positions of every sample, "
+            "and a sample's gradient is a sum over processes of which this one knows a part. Cut layers along their features"
+            " or heads instead (ColwiseParallel, RowwiseParallel, SequenceParallel), or leave the context."
+        )
     for x in tensors_of(arguments):
         if is_part(x):
             raise TypeError(
@@ -115,6 +122,15 @@ def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
         )
     ruled = {id(p) for module in (modules_of(model) if parts else ()) if rule_for(module) for p in covered(module).values()}
     _refuse([name for name, p in parts if id(p) not in ruled])
+
+
+def _is_context_parallel() -> bool:
+    """Whether attention goes around a ring of processes now."""
+    ring = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if ring is None:
+        return False
+    dispatcher: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    return ring._sdpa_handler in dispatcher._custom_op_handlers.values()
 
 
 def check_plan(parameters: Mapping[str, Tensor], plan: Plan) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import ShardedParameters
+from autograd_hacks.errors import ShardedParameters, UnseenGradient
 
 __all__ = ["both"]  # a fixture
 
@@ -235,3 +235,39 @@ def _cut(_: str, module: nn.Module, mesh: object) -> None:
 
 def test_what_parts_give_no_rows_of_is_refused_by_name(both: Both) -> None:
     both(refusals)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.layer(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
+
+
+def around_a_ring() -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
+    from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
+
+    net, x, mesh = Attends(), torch.randn(2, 8, 4), dist.init_device_mesh("cpu", (WORLD,))
+    for probe in (True, False):
+        autograd_hacks.add_hooks(net, probe=probe)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            with pytest.raises(UnseenGradient, match="context_parallel is on"):
+                net(x)
+            with torch.no_grad(), autograd_hacks.pause_hooks():
+                assert x.shape[1] == 8 // WORLD
+        enter()
+        with pytest.raises(UnseenGradient, match="context_parallel is on"):
+            net(x)
+        leave()
+        net(x).square().sum((1, 2)).mean().backward()
+        assert len(autograd_hacks.per_sample_grads(net).norms()) == 2
+        net.zero_grad()
+
+
+def test_context_parallel_is_refused_by_name(both: Both) -> None:
+    both(around_a_ring)
