@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,6 +80,18 @@ def as_dtensors(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     net[4] = distribute_module(net[4], mesh)
     cut = {"1": ColwiseParallel(use_local_output=False), "3": RowwiseParallel(use_local_output=False)}
     return parallelize_module(net, mesh, cut | {"5": ColwiseParallel(use_local_output=False)})
+
+
+class Unlike(nn.Module):
+    """One process's part of the features mixes samples, much or hardly."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.up, self.down, self.share = nn.Linear(5, 8), nn.Linear(8, 5), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return self.down(h + self.share * dist.get_rank() * h.mean(0))
 
 
 def mlp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:

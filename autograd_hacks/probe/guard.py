@@ -56,6 +56,7 @@ class WriteGuard(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        tensor = part_of(tensor)
         if tensor.is_nested or tensor.layout in _SPARSE:
             return comparable(tensor)
         key = memory_of(tensor)
@@ -103,6 +104,7 @@ class WriteGuard(TorchDispatchMode):
 
 def comparable(tensor: Tensor) -> Tensor:
     """The numbers of a tensor of any layout."""
+    tensor = part_of(tensor)
     if tensor.is_nested:
         return torch.zeros((), device=tensor.device)  # of no shape that could be compared
     return tensor.detach().to_dense() if tensor.layout in _SPARSE else tensor.detach()

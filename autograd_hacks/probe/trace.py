@@ -214,7 +214,7 @@ class Tracer:
             stack=stack,
             module=module,
             outputs=[tracker.keep(x) for x in outputs],
-            inputs=[tracker.keep(part_of(x)) for x, _ in arguments[: self._seen_inputs(stack[-1].path, module, follow)]],
+            inputs=[tracker.keep(x) for x, _ in arguments[: self._seen_inputs(stack[-1].path, module, follow)]],
             rows_of_packed=samples_of_rows(first) if is_packed(first) else None,
             from_batch=any(fact.from_batch for fact in facts) or not facts,
             routed=any(fact.routed for fact in facts),

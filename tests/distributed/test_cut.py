@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from cut_nets import NEAR, WAYS, Mlp, joint, losses, made, mlp, one_backward_per_sample, whole
+from cut_nets import NEAR, WAYS, Mlp, Unlike, joint, losses, made, mlp, one_backward_per_sample, whole
 from processes import WORLD, Both, both
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import ShardedParameters, UnseenGradient
+from autograd_hacks.errors import SamplesMixed, ShardedParameters, UnseenGradient
 
 __all__ = ["both"]  # a fixture
 
@@ -271,3 +271,19 @@ def around_a_ring() -> None:
 
 def test_context_parallel_is_refused_by_name(both: Both) -> None:
     both(around_a_ring)
+
+
+def unlike() -> None:
+    (x, y), mesh = WAYS["mlp"][2](), dist.init_device_mesh("cpu", (WORLD,))
+    for share in (1.0, 1e-7):
+        net = mlp(Unlike(share), mesh)
+        autograd_hacks.add_hooks(net)
+        for _ in range(3):
+            net.zero_grad()
+            losses(net(x), y % 5).mean().backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(net)
+
+
+def test_what_one_process_finds_all_know(both: Both) -> None:
+    both(unlike)
