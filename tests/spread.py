@@ -148,6 +148,8 @@ def train(
         for (local, p), expected, twin_p in zip(model.named_parameters(), grads.values(), twin.parameters()):
             assert (p.grad is None) == (expected is None), local
             if p.grad is not None and expected is not None:
+                here = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                assert type(here) is Tensor, "which may be on its way still"
                 assert_close(whole(p.grad).double(), expected, msg=lambda m, at=(local, step): f"{at}: {m}", **tolerance)
             twin_p.grad = expected
         ours.step()

@@ -23,7 +23,7 @@ from autograd_hacks.probe.plan import EXPAND, HOOKS
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import tensors_of, version_of
+from autograd_hacks.support.trees import local_of, tensors_of, version_of
 
 NO_GRAD = 0, 0
 
@@ -41,9 +41,10 @@ class Backward:
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
         self._turned: list[Turning] = []  # what the running pass has made calls of
-        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = (
-            None  # what hears of gradients in the record's place
-        )
+        # What hears of gradients in the record's place.
+        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = None
+        # ``settle(record, pass, name, grad)``: whether rows add up to what has arrived, so that it need not be kept.
+        self.settle: Callable[[Record, Pass, str, Tensor], bool] | None = None
 
     def detach(self) -> None:
         self.attached = False
@@ -53,9 +54,10 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left", "listener")
+        names = ("running", "answered", "unanswered", "called", "_left", "listener", "settle")
         with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
             self.running, self._left, self.called = None, None, set()
+            self.settle = lambda *_: True  # who runs them compares
             yield
 
     def own_hooks(self) -> set[int]:
@@ -102,17 +104,27 @@ class Backward:
         return self.running
 
     def _finish(self, ended: Pass) -> None:
-        ended.finished = True
+        ended.finished, ended.reader = True, None
         self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
         self.running, self.unanswered, self._left = None, 0, None
-        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
-        for edge in own:
-            state = _state(edge.parameter.grad) if edge.parameter.is_leaf and not ended.captures else None
-            if state is not None and (state != NO_GRAD or not self.param_grad.wanted):
-                self._left = edge.name, state
-                break
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
+        # Behind what wrappers do with gradients at a pass's end.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._note_left, ended))
+
+    def _note_left(self, ended: Pass) -> None:
+        own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
+        leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
+        states = ((edge.name, self._state_of(edge.name, edge.parameter)) for edge in leaves)
+        left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.param_grad.wanted))
+        self._left = next(left, None)
+
+    def _state_of(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
+        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
+        if (grad := self.record.cut.get(name, parameter).grad) is None:
+            return NO_GRAD
+        grad = local_of(grad)
+        return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def receive(self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live) -> Tensor | None:
         """Notes the gradient that the running pass brings to one of a call's outputs; see `Receive`."""
@@ -261,7 +273,7 @@ class Backward:
         skips = [name in call.skipped for call in calls]
         left, own = self._left, running is not None and not running.captures and any(call.is_own for call in calls)
         if running is not None and own and left is not None and left[0] == name:
-            running.adds_to_left = left[1] == _state(parameter.grad)
+            running.adds_to_left = left[1] == self._state_of(name, parameter)
         if grad is None:
             return
         if running is None or all(skips):
@@ -273,16 +285,11 @@ class Backward:
                 self.param_grad.keep(parameter, name)
         if grad.is_meta or any(skips):
             return  # a part of it was not computed
-        if record.on_arrival is None and (record.comparing or record.plan.keeps_arrived(name)):
+        if record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
+            return
+        if self.settle is None or not self.settle(record, running, name, grad):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
-
-
-def _state(grad: Tensor | None) -> tuple[int, int] | None:
-    """What tells whether .grad is as it was; None for sparse ones."""
-    if grad is None:
-        return NO_GRAD
-    return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
 
 def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:

@@ -51,6 +51,9 @@ class Pass:
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
+    # By parameter the calls whose rows' sum was compared with the gradient as it arrived, which was not kept.
+    settled: dict[str, set[RecordedCall]] = field(default_factory=dict)
+    reader: Any = None  # what does that, while the pass runs
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
@@ -158,6 +161,7 @@ class Record:
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
     gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
+    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards
     shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autograd_hacks.support.parts import Cut
+from autograd_hacks.support.trees import local_of
 
 BUCKET = 25 * 2**20
 """Bytes that are reduced at once, as in DistributedDataParallel."""
@@ -61,7 +62,8 @@ class Buckets:
             assert mesh is not None  # or there would be none
             self._sent.append((bucket, _send(bucket, mesh, placements_of(bucket[0].parameter, mesh))))
         for bucket, total in self._sent:
-            self._unpack(bucket, total)
+            wait: Any = getattr(total, "wait", None)  # of torch's own kind, views of which don't wait either
+            self._unpack(bucket, total if wait is None else wait())
         return self.found
 
     def _unpack(self, bucket: Sequence[Own], total: Tensor) -> None:
@@ -71,7 +73,7 @@ class Buckets:
                 self.found[name], at = total[at : at + own.numel()].view(own.shape), at + own.numel()
                 continue
             shape, ranks = parameter.to_local().shape, parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-            shard = total[at : at + prod(shape)].view(shape)
+            shard = total[at : at + prod(shape)].view(shape).to(local_of(parameter).device)  # where it is offloaded
             at += -(-own.shape[0] // ranks) * prod(own.shape[1:])
             self.found[name] = _placed(shard, parameter)
 
@@ -111,8 +113,9 @@ def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tenso
     before = own.total.ndim - own.parameter.ndim  # axes in front of the parameter's, of several sums
     to = [Shard(at.dim + before) if isinstance(at, Shard) else at for at in placements]
     partial = DTensor.from_local(own.total, mesh, [Partial()] * mesh.ndim, run_check=False)
-    settled = partial.redistribute(placements=to)
-    return settled if isinstance(own.parameter, DTensor) else settled.to_local()
+    settled: Any = partial.redistribute(placements=to).to(local_of(own.parameter).device)
+    found: Tensor = settled if isinstance(own.parameter, DTensor) else settled.to_local()
+    return found
 
 
 def _placed(shard: Tensor, parameter: DTensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autograd_hacks.capture.recorder import Recorder
@@ -16,7 +15,7 @@ from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import map_tensors, modules_of, version_of
+from autograd_hacks.support.trees import local_of, map_tensors, modules_of, version_of
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -27,6 +26,7 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
     All processes at once.  What is gathered is one object for all steps, whose memory comes and goes.
     """
     record = recorder.record
+    record.cut = dict(model.named_parameters())
     slots = {id(p): name for name, p in model.named_parameters()}
     names = {(id(m), local): slots.get(id(p)) for m in modules_of(model) for local, p in m._parameters.items()}
     for module in gathering(model):
@@ -125,13 +125,7 @@ def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
 
 def versions_of_shards(model: nn.Module) -> dict[str, int]:
     """How often each shard has been overwritten, by the parameter's name."""
-    with torch.no_grad():
-        return {name: version_of(_own(p)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
-
-
-def _own(parameter: Any) -> Tensor:
-    local: Tensor = parameter.to_local()
-    return local
+    return {name: version_of(local_of(p)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
 
 
 def check_shards(model: nn.Module, before: dict[str, int]) -> None:

@@ -44,7 +44,18 @@ def by_products(pairs: Sequence[Pair]) -> float:
     if len({(left.shape[2], right.shape[2], isinstance(right, Windows)) for left, right in pairs}) > 1:
         return inf
     each = PAIR * _positions(pairs) ** 2 + CALL / max(1, pairs[0][0].shape[0])
-    return each + sum(SHORT * _multiplications(list(factors)) for factors in zip(*pairs))
+    return each + SHORT * products(pairs)
+
+
+def products(pairs: Sequence[Pair]) -> float:
+    """A sample's multiplications between all positions of all pairs."""
+    return sum(_multiplications(list(factors)) for factors in zip(*pairs))
+
+
+def row(pairs: Sequence[Pair]) -> int:
+    """A sample's multiplications to write its row out, or to add it to a sum."""
+    left, right = pairs[0]
+    return left.shape[2] * right.shape[2] * _positions(pairs)
 
 
 def by_writing(pairs: Sequence[Pair]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf, prod
 
 import torch
@@ -24,25 +25,20 @@ _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 equal ones as K has."""
 
 
-def comparable(segment: Segment, name: str) -> list[Pass]:
-    """The passes that brought gradient to a parameter; none where that was not kept for all of them."""
-    # Those of one `backprop_hess` have added up what arrived.
-    reaching = [p for p in segment.passes if not all(name in call.skipped for call in p.calls_of.get(name, ()))]
-    passes = list({id(p.arrived): p for p in reaching}.values())
-    return passes if all(name in recorded.arrived for recorded in passes) else []
-
-
 def check_sum(
     name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None, lazily: bool
 ) -> None:
     """Raises where the rows don't add up to the gradient that arrived, if that was kept.
 
-    name: the parameter's, for people    known: in the record
+    name: the parameter's, for people    known: in the record    form: its rows, but for those of calls that are settled
     lazily: whether the rows of modules that are run again may not all be written out; a sum by one pass is compared then, in
     the plan's first step alone
     """
-    passes = comparable(segment, known)
-    if not passes:
+    reaching = [p for p in segment.passes if not all(known in call.skipped for call in p.calls_of.get(known, ()))]
+    left = [p for p in reaching if known in p.arrived or not p.settled.get(known, set()).issuperset(p.calls_of[known])]
+    # Those of one `backprop_hess` have added up what arrived.
+    brought = {id(p.arrived): (p, p.arrived[known]) for p in left if known in p.arrived}
+    if not reaching or not all(known in p.arrived for p in left):
         return
     sources, summed = form.sources, record.plan.summed
     if not form.samples or not form.shape.numel() or (sources and lazily and known in summed):
@@ -50,24 +46,11 @@ def check_sum(
     for source in sources:
         if not lazily:
             source.prepare()  # the rows, which are wanted anyway, and which the sum is taken of then
-    scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded in passes]
-    calls = [(call, p.received[call], scale) for p, scale in zip(passes, scales) for call in p.calls_of.get(known, ())]
-    parameter = next(edge.parameter for call, *_ in calls for edge in call.edges.values() if edge.name == known)
-    arrived = [own_of(recorded.arrived[known], parameter) for recorded in passes]
-    expected, *others = [grad.to_dense() * scale for grad, scale in zip(arrived, scales)]
-    for other in others:
-        expected = expected + other
-    # Under autocast the gradient that arrived was computed in its precision.
-    used = [call.precision for call, _, _ in calls if call.precision is not None]
-
-    def received() -> float:
-        return received_by(form, calls)
-
-    with torch.no_grad():
-        if agree(form, expected.new_ones(form.samples), expected, used, received):
-            summed.add(known)
-            record.plan.deepest = max([record.plan.deepest, *(call.order for call, _, _ in calls)])
-            return
+    if not brought or adds_up(known, form, list(brought.values()), loss_type):
+        summed.add(known)
+        orders = (call.order for p in reaching for call in p.calls_of[known])
+        record.plan.deepest = max(record.plan.deepest, *orders)
+        return
     if record.comparing and record.plan.mode == HOOKS:
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
@@ -88,6 +71,30 @@ def check_sum(
         "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within "
         "autograd_hacks.pause_hooks()."
     )
+
+
+def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss_type: str | None) -> bool:
+    """Whether rows add up to the gradients that passes have brought to a parameter.
+
+    known: the parameter's name in the record    form: the rows, but for those of calls that are settled
+    """
+    scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
+    edges = (edge for p, _ in brought for call in p.calls_of[known] for edge in call.edges.values())
+    parameter = next(edge.parameter for edge in edges if edge.name == known)
+    arrived = [own_of(grad, parameter).to_dense() for _, grad in brought]
+    expected, *others = [grad * scale for grad, scale in zip(arrived, scales)]
+    for other in others:
+        expected = expected + other
+    calls = [
+        (call, p.received[call], scale)
+        for (p, _), scale in zip(brought, scales)
+        for call in p.calls_of.get(known, ())
+        if call not in p.settled.get(known, ())
+    ]
+    # Under autocast the gradient that arrived was computed in its precision.
+    used = [call.precision for call, _, _ in calls if call.precision is not None]
+    with torch.no_grad():
+        return agree(form, expected.new_ones(form.samples), expected, used, partial(received_by, form, calls))
 
 
 def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, float]]) -> float:

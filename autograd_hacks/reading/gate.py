@@ -72,14 +72,15 @@ def _forms_of(
 ) -> Iterator[tuple[str, Form | None]]:
     """(name, form), the rows of which add up where that was still to be seen."""
     record.plan.unread = False  # somebody reads: the next pass's are kept, also where this one's fail
-    kept = any(recorded.arrived for gate in gates for recorded in gate.segment.passes)
+    kept = any(recorded.arrived or recorded.settled for gate in gates for recorded in gate.segment.passes)
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
         known = record.name_of(parameter)
+        unsettled = [gate.unsettled(known) for gate in gates] if kept else []
         forms = [gate.form(known) for gate in gates]
-        for gate, form in zip(gates, forms) if kept else ():
+        for gate, form, left in zip(gates, forms, unsettled):
             if form is not None:
-                check_sum(name, known, form, gate.segment, record, loss_type, lazily)
+                check_sum(name, known, left or form, gate.segment, record, loss_type, lazily)
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -126,14 +127,26 @@ class Gate:
         zero = Zero(self.samples, like.shape, like.like)
         return Passes.of([add(list(table.values()) or [zero]) for table in tables])
 
-    def form_at_once(self, name: str) -> tuple[Form | None, list[RecordedCall]]:
-        """The same while the only pass runs, from which its calls are asked for; and those that are not needed any more."""
-        calls = self.segment.passes[0].calls_of
-        for call in reversed(calls.get(name, ())):  # in the order of the forward
+    def unsettled(self, name: str) -> Form | None:
+        """The part of a parameter's J of which it was not seen as the gradient arrived that it adds up; None for all."""
+        tables = [(terms.get(name, {}), p.settled.get(name, ())) for terms, p in zip(self._terms, self.segment.passes)]
+        if not any(settled for _, settled in tables):
+            return None
+        left = [form for terms, settled in tables for call, form in terms.items() if call not in settled]
+        like = next(form for terms, _ in tables for form in terms.values())
+        return add(left) if left else Zero(self.samples, like.shape, like.like)
+
+    def form_so_far(self, name: str) -> Form | None:
+        """J of what the only pass, which runs, has brought to a parameter since this was last asked for."""
+        for call in reversed(self.segment.passes[0].calls_of.get(name, ())):  # in the order of the forward
             if call not in self._asked:
                 self._asked.add(call)
                 self._ask(0, call)
-        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
+        return self.form(name)
+
+    def form_at_once(self, name: str) -> tuple[Form | None, list[RecordedCall]]:
+        """The same while the only pass runs, from which its calls are asked for; and those that are not needed any more."""
+        form, needed = self.form_so_far(name), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done

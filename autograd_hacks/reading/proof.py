@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +12,15 @@ from torch import Tensor
 
 from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Pass, Segment
 from autograd_hacks.errors import PerSampleGradientError, where
-from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
-from autograd_hacks.reading.certificate import agree, received_by
-from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.trial import Grads, Key, Trial, layout_in
-from autograd_hacks.support.untouched import without_autocast
+from autograd_hacks.reading.arrival import Sums
+from autograd_hacks.reading.trial import Grads, Key, Take, Trial, layout_in
 
 Arrived = Mapping[str, Tensor]
-"""What a backward pass has brought to parameters by name, and to inputs by '#' and number."""
+"""What a backward pass has brought to inputs, by '#' and number."""
 
 
 def prove(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,11 +78,12 @@ class _Proof:
         """
         trial, given = self.trial, self.trial.at_random(places)
         first, second = two_weights(self.samples, trial.draws)
-        arrived = trial.pull(places, given, first)
+        sums = Sums(trial, second / first)
+        arrived = trial.pull(places, given, first, take=sums.take)
         known = trial.recorded()
         if not known:
             return
-        again, is_apart = self._compared(places, given, known, arrived, first, second, None, free)
+        is_apart = self._compared(places, given, known, arrived, first, second, None, free, sums.take_weighted)
         if not is_apart:
             if free:
                 trial.run()
@@ -97,8 +93,8 @@ class _Proof:
             self.plan.mixed_outputs = [*self.plan.mixed_outputs, *mixed]
             if mixed:
                 return
-            again = {}  # where a hook inside the model changes gradients, clamps them say, weights mean nothing
-        self._prove_rows(first, second, arrived, again)
+            sums.wrong_weighted.clear()  # a hook inside the model may change gradients, clamp them say
+        self._prove_rows(sums)
 
     def _compared(
         self,
@@ -110,10 +106,11 @@ class _Proof:
         second: Tensor,
         kept: Tensor | None,
         free: bool = False,
-    ) -> tuple[Arrived, bool]:
-        """One more backward pass, from second ∘ G, and whether samples stay apart in it; see `are_apart`.
+        take: Take | None = None,
+    ) -> bool:
+        """Whether samples stay apart in one more backward pass, from second ∘ G; see `are_apart`.
 
-        known, arrived: what the one from first ∘ G has brought    free: whether it is the last through this graph
+        known, arrived: what the one from first ∘ G has brought    free, take: see `Trial.pull`
         """
         verdicts: list[bool | None] = []
 
@@ -122,13 +119,13 @@ class _Proof:
                 verdicts.append(are_apart(layout, known[key][1], grad, first, second, kept))
 
         with self.trial.listening(compare):
-            again = self.trial.pull(places, given, second, free)
+            again = self.trial.pull(places, given, second, free, take)
         for name, layout in self.trial.input_layouts().items():
             if name in arrived and name in again:
                 verdicts.append(are_apart(layout, arrived[name], again[name], first, second, kept))
         said = self.gather((None in verdicts, False in verdicts))
         self.plan.unsure |= any(unsure for unsure, _ in said)
-        return again, not any(mixes for _, mixes in said)
+        return not any(mixes for _, mixes in said)
 
     def _mixes(self, slot: int, at: Layout, given: Tensor) -> bool:
         """Whether the gradients of kept samples change with those given for others at one output: what mixing is, also
@@ -139,7 +136,7 @@ class _Proof:
             arrived = self.trial.pull(places, {slot: given}, ones)
         for kept in kept_samples(self.samples, self.trial.draws):
             others = {slot: given * at.over(given, torch.where(kept, 1.0, -37.0).to(given))}
-            if not self._compared(places, others, known, arrived, ones, ones, kept)[1]:
+            if not self._compared(places, others, known, arrived, ones, ones, kept):
                 return True
         return False
 
@@ -154,38 +151,25 @@ class _Proof:
             other = trial.batch.replaced(self.plan.axis, kept, turn)
             if other is not None:
                 trial.run(other)
-                if not self._compared(places, given, known, arrived, ones, ones, kept)[1]:
+                if not self._compared(places, given, known, arrived, ones, ones, kept):
                     return True
         return False
 
-    def _prove_rows(self, first: Tensor, second: Tensor, arrived: Arrived, again: Arrived) -> None:
-        """Compares sums of rows with what has arrived: of all, and weighted."""
+    def _prove_rows(self, sums: Sums) -> None:
+        """Notes which rows don't add up to what has arrived."""
         record = self.trial.recorder.record
-        recorded = record.segments[0].passes[0]
-        gate = Gate(Segment([recorded]), "sum")
-        with without_autocast(self.trial.parameters.values()):
-            gate.read_all()
-        unsure = self.samples < 3
+        sums.check()
+        unsure = self.samples < 3 or sums.unsure
         for name, p in self.trial.parameters.items():
             known = record.name_of(p)
-            form = gate.form(known)
-            if form is None or name not in arrived:
+            if name not in sums.forms:
                 unsure |= known not in self.plan.refused
-                continue
-            calls = recorded.calls_of[known]
-            used, ratio = [call.precision for call in calls], (second / first).to(form.like.device, form.sum_dtype)
-            is_right = all(
-                agree(form, w, total, used, partial(_received, recorded, form, calls, float(w.max())))
-                for w, totals in ((torch.ones_like(ratio), arrived), (ratio, again))
-                if (total := totals.get(name)) is not None
-            )
-            if not is_right:
-                layers = ", ".join(dict.fromkeys(where(call.path, call.layer) for call in calls))
+            elif name in sums.wrong | sums.wrong_weighted:
+                layers = ", ".join(dict.fromkeys(where(call.path, call.layer) for call in sums.calls_of(name)))
                 self.plan.disproven[known] = (
                     f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule is "
                     f"wrong ({layers}), or a way that the hooks don't see leads there"
                 )
-            unsure |= not bool(arrived[name].any()) or not bool(arrived[name].isfinite().all())
         for was_unsure, disproven in self.gather((unsure, self.plan.disproven)):
             self.plan.unsure |= was_unsure
             self.plan.disproven |= disproven
@@ -220,7 +204,3 @@ class _Proof:
 
 def _exceeds(rest: Tensor, length: Tensor, eps: float) -> bool:
     return bool((rest > min(1e4 * eps, 0.1) * length + 1e-30).any())
-
-
-def _received(recorded: Pass, form: Form, calls: Sequence[RecordedCall], scale: float) -> float:
-    return received_by(form, [(call, recorded.received[call], scale) for call in calls])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.propose import NOISE
-from autograd_hacks.support.parts import cut_as, own_of, part_of, settled
+from autograd_hacks.support.parts import cut_as, is_part, own_of, part_of, settled
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -41,6 +42,9 @@ Grads = dict[Key, tuple[RecordedCall, Tensor]]
 """The gradients at calls' outputs."""
 
 Note = Callable[[Key, RecordedCall, Tensor], None]
+
+Take = Callable[[str, Tensor], None]
+"""``take(name, grad)`` gets the gradient that arrives at a parameter."""
 
 
 class Trial:
@@ -122,20 +126,27 @@ class Trial:
         return {slot: g.to(part_of(outputs[slot])) for slot, g in draw.items()}
 
     def pull(
-        self, places: Mapping[int, Layout], given: Mapping[int, Tensor], w: Tensor, free: bool = False
+        self,
+        places: Mapping[int, Layout],
+        given: Mapping[int, Tensor],
+        w: Tensor,
+        free: bool = False,
+        take: Take | None = None,
     ) -> dict[str, Tensor]:
-        """One backward pass from w ∘ G: what arrives at parameters, by name, and at inputs, by '#' and number.
+        """One backward pass from w ∘ G: what arrives at inputs, by '#' and number.
 
-        free: whether it is the last through this graph
+        free: whether it is the last through this graph    take: gets what arrives at parameters, of which nothing is kept
         """
-        names = [*self.parameters, *(f"#{number}" for number in self.inputs)]
         ends = [*self.parameters.values(), *self.inputs.values()]
         roots = [self.outputs[slot] for slot in places]
         weighted = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
         grads = [cut_as(g, root) for g, root in zip(weighted, roots)]
-        found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
-        arrived = ((name, end, grad) for name, end, grad in zip(names, ends, found) if grad is not None)
-        return {name: own_of(grad.detach(), end).to_dense() for name, end, grad in arrived}
+        with ExitStack() as hooked:
+            for name, p in self.parameters.items():
+                hooked.enter_context(p.register_hook(partial(_taken, take, name, p)))
+            found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
+        names = (f"#{number}" for number in self.inputs)
+        return {name: g.detach().to_dense() for name, g in zip(names, found[len(self.parameters) :]) if g is not None}
 
     def gradients_of(self, slot: int) -> Grads:
         """What a backward pass from a scalar output brings to calls."""
@@ -173,6 +184,17 @@ def listening(backward: Backward, note: Note) -> Iterator[None]:
     with restored(lambda: setattr(backward, "listener", None)):
         backward.listener = hear
         yield
+
+
+def _taken(take: Take | None, name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """A parameter's hook: what autograd is to hold in the gradient's place, which takes no memory."""
+    if grad is None:
+        return None
+    if take is not None:
+        take(name, own_of(grad.detach(), parameter))
+    if is_part(grad):
+        return None
+    return grad.new_zeros(()).expand_as(grad) if grad.layout == torch.strided else None
 
 
 def layout_in(call: RecordedCall, slot: int, samples: int) -> Layout | None:

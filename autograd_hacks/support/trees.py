@@ -221,3 +221,11 @@ def is_packed(tree: Any) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor has been overwritten; inference tensors don't count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor of which others hold parts; any other as it is."""
+    local: Any = getattr(tensor, "to_local", None)
+    with torch.no_grad():
+        found: Tensor = tensor if local is None else local()
+    return found

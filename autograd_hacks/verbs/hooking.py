@@ -9,6 +9,7 @@ from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.distributed.agreement import together
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import HOOKS
+from autograd_hacks.reading.arrival import settle
 from autograd_hacks.reading.proof import prove
 
 
@@ -22,7 +23,7 @@ def add_hooks(
 ) -> Hooked:
     hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
     recorder = recorder_of(model)
-    recorder.prove, recorder.together = prove, together
+    recorder.prove, recorder.together, recorder.backward.settle = prove, together, settle
     return hooked
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import PerSampleGradientError, ProcessesDisagree, SamplesMixed, StaleRecord
+from autograd_hacks.errors import NothingRecorded, PerSampleGradientError, ProcessesDisagree, SamplesMixed, StaleRecord
 
 __all__ = ["both"]  # a fixture
 
@@ -198,3 +198,29 @@ def evaluated() -> None:
 
 def test_forwards_without_gradients_agree_on_nothing(both: Both) -> None:
     both(evaluated)
+
+
+def two_passes(way: str, param_grad: bool) -> None:
+    """What an earlier pass has left is in ``.grad`` too, and nobody has read it."""
+    net = made("mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    x, y = (part[own((4, 4))] for part in batch(0, 8))
+    for _ in range(3):
+        for _ in range(2):
+            squares(model(x), y).mean().backward()
+        for read in (autograd_hacks.per_sample_grads, lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND)):
+            if param_grad or "lambda" in read.__name__:
+                with pytest.raises(NothingRecorded, match="an earlier backward pass"):
+                    read(model)
+        model.zero_grad()
+        autograd_hacks.clear_backprops(model)
+        squares(model(x), y).mean().backward()
+        autograd_hacks.clip_grad1_norm_(model, BOUND)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_pass_that_nobody_has_read_is_not_lost(both: Both, way: str, param_grad: bool) -> None:
+    both(two_passes, way, param_grad)

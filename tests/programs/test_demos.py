@@ -1,5 +1,6 @@
 """The demos do what they say."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -98,3 +99,19 @@ def test_the_demo_explains_itself() -> None:
     assert done.returncode == 0
     for option in ("--output DIR", "--batch-size", "--epochs", "--seed"):
         assert option in done.stdout
+
+
+def test_private_training_gives_the_same_numbers_however_many_processes(tmp_path: Path) -> None:
+    script = str(ROOT / "docs" / "examples" / "private_processes.py")
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if sys.platform == "linux":
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    printed = []
+    for count in (1, 2, 4):
+        spawn = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        command = [sys.executable, *spawn, script, "--steps", "20"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert len(set(printed)) == 1
+    assert re.search(r"step  20: \d+ samples, loss 0\.1\d+, clipped 0\.\d+, accuracy 0\.8\d+", printed[0])

@@ -1,0 +1,115 @@
+"""Sums of rows are compared as gradients arrive, and none is kept for that; what is wrong is told when rows are read."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from steps import assert_right, at_most, batch, check, mlp
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import UnseenGradient
+from autograd_hacks.forms import Form
+from autograd_hacks.rules import RULES, Call
+
+
+@pytest.mark.parametrize(("param_grad", "times"), [(True, 1.5), (False, 0.6)])
+def test_first_steps_hold_no_second_set_of_gradients(param_grad: bool, times: float) -> None:
+    """Those that arrive, and those of the proof, are compared one parameter at a time."""
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    x, size = torch.randn(4, 256), sum(4 * p.numel() for p in model.parameters())
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for n in range(2):
+            with at_most(int(times * size), f"step {n + 1}"):
+                squares(model(x)).mean().backward()
+                autograd_hacks.per_sample_grads(model).norms()
+                model.zero_grad()
+
+
+def test_nothing_is_kept_of_what_adds_up() -> None:
+    model, (x, _) = mlp(), batch()
+    with autograd_hacks.add_hooks(model):
+        squares(model(x)).mean().backward()
+        (recorded,) = recorder_of(model).record.segments[0].passes
+        assert not recorded.arrived
+        assert recorded.settled.keys() == dict(model.named_parameters()).keys()
+        assert recorded.reader is None
+        assert not recorder_of(model).record.plan.summed  # nobody has read
+        autograd_hacks.compute_grad1(model)
+        assert recorder_of(model).record.plan.summed == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("penalised", [0, 1, 2])
+@pytest.mark.parametrize("accumulated", [True, False])
+def test_a_penalty_in_one_of_several_passes_is_told_at_reading(penalised: int, accumulated: bool) -> None:
+    model, (x, _) = mlp(), batch()
+    with autograd_hacks.add_hooks(model, mode="expand"):  # which compares all passes
+        with autograd_hacks.accumulate(model):
+            losses = squares(model(x))
+            for n in range(3):
+                losses = squares(model(x)) if accumulated else losses
+                penalty = model[2].weight.square().sum() if n == penalised else 0.0
+                (losses.mean() + penalty).backward(retain_graph=True)
+        with pytest.raises(UnseenGradient, match=r"2\.weight don't add up"):
+            autograd_hacks.compute_grad1(model)
+        check(model, x)
+
+
+class Penalty(torch.autograd.Function):
+    """Brings a parameter gradient that belongs to no sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones(4, 4, dtype=grad.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("penalised", [None, 0, 1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_that_arrives_more_than_once_in_a_pass_is_compared(reentrant: bool, penalised: int | None) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def part(self, h: Tensor, number: int) -> Tensor:
+            h = self.shared(h).tanh()
+            return Penalty.apply(h, self.shared.weight) if number == penalised else h
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            for number in range(3):
+                h = checkpoint(self.part, h, number, use_reentrant=reentrant)
+            return self.last(h)
+
+    model, x = Shared().double(), batch()[0]
+    with autograd_hacks.add_hooks(model, probe=False):
+        losses = squares(model(x))
+        losses.mean().backward()
+        if penalised is None:
+            assert_right(model, x)
+        else:
+            with pytest.raises(UnseenGradient, match=r"shared\.weight don't add up"):
+                autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_what_a_rule_raises_is_raised_at_reading(param_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(layer: nn.Module, call: Call) -> dict[str, Form]:
+        raise ZeroDivisionError("no such form")
+
+    monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(RULES[nn.Linear], formula=fails))
+    model, (x, _) = mlp(), batch()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        squares(model(x)).mean().backward()
+        with pytest.raises(ZeroDivisionError, match="no such form"):
+            autograd_hacks.compute_grad1(model)
