@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import local_of, version_of
 from autograd_hacks.support.untouched import RandomState
+
+NO_GRAD = 0, 0
 
 
 @dataclass(eq=False)
@@ -46,6 +50,7 @@ class Pass:
     forwards_before: int = 0  # since the pass before it
     higher_order: bool = False  # whether it makes a graph
     mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
+    split: bool = False  # whether it brings gradient to parameters alone, and another has brought it to the inputs
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
@@ -150,6 +155,7 @@ class Record:
     # random numbers came from.
     arguments: tuple[Any, Any, RandomState] | None = None
     accumulating: bool = False
+    stage: weakref.ref[Any] | None = None  # of a pipeline, which ran the last forward
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples
@@ -210,6 +216,13 @@ class Record:
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
         return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
+
+    def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
+        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
+        if (grad := self.cut.get(name, parameter).grad) is None:
+            return NO_GRAD
+        grad = local_of(grad)
+        return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
         """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put

@@ -11,6 +11,7 @@ from autograd_hacks.forms import Bags, Form, Lookup
 from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
 from autograd_hacks.rules.rule import single_input
+from autograd_hacks.support.parts import Cut, part_of
 
 
 @single_input
@@ -18,7 +19,14 @@ def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, For
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
     needs_batch(index, at_least=1, layout="(N, ...)")
     refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-    return {"weight": lookup(index, g, layer.weight.shape, layer.padding_idx)}
+    own = part_of(layer.weight).shape
+    if own[0] == len(layer.weight):
+        return {"weight": lookup(index, g, own, layer.padding_idx)}
+    index, first = index.long(), Cut.of(layer.weight).start(0)  # of the entries that this process holds
+    outside = (index < first) | (index >= first + own[0])
+    if layer.padding_idx is not None:
+        outside |= index == layer.padding_idx
+    return {"weight": lookup((index - first).masked_fill(outside, 0), g.masked_fill(outside[..., None], 0), own)}
 
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, group
+from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among, unwrapped
-from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
+from autograd_hacks.verbs.rounds import by_rows, second_moments
 from autograd_hacks.verbs.statistics import Statistics
 
 
@@ -57,7 +57,7 @@ class PerSampleGrads(Hinting, Statistics):
         self.spread = Spread({}, None) if spread is None else spread
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes = model, Axes(samples, tuple(entries))
+        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self.spread.cuts
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -94,7 +94,7 @@ class PerSampleGrads(Hinting, Statistics):
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            return {name: self._axes.placed(form.dense()) for name, form in self.items()}
+            return self._joined({name: self._axes.placed(form.dense()) for name, form in self.items()})
 
     @overload
     def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
@@ -108,9 +108,7 @@ class PerSampleGrads(Hinting, Statistics):
         """
         with self.reading():
             norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
-            if per_parameter:
-                return {name: self._axes.placed(own) for name, own in norms.items()}
-            return self._axes.placed(joint_norms(list(norms.values()), self._axes.rows))
+            return self._each_norms(norms) if per_parameter else self._joint_norms(norms)
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
@@ -125,16 +123,16 @@ class PerSampleGrads(Hinting, Statistics):
         per_parameter: whether to return {name: N} instead
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        check_direction(v, {name: form.shape for name, form in self.items()})
-        v = self._whole(v)
+        check_direction(v, {name: self.shape_of(name) for name in self})
+        v = self._own(v)
         with self.reading():
 
             def along(name: str, form: Form) -> Tensor:
                 return form.dot(v[name].to(form.like.device), budget)
 
-            if per_parameter:
-                return {name: self._axes.placed(own) for name, own in by_rows(self, self._axes.rows, along, budget).items()}
-            return self._axes.placed(summed(self, self._axes.rows, along, budget))
+            return (
+                self._each(by_rows(self, self._axes.rows, along, budget)) if per_parameter else self._summed(along, budget)
+            )
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -175,11 +173,11 @@ class PerSampleGrads(Hinting, Statistics):
                 "trained."
             )
         with self.reading(), other.reading():
-            found = ((name, form.gram(other[name], budget)) for name, form in self.items())
             if per_parameter:
-                return {name: self._axes.placed(other._axes.placed(own, 1)) for name, own in found}
-            total = added((own for _, own in found), (self._axes.rows, other._axes.rows))
-            return self._axes.placed(other._axes.placed(total, 1))
+                products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
+                return {name: other._axes.placed(own, own.ndim - 1) for name, own in products.items()}
+            found = self._products(other, (self._axes.rows, other._axes.rows), budget)
+            return self._axes.placed(other._axes.placed(found, 1))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -202,10 +200,7 @@ class PerSampleGrads(Hinting, Statistics):
         """
         check_dim("project was given dim", dim)
         with self.reading():
-            maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            return self._axes.placed(
-                summed(self, self._axes.rows, lambda name, form: form.project(maps[name], budget), budget, dim)
-            )
+            return self._summed(lambda name, form: form.project(self._map(name, dim, seed), budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.

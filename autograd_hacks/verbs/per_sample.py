@@ -11,6 +11,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.forms import Zero
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 
@@ -54,7 +55,8 @@ def grads_of(
         names = names_matching(only, list(model.named_parameters(remove_duplicate=False)), list(forms))
         forms = {name: forms[name] for name in names}
     reached = frozenset(name for name, form in forms.items() if form is not None)
-    filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
+    like = {name: part_of(parameters[name]) for name in forms}
+    filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
     record, known = recorder.record, weakref.ref(model)
     hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
     return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches, spread=spread)

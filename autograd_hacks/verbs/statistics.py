@@ -81,13 +81,13 @@ class Statistics(Curvature):
             )
         samples = self._count("noise_scale")
         with self.reading():
-            own = by_rows(self, self.samples, lambda name, form: form.norms(budget), budget)
+            own = self._each_norms(by_rows(self, self.samples, lambda name, form: form.norms(budget), budget))
             squares = self.spread.summed({name: norms.double().square().sum() for name, norms in own.items()})
             means = self._means(samples, budget)
             lengths = {name: whole_of(mean.abs().double().square().sum()) for name, mean in means.items()}
             noise = {name: (squares[name] - samples * lengths[name]) / (samples - 1) for name in self}
             for name in self._lost(noise, squares, samples):
-                about = {name: whole_of(means[name])}
+                about = self._own({name: means[name]})
                 found = second_moments({name: self[name]}, self.samples, None, about, budget)
                 noise[name] = whole_of(self.spread.settled(found.items())[name].double().sum()) / (samples - 1)
         each = {name: NoiseScale(noise[name], lengths[name] - noise[name] / samples) for name in self}
@@ -113,7 +113,7 @@ class Statistics(Curvature):
             theirs, products = other.norms(), self.gram(other)
         else:
             products = self.dot(other)
-            parts = [x.to(products.device, products.dtype).norm() for x in self._whole(other).values()]
+            parts = [whole_of(x).to(products.device, products.dtype).norm() for x in other.values()]
             theirs = torch.stack(parts).norm()
         mine = mine.view(*mine.shape, *[1] * theirs.ndim)
         return products / mine.masked_fill(mine == 0, 1) / theirs.masked_fill(theirs == 0, 1)
@@ -143,6 +143,6 @@ class Statistics(Curvature):
         samples = self._count(what)
         with self.reading():
             means = self._means(samples, budget)
-            own = {name: whole_of(mean) for name, mean in means.items()}
+            own = self._own(means)
             found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
             return means, {name: total / (samples - 1) for name, total in found.items()}
