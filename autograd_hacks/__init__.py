@@ -29,6 +29,7 @@ from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.private import clip_and_noise_
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 
@@ -53,6 +54,7 @@ __all__ = [
     "per_sample_jacobian",
     "PerSampleGrads",
     "clip_grad1_norm_",
+    "clip_and_noise_",
     "streaming",
     "norms_inside",
     "NormsInside",
