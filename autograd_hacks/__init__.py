@@ -28,6 +28,7 @@ from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import per_sample_grads
 from autograd_hacks.verbs.private import clip_and_noise_
 from autograd_hacks.verbs.streaming import streaming
@@ -53,6 +54,7 @@ __all__ = [
     "per_sample_grads",
     "per_sample_jacobian",
     "PerSampleGrads",
+    "over",
     "clip_grad1_norm_",
     "clip_and_noise_",
     "streaming",
