@@ -19,6 +19,7 @@ from autograd_hacks.capture.hooks import (
 )
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
+from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.rules.table import is_supported, register_rule
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
@@ -66,6 +67,7 @@ __all__ = [
     "backprop_hess",
     "compute_hess",
     "compute_hess_over",
+    "ekfac_solve",
     # Extend it.
     "is_supported",
     "register_rule",

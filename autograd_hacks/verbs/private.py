@@ -6,7 +6,6 @@ from math import inf
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -158,16 +157,12 @@ def _add_noise(
 
 def _of_all(spread: Spread, model: nn.Module, generator: torch.Generator | None) -> torch.Generator | None:
     """The generator; of several processes' one in the state of the first's."""
-    groups = spread.groups()
-    if not groups:
+    if not spread.groups():
         return generator
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-    state = generator.get_state().to(device)
-    for group in groups:
-        dist.broadcast(state, dist.get_global_rank(group, 0), group)
-    generator.set_state(state.cpu())
+    generator.set_state(spread.firsts(generator.get_state().to(device)).cpu())
     return generator
 
 
