@@ -25,6 +25,7 @@ from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grad1 import compute_grad1
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -53,6 +54,8 @@ __all__ = [
     "PerSampleGrads",
     "clip_grad1_norm_",
     "streaming",
+    "norms_inside",
+    "NormsInside",
     "describe",
     "verify",
     # Curvature.

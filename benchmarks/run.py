@@ -4,6 +4,7 @@
     python benchmarks/run.py --output bench-output --peers          and what else there is
     python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
     python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
+    python benchmarks/run.py --processes                            clipped steps of two processes
 
 Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
 the tables have medians, and ratios to the plain forward and backward pass of the same run.  Every system is first compared
@@ -51,6 +52,7 @@ from measuring import (
     scaling,
     warm,
 )
+from over_processes import as_text, processes
 from proofs import MODELS, proofs
 from systems import (
     CLIPPED,
@@ -78,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
+    if options.processes:
+        over_processes(options, device)
+        return
     main_only = (MAIN, RECURRENT)
     quick = (*main_only, CURVED, ARCHITECTURE)
     chosen = {
@@ -115,9 +120,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save(data, old, file)
     if file:
         file.with_suffix(".txt").write_text(report.text(data))
-        for task in data["results"]:
-            report.chart(data, task, file.with_name(report.chart_name(file.stem, task)))
+        for task, workload in ((task, workload) for task, results in data["results"].items() for workload in results):
+            report.chart(data, task, workload, file.with_name(report.chart_name(file.stem, task, workload)))
     print(report.text(data))
+
+
+def over_processes(options: argparse.Namespace, device: torch.device) -> None:
+    """Times and prints what two processes do together."""
+    data: Data = {"about": about(options, device), "processes": processes(options.rounds)}
+    file = options.output / f"{device.type}-processes.json" if options.output else None
+    save(data, {}, file)
+    if file:
+        file.with_suffix(".txt").write_text(as_text(data["processes"]))
+    print(as_text(data["processes"]))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,6 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", action="append", help="only workloads with this in their name; may be repeated")
     parser.add_argument("--system", action="append", help="only systems with this in their name, and plain; may be repeated")
     parser.add_argument("--architectures", action="store_true", help="models that people train, in the place of the others")
+    parser.add_argument("--processes", action="store_true", help="two processes on one machine, in the place of all else")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
     parser.add_argument("--jax", default=sys.executable, help="a Python with JAX, if not this one, for --peers")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")

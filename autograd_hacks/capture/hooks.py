@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from autograd_hacks.capture.attached import Guard, Hook, drop, guard, own_hooks
+from autograd_hacks.capture.attached import Hook, drop, guard, own_hooks
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
@@ -59,7 +61,7 @@ def add_hooks(
     model (deepcopy, pickle) have no hooks.
 
     Raises ValueError for another mode, and for 'expand' without a probe; TypeError where ``model`` is no module, or a
-    scripted, compiled or DataParallel one.  With ``param_grad=False`` ``torch.autograd.grad`` with respect to parameters
+    scripted or DataParallel one.  With ``param_grad=False`` ``torch.autograd.grad`` with respect to parameters
     raises ParamGradSkipped.  The model's forward then raises ValueError for a tree of axes that doesn't fit its arguments,
     ProbeFailed where it can't run the probe, and ShardedParameters.
     """
@@ -118,6 +120,7 @@ def _hook_all(recorder: Recorder, model: nn.Module, begin: bool) -> None:
         recorder.record.names[parameter] = name
         recorder.backward.watch(parameter)
     _hook_units(recorder, model, recorder.planner.static)
+    put_around_all(model, recorder)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -138,9 +141,7 @@ def _take_off(recorder: Recorder, model: nn.Module) -> None:
     for module in {*recorder.layers, *model.modules()}:
         for hooks, key, _ in own_hooks(recorder, module):
             drop(module, hooks, key)
-        around = vars(module).get("_compiled_call_impl")
-        if isinstance(around, Guard) and around.recorder is recorder:
-            del module._compiled_call_impl
+        take_from_around(module, recorder)
     for parameter in model.parameters():
         for attribute in ("grad1", "hess", "hess_diag", "kfac"):
             vars(parameter).pop(attribute, None)
@@ -213,6 +214,8 @@ class Hooked:
 
 
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if "torch._dynamo" in sys.modules:
+        put_around_all(model, recorder)  # what has been compiled since
     known = recorder.begin(model, args, kwargs)
     if known is not None:
         with recorder.together(model, recorder, known):

@@ -59,6 +59,7 @@ class Recorder:
         self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
         self._was_proven = False  # whether it was, before the forward that runs
         self.prove: Prove | None = None
+        self.said_uncompiled = False  # whether it was said that compiled parts run as they are written
         self.together: Together = lambda model, recorder, known: nullcontext()
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 

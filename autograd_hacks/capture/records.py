@@ -19,7 +19,10 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import local_of, version_of
 from autograd_hacks.support.untouched import RandomState
+
+NO_GRAD = 0, 0
 
 
 @dataclass(eq=False)
@@ -218,6 +221,13 @@ class Record:
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
         return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
+
+    def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
+        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
+        if (grad := self.cut.get(name, parameter).grad) is None:
+            return NO_GRAD
+        grad = local_of(grad)
+        return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
         """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put

@@ -127,13 +127,6 @@ def check_hookable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, DataParallel) and len(module.device_ids) > 1:
             raise TypeError(_over_devices(where(path, module)))
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            raise TypeError(
-                f"{where(path, module)} is what torch.compile has returned, and compiled code has no hooks. Call add_hooks "
-                "on the model that it was made from (compiled._orig_mod), and run that one in steps whose per-sample "
-                "gradients you read; the compiled one, which has the same parameters, in all others. A model that compiled "
-                'itself, by model.compile(), runs with hooks within torch.compiler.set_stance("force_eager").'
-            )
 
 
 def _over_devices(what: str) -> str:

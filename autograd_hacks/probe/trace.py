@@ -277,4 +277,4 @@ def _goes_by_input(module: nn.Module) -> bool:
 
 
 def _takes_hooks(path: str, module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule) and "_orig_mod" not in path.split(".")
+    return not isinstance(module, torch.jit.ScriptModule)

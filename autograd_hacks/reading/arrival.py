@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.calls import RecordedCall
@@ -23,10 +24,11 @@ def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
 
     name: the parameter's, in the record
     """
-    if current.is_hess:  # whose passes share what arrives
+    calls = current.calls_of[name]
+    # Passes of `backprop_hess` share what arrives; recurrent layers are recomputed for rows, once, when somebody reads.
+    if current.is_hess or any(isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls):
         return False
     reader = current.reader = current.reader or Gate(Segment([current]), None)
-    calls = current.calls_of[name]
     try:
         with torch.no_grad(), without_autocast([edge.parameter for edge in calls[0].edges.values()]):
             form = reader.form_so_far(name)

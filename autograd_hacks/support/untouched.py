@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.restored import restored, switches_kept
+from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.stores import OF_MODULE, copied, hooks_kept, put_back, replace, state_of, swap
 
 RandomState = dict[str, Tensor]
@@ -127,7 +128,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         put_back(states)
         parametrize._cache = cached
 
-    with with_other_generators(), switches_kept(), hooks_kept(module), restored(undo):
+    with with_other_generators(), switches_kept(), hooks_kept(module), as_written(), restored(undo):
         copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
         for part, own, tensors in zip(modules, attributes, buffers):
             part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})

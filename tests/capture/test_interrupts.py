@@ -153,7 +153,7 @@ def slots(model: nn.Module) -> dict[str, Any]:
         f"{path}.{name}": value
         for path, part in model.named_modules(remove_duplicate=False)
         for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items())
-        if not name.startswith("_") and name not in ("training", "weight")
+        if not name.startswith("_") and name not in ("training", "weight", "compile")
     }
 
 

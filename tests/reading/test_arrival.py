@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from oracle import squares
-from steps import assert_right, at_most, batch, check, mlp
+from steps import Count, assert_right, at_most, batch, check, mlp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -113,3 +113,21 @@ def test_what_a_rule_raises_is_raised_at_reading(param_grad: bool, monkeypatch: 
         squares(model(x)).mean().backward()
         with pytest.raises(ZeroDivisionError, match="no such form"):
             autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRUCell])
+def test_recurrent_layers_are_recomputed_once(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, calls = RULES[kind], Count()
+
+    def counted(layer: nn.Module, call: Call) -> dict[str, Form]:
+        calls.add()
+        return dict(rule.formula(layer, call))
+
+    monkeypatch.setitem(RULES, kind, dataclasses.replace(rule, formula=counted))
+    layer = kind(3, 4).double()
+    x = torch.randn(5, 3, 3).double() if kind is nn.LSTM else torch.randn(5, 3).double()
+    with autograd_hacks.add_hooks(layer, probe=False):
+        out = layer(x)
+        (out[0].transpose(0, 1) if kind is nn.LSTM else out).square().sum().backward()
+        autograd_hacks.compute_grad1(layer, "sum")
+    assert calls.number == 1

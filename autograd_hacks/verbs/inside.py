@@ -1,0 +1,239 @@
+"""Per-sample gradient norms from inside a compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
+from autograd_hacks.errors import NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
+from autograd_hacks.probe.copies import copies
+from autograd_hacks.probe.plan import BY_LAYER, VALUE
+from autograd_hacks.reading.scale import check_loss_type, check_scale
+from autograd_hacks.rules.squares import kind_of
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
+from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.per_sample import per_sample_grads
+
+
+class NormsInside:
+    """Norms of per-sample gradients from inside a compiled graph; see `norms_inside`, which makes it."""
+
+    def __init__(self, model: nn.Module, param_grad: bool) -> None:
+        self.model, self._basin = model, Basin(param_grad)
+        self._layers = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+        self._found: tuple[Tensor, Tensor] | None = None
+        _check_parameters(model)
+        for place, (path, layer) in enumerate(self._layers.items()):
+            if (kind := kind_of(layer)) is not None:
+                put_tap(layer, Tap(self._basin, kind, path, place))
+
+    def __repr__(self) -> str:
+        return f"<norms inside a {type(self.model).__name__}: {len(self._layers)} layers>"
+
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """A context for one forward and one backward pass, in which every layer adds its samples' squared norms up.
+
+        samples: N
+
+        Raises ValueError for ``samples`` < 1, and UnsupportedLayer where parameters that train are of other layers now, or
+        shared.  The forward raises BatchSizeError where a layer's input has not N entries on axis 0, and SamplesMixed for a
+        BatchNorm in training.  At its end, without ``param_grad``, UnseenGradient where ``.grad`` has changed all the same.
+        """
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
+        _check_parameters(self.model, self._basin)
+        basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        made = [torch.zeros(n, dtype=dtype, device=first.device, requires_grad=True) for n in (samples, len(self._layers))]
+
+        def undo() -> None:
+            basin.squares, basin.uses = None, None
+
+        before = {name: _grad_of(p) for name, p in self.model.named_parameters()}
+        with restored(undo):
+            self._found = made[0], made[1]
+            basin.squares, basin.uses = made
+            yield
+        past = [name for name, p in self.model.named_parameters() if _grad_of(p) not in (None, before.get(name))]
+        if past and not basin.param_grad:
+            self._found = None
+            raise UnseenGradient(
+                f"gradient has reached {', '.join(past)} past the layer's own call in this pass, which computes none for "
+                "parameters there: read by another function, or a penalty in the loss. Norms would miss that; use add_hooks."
+            )
+
+    def norms(self, loss_type: str = "mean", scale: float | Tensor = 1.0) -> Tensor:
+        """The norm of each sample's gradient over all parameters, from the last `batch`.
+
+        loss_type: 'mean' or 'sum', whichever the loss does over the batch    scale: what the loss was multiplied by
+
+        Returns N.  Raises NothingRecorded where no backward pass has come through a layer, UnsupportedLayer where some have
+        come through one twice, and ValueError for another loss_type or scale.
+        """
+        check_loss_type(loss_type)
+        check_scale(scale)
+        squares, uses = self._found or (None, None)
+        if squares is None or uses is None or squares.grad is None or uses.grad is None:
+            raise NothingRecorded(
+                "norms() needs a forward and a backward pass within batch(N), and none has come through a layer. "
+                "Run `with inside.batch(len(x)): loss_fn(model(x), y).backward()` first."
+            )
+        twice = [path for path, count in zip(self._layers, uses.grad.tolist()) if count > 1]
+        if twice:
+            raise UnsupportedLayer(
+                f"gradient has come {int(uses.grad.max())} times through {where(twice[0], self._layers[twice[0]])}, and the "
+                "norm of a sum doesn't follow from the norms. Call each layer once in a forward pass, and run one backward "
+                "pass within batch(N); or use add_hooks and per_sample_grads(model).norms()."
+            )
+        factor = len(squares) if loss_type == "mean" else 1
+        return squares.grad.sqrt() * factor / (scale if not isinstance(scale, Tensor) else scale.to(squares.device))
+
+    def remove(self) -> None:
+        """Leaves the layers as they were."""
+        for layer in self._layers.values():
+            take_tap(layer)
+
+
+def norms_inside(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, param_grad: bool = False
+) -> NormsInside:
+    """Has norms of per-sample gradients computed inside the model's own graph, which may be compiled: no hooks, no record.
+
+    Each layer's backward adds its samples' squared norms to the gradient of a vector of N numbers, so it lives in what
+    ``torch.compile(model, fullgraph=True)`` makes, under activation checkpointing, DistributedDataParallel
+    (in ``no_sync()``) and ``fully_shard``, before which it is to be called.  Norms are all there is.  As the first of two
+    passes they clip::
+
+        inside = autograd_hacks.norms_inside(model, (x,))
+        compiled = torch.compile(model)
+        with inside.batch(len(x)):                                      # for each step
+            loss_fn(compiled(x), y).mean().backward()
+        weights = (max_norm / inside.norms()).clamp(max=1)
+        (weights * loss_fn(compiled(x), y)).mean().backward()           # .grad is that of the clipped samples
+
+    args, kwargs: a batch of the model's, samples on axis 0, on which the norms are compared once with those of `add_hooks`;
+    that leaves nothing behind. 3 samples or more tell whether they mix
+    param_grad: whether the pass for norms fills ``.grad``, too; without, it takes less time than a plain one
+
+    Layers: Linear, Embedding, Conv1d to Conv3d, LayerNorm, RMSNorm, GroupNorm, BatchNorm in evaluation, and GPT-2's Conv1D,
+    each called once in a forward, with its samples on axis 0, N of them.
+
+    Raises UnsupportedLayer for parameters that train of other layers, that are shared, or that are read past their layer;
+    VerificationFailed where norms differ; ValueError where the model has hooks or norms inside; and what hooks say of the
+    batch: SamplesMixed, BatchSizeError.
+
+    Source: the norms of Goodfellow 2015 (arXiv:1510.01799), and clipping by two passes of Lee and Kifer 2021
+    (arXiv:2009.03106).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"norms_inside was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+    if any(isinstance(part, WithTap) for part in model.modules()):
+        raise ValueError("norms_inside was given a model that has norms inside. Call remove() on what it returned then")
+    given, options = tuple(args), dict(kwargs or {})
+    _check_parameters(model)
+    state, draws = random_state(cuda_devices_of(model)), torch.Generator().manual_seed(0)
+    expected, gradients = _by_hooks(model, given, options, state, draws)
+    inside = NormsInside(model, param_grad)
+    try:
+        with untouched(model), inside.batch(len(expected)), torch.enable_grad():
+            _run(model, given, options, state, gradients, draws)
+            found = inside.norms("sum")
+        error = (found - expected).abs() / expected.clamp(min=torch.finfo(expected.dtype).tiny)
+        coarsest = max(torch.finfo(x.dtype).eps for x in (*gradients, *model.parameters()) if x.is_floating_point())
+        wrong = (~(error <= 10 * coarsest**0.5)).nonzero()[:, 0].tolist()
+        if wrong:
+            raise VerificationFailed(
+                f"norms from inside are not those of the hooks: {found[wrong[0]]:.6g} for sample {wrong[0]}, and "
+                f"{expected[wrong[0]]:.6g} by hooks. Is a parameter read past its layer's own call? Use add_hooks."
+            )
+    except BaseException:
+        inside.remove()
+        raise
+    return inside
+
+
+def _by_hooks(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, draws: torch.Generator
+) -> tuple[Tensor, list[Tensor]]:
+    """The norms by hooks, N, and the gradients at the outputs that they are of."""
+    try:
+        recorder_of(model)
+    except NothingRecorded:
+        pass
+    else:
+        raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first")
+    gradients: list[Tensor] = []
+    with add_hooks(model):
+        with untouched(model), torch.enable_grad():
+            _run(model, args, kwargs, state, gradients, draws)
+            norms: Any = per_sample_grads(model, loss_type="sum").norms()
+        plan = recorder_of(model).record.plan
+        past = {name for unit in plan.units.values() for name in unit.parameters.values()}
+        for reading in (plan.reading, *plan.reading.earlier):
+            for path, calls in reading.calls.items():
+                reads = [read for of in calls.values() for _, read in of if read.kind not in (VALUE, BY_LAYER)]
+                past |= {name for read in reads for name in read.names if name.rpartition(".")[0] != path}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if past & trained:
+        raise UnsupportedLayer(
+            f"{', '.join(sorted(past & trained))}: read past the layer's own call, where norms_inside sees nothing. Let "
+            "layers be called as modules, or use add_hooks."
+        )
+    return norms.detach(), gradients
+
+
+def _run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: Any,
+    gradients: list[Tensor],
+    draws: torch.Generator,
+) -> None:
+    """A forward and a backward pass from gradients at the outputs, which are drawn where there are none."""
+    given, options = copies((args, kwargs))
+    with with_random_state(state):
+        outputs = [x for x in tensors_of(model(*given, **options)) if x.requires_grad and x.is_floating_point()]
+    if not gradients:
+        gradients += [torch.randn(x.shape, generator=draws).to(x) for x in outputs]
+    torch.autograd.backward(outputs, gradients)
+
+
+def _grad_of(p: Tensor) -> tuple[int, int] | None:
+    return None if p.grad is None else (id(p.grad), p.grad._version)
+
+
+def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:
+    """Raises UnsupportedLayer for parameters that train and whose norms can't be taken inside.
+
+    basin: where they arrive, once layers have their taps
+    """
+    names = dict[int, str]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for local, p in module.named_parameters(prefix=path, recurse=False):
+            if not p.requires_grad:
+                continue
+            taken = (
+                kind_of(module) is not None if basin is None else getattr(vars(module).get("_tap"), "basin", None) is basin
+            )
+            if p.is_complex() or not taken or local.rpartition(".")[2] not in ("weight", "bias"):
+                raise UnsupportedLayer(
+                    f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph, or which was not in "
+                    "the model at norms_inside. Freeze it, requires_grad_(False), or use add_hooks and "
+                    "per_sample_grads(model).norms()."
+                )
+            if names.setdefault(id(p), local) != local:
+                raise UnsupportedLayer(
+                    f"{local} and {names[id(p)]} are one parameter, and the norm of a sum doesn't follow from the norms of "
+                    "its uses. Use add_hooks and per_sample_grads(model).norms()."
+                )

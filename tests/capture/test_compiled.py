@@ -1,0 +1,170 @@
+"""What torch.compile makes of hooked models and of their parts: rows as ever, and compiled code wherever none are noted."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from compiled_nets import Graphs, Net, Run, batch, check, ran
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+
+
+class Scaled(Net):
+    """With a parameter that is read in the model's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3) + 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.scale * self.table(tokens)))).mean(1)
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = checkpoint(self.first, self.table(tokens), use_reentrant=self.reentrant)
+        return self.head(checkpoint(self.second, x, use_reentrant=self.reentrant)).mean(1)
+
+
+class CheckpointedReentrantly(Checkpointed):
+    reentrant = True
+
+
+@pytest.fixture(autouse=True)
+def _forgets() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def outside(model: Net, backend: Graphs) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def itself(model: Net, backend: Graphs) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def function(model: Net, backend: Graphs) -> Run:
+    return torch.compile(lambda x: model(x), backend=backend)
+
+
+def block_itself(model: Net, backend: Graphs) -> nn.Module:
+    model.first.compile(backend=backend)
+    return model
+
+
+def blocks_replaced(model: Net, backend: Graphs) -> nn.Module:
+    model.first, model.second = (torch.compile(part, backend=backend) for part in (model.first, model.second))
+    return model
+
+
+def layers_themselves(model: Net, backend: Graphs) -> nn.Module:
+    for layer in (model.table, model.first.inner, model.head):
+        layer.compile(backend=backend)
+    return model
+
+
+def forward_of_block(model: Net, backend: Graphs) -> nn.Module:
+    model.first.forward = torch.compile(model.first.forward, backend=backend)
+    return model
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, as it compiles
+
+WAYS: list[Callable[[Any, Graphs], Run]] = [
+    outside,
+    itself,
+    function,
+    block_itself,
+    blocks_replaced,
+    layers_themselves,
+    forward_of_block,
+]
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("hooks_first", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_a_compiled_model(
+    way: Callable[[Net, Graphs], Run], hooks_first: bool, probe: bool, param_grad: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, graphs = Net().double(), Graphs()
+    plain = copy.deepcopy(model)
+    if hooks_first:
+        autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad)
+        run = way(model, graphs)
+        hooked: nn.Module = model
+    else:
+        run = way(model, graphs)
+        hooked = run if isinstance(run, nn.Module) else model
+        autograd_hacks.add_hooks(hooked, probe=probe, param_grad=param_grad)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            check(hooked, model, plain, run, param_grad)
+    assert [str(w.message) for w in said if "is compiled" in str(w.message)] == [str(w.message) for w in said]
+    assert len(said) == 1
+    assert graphs.ran == 0
+    with torch.no_grad():
+        assert ran(graphs, run)
+    with autograd_hacks.pause_hooks():
+        assert ran(graphs, run)
+    check(hooked, model, plain, run, param_grad)
+    autograd_hacks.remove_hooks(hooked)
+    assert ran(graphs, run)
+    assert not any("compile" in vars(part) for part in model.modules())
+    captured = capfd.readouterr()
+    assert not captured.out + captured.err
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own, of a checkpoint in evaluation
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("way", [outside, itself, block_itself, blocks_replaced])
+@pytest.mark.parametrize("kind", [Scaled, Checkpointed, CheckpointedReentrantly])
+def test_parameters_past_layers_and_checkpoints(
+    kind: type[Net], way: Callable[[Net, Graphs], nn.Module], param_grad: bool
+) -> None:
+    model, graphs = kind().double(), Graphs()
+    plain = copy.deepcopy(model)
+    run = way(model, graphs)
+    autograd_hacks.add_hooks(run, param_grad=param_grad)
+    for _ in range(3):
+        check(run, model, plain, run, param_grad)
+    with torch.no_grad():
+        assert ran(graphs, run)
+    check(run, model, plain, run, param_grad)
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.parametrize("mode", ["derivatives", "expand"])
+@pytest.mark.parametrize("way", [outside, block_itself, blocks_replaced])
+def test_other_modes(way: Callable[[Net, Graphs], nn.Module], mode: str) -> None:
+    model, graphs = Scaled().double(), Graphs()
+    plain = copy.deepcopy(model)
+    run = way(model, graphs)
+    autograd_hacks.add_hooks(run, mode=mode)
+    for _ in range(2):
+        check(run, model, plain, run, True)
+    assert graphs.ran == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+def test_a_layer_that_torch_compile_has_returned() -> None:
+    model, graphs = Net().double(), Graphs()
+    plain = copy.deepcopy(model)
+    model.head, model.table = (torch.compile(layer, backend=graphs) for layer in (model.head, model.table))
+    with autograd_hacks.add_hooks(model):
+        check(model, model, plain, model, True)
+        autograd_hacks.verify(model, args=(batch()[0],))
+        assert "head._orig_mod.weight" in str(autograd_hacks.describe(model))
