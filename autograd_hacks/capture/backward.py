@@ -174,7 +174,6 @@ class Backward:
             self.running = None  # left by a pass that failed
         current = outer or self.enter(task)
         current.captures |= captures
-        current.split |= captures and self.record.stage is not None
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
         self._file(current, call)
@@ -218,15 +217,12 @@ class Backward:
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
             # 5. Its first call: it adds to the segment that was found, or begins one.
-            home = target or Segment()
+            home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if current.losses and record not in current.losses.heard_by:
                 current.losses.heard_by.append(record)
             if target is None and record.accumulating:
-                record.segments = [*record.segments, home]
-                if record.stage is not None:  # a schedule may come to the last micro-batch first
-                    home.forwards.add(call.forward)
-                    record.segments.sort(key=lambda segment: min(segment.forwards))
+                record.add(home)
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # What it replaces is kept until its end where a graph is left by which it may yet come there: several

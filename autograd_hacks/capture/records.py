@@ -50,7 +50,6 @@ class Pass:
     forwards_before: int = 0  # since the pass before it
     higher_order: bool = False  # whether it makes a graph
     mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
-    split: bool = False  # whether it brings gradient to parameters alone, and another has brought it to the inputs
     ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
@@ -168,6 +167,12 @@ class Record:
     shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
+
+    def add(self, segment: Segment) -> None:
+        """Has a segment behind the others, or where its forward was: a schedule may come to the last micro-batch first."""
+        self.segments = [*self.segments, segment]
+        if self.stage is not None:
+            self.segments.sort(key=lambda own: min(own.forwards))
 
     def clear(self, why: str = "") -> None:
         """Throws away what was recorded.  why: there is nothing to read then, for people"""

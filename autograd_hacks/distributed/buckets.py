@@ -137,5 +137,5 @@ def settled_part(total: Tensor, parameter: Tensor, cut: Cut, mesh: DeviceMesh) -
     # fully_shard has cut the part once more, along the mesh's own axes.
     names = parameter.device_mesh.mesh_dim_names or ()
     at = [parameter.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
-    own = partial.redistribute(placements=[Shard(x.dim + before) if isinstance(x, Shard) else x for x in at])
+    own = partial.redistribute(placements=[Shard(x.dim + before) if hasattr(x, "dim") else x for x in at])
     return Cut.of(parameter).joined(own.to_local())

@@ -102,7 +102,7 @@ class Cut:
         """The DTensor of the parts that processes hold.  part: may have more axes, in front"""
         more = part.shape[: part.ndim - len(self.shape)]
         shape = torch.Size((*more, *self.shape))
-        places = [_tensors().Shard(place.dim + len(more)) if place.is_shard() else place for place in self.places]
+        places = [_moved(place, len(more)) for place in self.places]
         kept = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
         return _tensors().DTensor.from_local(part, self.mesh, places, **kept)
 
@@ -113,6 +113,14 @@ class Cut:
         places = [_tensors().Shard(0) if place.is_shard(axis) else _tensors().Replicate() for place in self.places]
         own = Cut(self.mesh, tuple(places), self.shape[axis : axis + 1]).own(torch.arange(self.shape[axis]))
         return int(own[0]) if len(own) else 0
+
+
+def _moved(place: Any, axes: int) -> Any:
+    """Where a tensor lies on an axis of a mesh that has more axes in front."""
+    if not (axes and hasattr(place, "dim")):  # torch says is_shard() of none that is cut once more
+        return place
+    strides = {"split_factor": place.split_factor} if hasattr(place, "split_factor") else {}  # of what was cut once more
+    return type(place)(place.dim + axes, **strides)
 
 
 def _tensors() -> Any:

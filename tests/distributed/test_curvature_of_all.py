@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import Both, both
+from processes import Both
 from spread import batch, made, own, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
@@ -12,7 +12,6 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import BlockTooLarge, NotReduced
 
-__all__ = ["both"]  # a fixture
 SIZES = (5, 3)
 WAYS = ["replicas", "shards"]
 

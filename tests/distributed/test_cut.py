@@ -5,14 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from cut_nets import NEAR, WAYS, Mlp, Unlike, joint, losses, made, mlp, one_backward_per_sample, whole
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, ShardedParameters, UnseenGradient
-
-__all__ = ["both"]  # a fixture
 
 
 def verbs(way: str, probe: bool) -> None:

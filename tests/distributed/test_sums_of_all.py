@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from processes import Both, both
+from processes import Both
 from spread import BOUND, batch, clipped, made, own, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 
-__all__ = ["both"]  # a fixture
 SIZES = (5, 3)
 
 
