@@ -1,1 +1,1 @@
-"""The library in other people's tools.  Each module is imported by itself, with the tool that it is for; see docs/integrations."""
+"""The library in other people's tools, a module for each, which needs that tool: see docs/integrations."""

@@ -34,7 +34,7 @@ class GradsCallback(Steps, pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         found = self.read(getattr(trainer.precision_plugin, "scaler", None))
-        pl_module.log_dict({key: value for key, value in found.items()})
+        pl_module.log_dict(found)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.detach()

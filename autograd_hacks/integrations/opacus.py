@@ -24,8 +24,8 @@ class DPOptimizer(_DPOptimizer):
     model: the hooked model, with all of the optimizer's parameters    the others: as in Opacus; its loader, accountants,
     ``BatchMemoryManager`` and schedulers take this optimizer for their own
 
-    A sample whose gradient is not finite adds nothing, and its step counts like any other.  A parameter that no sample reached
-    gets its noise.
+    A sample whose gradient is not finite adds nothing, and its step counts like any other.  A parameter that no sample
+    reached gets its noise.
 
     ``step`` raises NothingRecorded for a backward pass that was added already, ValueError for several at once
     (`accumulate`), whose samples may be the same; and what `per_sample_grads` and Opacus raise.
@@ -83,12 +83,14 @@ class DPOptimizer(_DPOptimizer):
         record = recorder_of(self.model).record
         check_sets_all(record, "DPOptimizer.step")
         if any(segment.replaced for segment in record.segments):
-            raise NothingRecorded("DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass.")
+            raise NothingRecorded(
+                "DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass."
+            )
         grads = per_sample_grads(self.model, self.loss_reduction if record.segments else None)
         if grads.spread.mesh is not None:
             raise NotImplementedError(
-                "DPOptimizer was given a model whose batches several processes share, and noise is to be added once. Clip by "
-                "clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all: see the page "
+                "DPOptimizer was given a model whose batches several processes share, and noise is to be added once. Clip "
+                "by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all: see the page "
                 "on several processes."
             )
         if len(grads.batches) > 1:

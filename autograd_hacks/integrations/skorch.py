@@ -33,8 +33,8 @@ class GradsCallback(Callback):
         self.smoothing, self.loss_type, self.batch_dim, self.scaler = smoothing, loss_type, batch_dim, scaler
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
-        if vars(self).get("steps_") is not None:
-            self.steps_.detach()  # of a training that was interrupted
+        if isinstance(before := vars(self).get("steps_"), Steps):
+            before.detach()  # a training that was interrupted
         self.steps_ = Steps(
             self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim
         )

@@ -1,4 +1,4 @@
-"""What trainers' callbacks share: a step's per-sample gradients over all its micro-batches, just before the optimizer's step."""
+"""What trainers' callbacks share: a step's per-sample gradients, of all its micro-batches, just before the step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Steps:
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = cast(Tensor, parts.norms()) * factor
         known = bool(norms.isfinite().all())
-        found = {"samples": len(norms)}
+        found: dict[str, float] = {"samples": len(norms)}
         if len(norms):
             found |= {"norm_mean": norms.mean().item(), "norm_max": norms.max().item()}
         if self.noise_scale and len(norms) > 1 and known:
@@ -166,7 +166,9 @@ def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
         values = [step[key] for step in steps if key in step]
         is_last = "/noise_scale" in key
         finite = [value for value in values if isfinite(value)]
-        found[key] = values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
+        found[key] = (
+            values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
+        )
     return found
 
 

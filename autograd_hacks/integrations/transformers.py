@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn as nn
 from transformers import TrainerCallback
 
 from autograd_hacks.integrations.steps import Steps, mean_of
@@ -22,11 +21,11 @@ class GradsCallback(Steps, TrainerCallback):
 
     _logged = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self.max_norm is not None and args.max_grad_norm and args.max_grad_norm < self.max_norm:
             raise ValueError(
-                f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}, whose "
-                "clipping comes before and would be lost. Say TrainingArguments(max_grad_norm=0)."
+                f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}, "
+                "whose clipping comes before and would be lost. Say TrainingArguments(max_grad_norm=0)."
             )
         self._logged = len(self.history)
         self.attach(model)

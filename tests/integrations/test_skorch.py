@@ -109,4 +109,5 @@ def test_a_second_fit_goes_on() -> None:
     wrapped = trained(net(), GradsCallback(MAX_NORM))
     x, y = data()
     wrapped.partial_fit(x.numpy(), y.numpy())
-    assert len(wrapped.history) == 2 and "grads/norm_mean" in wrapped.history[-1, "batches"][-1]
+    assert len(wrapped.history) == 2
+    assert "grads/norm_mean" in wrapped.history[-1, "batches"][-1]

@@ -124,9 +124,9 @@ def test_hooks_of_the_users_stay() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no model is attached"):
         Steps().read()
-    for wrong in ({"max_norm": 0}, {"smoothing": 1}, {"loss_type": "most"}):
-        with pytest.raises(ValueError):
-            Steps(**wrong)
+    for name, wrong in {"max_norm": 0, "smoothing": 1, "loss_type": "most"}.items():
+        with pytest.raises(ValueError, match=name):
+            Steps(**{name: wrong})
     steps, model = Steps(), net()
     steps.attach(model)
     with pytest.raises(NothingRecorded):
@@ -139,4 +139,5 @@ def test_what_is_refused() -> None:
 def test_means_for_a_logger() -> None:
     logs = mean_of([{"a": 1.0, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}, {"a": 2.0, "grads/norm_max": 2.0}])
     assert logs == {"a": 1.5, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}
-    assert mean_of([]) == {} and not isfinite(mean_of([{"a": float("inf")}])["a"])
+    assert mean_of([]) == {}
+    assert not isfinite(mean_of([{"a": float("inf")}])["a"])

@@ -10,13 +10,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, N, STEPS, check, data, net, same
+from trained import LR, MAX_NORM, STEPS, N, check, data, net, same
 
 import autograd_hacks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("accelerate", reason="accelerate, which transformers.Trainer needs, is not installed; tox -e py does")
+    pytest.importorskip(
+        "accelerate", reason="accelerate, which transformers.Trainer needs, is not installed; tox -e py does"
+    )
     transformers = pytest.importorskip("transformers", reason="transformers is not installed; tox -e py installs it")
 
     from autograd_hacks.integrations.transformers import GradsCallback

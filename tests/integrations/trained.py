@@ -20,7 +20,9 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(STEPS * N, 4, generator=draws), torch.randint(3, (STEPS * N,), generator=draws)
 
 
-def expected(model: nn.Module, max_norm: float | None = MAX_NORM) -> tuple[list[Tensor], list[Tensor], list[dict[str, float]]]:
+def expected(
+    model: nn.Module, max_norm: float | None = MAX_NORM
+) -> tuple[list[Tensor], list[Tensor], list[dict[str, float]]]:
     """Weights after the steps, each step's norms, and its noise and signal."""
     model, norms, found = copy.deepcopy(model), [], []
     for x, y in zip(*(part.split(N) for part in data())):
@@ -54,7 +56,8 @@ def check(
     """What a trainer with a callback came to, against what it must.  last: the last step's norms"""
     weights, norms, noise = expected(before, max_norm)
     assert any((own > MAX_NORM).any() and (own < MAX_NORM).any() for own in norms)
-    assert len(history) == STEPS and last is not None
+    assert len(history) == STEPS
+    assert last is not None
     assert_close([p.detach() for p in after.parameters()], weights, rtol=rtol, atol=rtol)
     assert_close(last, norms[-1], rtol=rtol, atol=rtol)
     for step, own, other in zip(history, norms, noise):
