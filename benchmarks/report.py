@@ -38,6 +38,7 @@ COLOURS = {
     BACKPACK: "#7a4fa3", JAX: "#3ba6b6", NESTED: "#7ea3d6",
 }  # fmt: skip
 ORDER = list(COLOURS)
+LIGHT, DARK = "#222222", "#dddddd"  # ink for pages that are light, or dark
 SHORT = {
     SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
     GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", CLIPPING: "ours, clipped step", FUNC: "jvp and vjp",
@@ -52,9 +53,14 @@ TITLES = {
 }  # fmt: skip
 
 
-def chart_name(stem: str, task: str) -> str:
+def chart_name(stem: str, task: str, workload: str) -> str:
     """A picture's file name."""
-    return "-".join([stem, *re.findall(r"\w+", task)]).lower() + ".png"
+    return "-".join([stem, *re.findall(r"\w+", f"{task} {workload}")]).lower() + ".svg"
+
+
+def dark(picture: str) -> str:
+    """The name of the same picture for dark pages."""
+    return picture.removesuffix(".svg") + "-dark.svg"
 
 
 def machine(data: Data) -> str:
@@ -168,38 +174,59 @@ def list_table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [*lines, ""]
 
 
-def page(data: Data, charts: dict[str, str]) -> str:
-    """A section in reStructuredText.  charts: {task: where its picture is, as seen from the page}"""
+def cards(data: Data, task: str, charts: dict[str, str], aims: list[Aim]) -> list[str]:
+    """A card for each workload: its picture for light pages and the one for dark ones, and its figures."""
+    lines = [".. grid:: 1 1 2 2", "   :gutter: 2", ""]
+    for workload, picture in charts.items():
+        own = [f".. grid-item-card:: {workload}", "   :class-card: chart", ""]
+        for name, ground in ((picture, "light"), (dark(picture), "dark")):
+            own += [f"   .. image:: {name}", f"      :class: only-{ground}", f"      :alt: Times on {workload}", ""]
+        plain = 1e3 * medians(data["results"][task][workload])[PLAIN]
+        own += [
+            f"   {line}"
+            for line in folded(f"Figures; a plain step takes {plain:.1f} ms", figures(data, task, workload, aims))
+        ]
+        lines += [f"   {line}".rstrip() for line in own]
+    return lines
+
+
+def folded(title: str, lines: list[str]) -> list[str]:
+    """What is long, behind its title."""
+    return [f".. dropdown:: {title}", "", *(f"   {line}".rstrip() for line in lines), ""]
+
+
+def page(data: Data, charts: dict[str, dict[str, str]]) -> str:
+    """A section in reStructuredText.  charts: {task: {workload: where its picture is, as seen from the page}}"""
     title = data["about"]["machine"]
     lines = [title, "-" * len(title), "", f"{machine(data)}.", ""]
     aims = all_aims(data)
     for task, results in data["results"].items():
-        lines += [TITLES[task], "~" * len(TITLES[task]), "", f".. image:: {charts[task]}", "   :width: 100%", ""]
-        lines += ["Times in plain steps, and aims; **bold** is an aim missed.", ""]
-        lines += matrix(data, task, aims)
+        lines += [
+            TITLES[task],
+            "~" * len(TITLES[task]),
+            "",
+            "Times in plain steps; upright marks are aims, and **bold** is one missed.",
+            "",
+        ]
+        lines += cards(data, task, charts[task], aims)
         rows = [[workload, *beside(result).values()] for workload, result in results.items() if beside(result)]
         if rows:
-            lines += list_table(["Workload", *beside(next(filter(beside, results.values())))], rows)
+            header = ["Workload", *beside(next(filter(beside, results.values())))]
+            lines += folded("How parameters are read, errors, first steps", list_table(header, rows))
         said = [
             [workload, system, f"``{literal(why)}``"]
             for workload in results
             for system, why in failures(data, task, workload).items()
         ]
-        lines += ["What fails:", "", *list_table(["Workload", "System", "Error"], said)] if said else []
+        lines += folded("What fails", list_table(["Workload", "System", "Error"], said)) if said else []
     lines += proofs_as_page(data)
     lines += ["Aims", "~~~~", "", f"{sum(aim.met for aim in aims)} of {len(aims)} are met.", ""]
     rows = [
-        [
-            f"{aim.task}: {aim.what}",
-            aim.workload,
-            f"``{aim.system}``",
-            f"{aim.figure:.2f}",
-            bound(aim),
-            shown(verdict(aim), aim),
-        ]
+        [f"{aim.task}: {aim.what}", aim.workload, f"``{aim.system}``", shown(f"{aim.figure:.2f}", aim), bound(aim)]
         for aim in sorted(aims, key=lambda aim: (aim.task, aim.what, aim.system))
     ]
-    return "\n".join(lines + list_table(["What", "Of", "System", "Measured", "Aim", ""], rows)) + "\n"
+    table = list_table(["What", "Of", "System", "Measured", "Aim"], rows)
+    return "\n".join(lines + folded("All aims", table)) + "\n"
 
 
 def literal(words: str) -> str:
@@ -211,51 +238,37 @@ def shown(words: str, aim: Aim) -> str:
     return words if aim.met else f"**{words}**"
 
 
-def matrix(data: Data, task: str, aims: list[Aim]) -> list[str]:
-    """Workloads by systems."""
-    results = data["results"][task]
-    seen = {s for name in results for s in [*ratios(data, task, name), *failures(data, task, name)]}
-    systems = [system for system in ORDER if system in seen and system != PLAIN]
+def figures(data: Data, task: str, workload: str, aims: list[Aim]) -> list[str]:
+    """One workload's systems, in plain steps, with their aims."""
+    own, old = ratios(data, task, workload), dates(data, task, workload)
+    limits = {aim.system: aim for aim in aims if (aim.task, aim.workload) == (task, workload) and aim.limit}
     rows = []
-    for workload, result in results.items():
-        own, old = ratios(data, task, workload), dates(data, task, workload)
-        limits = {aim.system: aim for aim in aims if (aim.task, aim.workload) == (task, workload) and aim.limit}
-        row = [workload, f"{1e3 * medians(result)[PLAIN]:.1f}"]
-        for system in systems:
-            cell = f"{own[system]:.2f}" if system in own else "fails" if system in failures(data, task, workload) else ""
-            if system in limits and system in own:
-                cell = shown(f"{cell} (aim {limits[system].limit:.2f})", limits[system])
-            row.append(cell + (f" of {old[system]}" if system in old else ""))
-        rows.append(row)
-    return list_table(["Workload", "plain, ms", *(SHORT.get(system, system) for system in systems)], rows)
+    for system, ratio in in_order(own):
+        cell, bound = f"{ratio:.2f}", ""
+        if system in limits:
+            cell, bound = shown(cell, limits[system]), f"{limits[system].limit:.2f}"
+        rows.append([SHORT.get(system, system), cell + (f" of {old[system]}" if system in old else ""), bound])
+    rows += [[SHORT.get(system, system), "fails", ""] for system in failures(data, task, workload)]
+    return list_table(["", "plain steps", "aim"], rows)
 
 
-def chart(data: Data, task: str, path: Path, columns: int = 4) -> None:
-    """A picture with one panel of bars for each workload, in plain steps, the aims marked."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def chart(data: Data, task: str, workload: str, path: Path, ink: str = LIGHT, ground: str = "none") -> None:
+    """A picture of one workload's bars, in plain steps, the aims marked.  ink: LIGHT or DARK, as the page is"""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    results = data["results"][task]
-    seen = {s for name in results for s in [*ratios(data, task, name), *failures(data, task, name)]}
-    systems = [system for system in ORDER if system in seen and system != PLAIN][::-1]
-    columns = min(columns, max(1, len(results)))
-    lines = -(-len(results) // columns)
-    figure = Figure(figsize=(1.6 + 3.9 * columns, 0.9 + lines * (0.75 + 0.22 * len(systems))), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=True).flat
-    aims = [aim for aim in all_aims(data) if aim.task == task]
-    widest = max(ratio for name in results for ratio in ratios(data, task, name).values())
-    for axes, workload in zip(panels, results):
-        limits = {aim.system: aim.limit for aim in aims if aim.workload == workload and aim.limit}
-        old = dates(data, task, workload)
-        axes.set(title=workload, xscale="log", xlim=(0.1, 4 * max(2.0, widest)))
-        axes.title.set_fontsize(9)
-        draw(axes, systems, ratios(data, task, workload), limits, failures(data, task, workload), old)
-    for axes in list(figure.axes)[len(results) :]:
-        axes.set_visible(False)
-    between = "\n" if columns < 2 else ", "
-    figure.suptitle(f"{TITLES[task]}{between}in plain steps; black marks: aims", fontsize=11 if columns > 1 else 9)
-    figure.savefig(path)
+    own, failing = ratios(data, task, workload), failures(data, task, workload)
+    systems = [system for system in ORDER if system in {*own, *failing} and system != PLAIN][::-1]
+    limits = {aim.system: aim.limit for aim in all_aims(data) if (aim.task, aim.workload) == (task, workload) and aim.limit}
+    # Ids of a salt, and no date: the same figures give the same file.
+    with matplotlib.rc_context({"text.color": ink, "xtick.color": ink, "ytick.color": ink, "svg.hashsalt": path.name}):
+        figure = Figure(figsize=(4.6, 0.45 + 0.24 * len(systems)), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        axes.set(xlim=(0, 1.25 * max([1.0, *own.values(), *limits.values()])), ylim=(-0.6, len(systems) - 0.4))
+        draw(axes, systems, own, limits, failing, dates(data, task, workload), ink)
+        figure.savefig(path, facecolor=ground, metadata={"Date": None})
 
 
 def draw(
@@ -265,21 +278,25 @@ def draw(
     limits: dict[str, float],
     failing: dict[str, str],
     old: dict[str, str],
+    ink: str,
 ) -> None:
     """One workload's bars and aims; a bar of an earlier run is pale."""
+    step = axes.get_xlim()[1] / 80
     for place, system in enumerate(systems):
         if system in own:
             axes.barh(place, own[system], color=COLOURS[system], alpha=0.5 if system in old else 1.0, height=0.75)
-            right = max(own[system], limits.get(system, 0.0), 0.11)
-            axes.text(right * 1.12, place, f"{own[system]:.2f}", va="center", fontsize=7)
+            right = max(own[system], limits.get(system, 0.0))
+            axes.text(right + step, place, f"{own[system]:.2f}", va="center", fontsize=9)
         elif system in failing:
-            why = "fails: " + failing[system].partition(":")[0]
-            axes.text(0.115, place, why, va="center", fontsize=7, color=COLOURS[system])
+            axes.text(step, place, "fails: " + failing[system].partition(":")[0], va="center", fontsize=9)
         if system in own and system in limits:
-            axes.plot([limits[system]] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+            axes.plot([limits[system]] * 2, [place - 0.45, place + 0.45], color=ink, linewidth=2)
     axes.axvline(1.0, color="#999999", linewidth=1, zorder=0)
-    axes.set_yticks(range(len(systems)), [SHORT.get(system, system) for system in systems], fontsize=8)
+    axes.set_yticks(range(len(systems)), [SHORT.get(system, system) for system in systems], fontsize=9)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.tick_params(axis="x", labelsize=7, labelbottom=True)
-    for side in ("top", "right"):
+    axes.tick_params(axis="x", labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.patch.set_visible(False)
+    for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(ink)

@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save(data, old, file)
     if file:
         file.with_suffix(".txt").write_text(report.text(data))
-        for task in data["results"]:
-            report.chart(data, task, file.with_name(report.chart_name(file.stem, task)))
+        for task, workload in ((task, workload) for task, results in data["results"].items() for workload in results):
+            report.chart(data, task, workload, file.with_name(report.chart_name(file.stem, task, workload)))
     print(report.text(data))
 
 

@@ -1,19 +1,58 @@
 """How Sphinx builds the pages."""
 
 import importlib.metadata
+import inspect
 import json
+import os
 import pathlib
 import re
 import sys
+import urllib.request
+
+import torch
+from sphinx.application import Sphinx
 
 from autograd_hacks.rules import RULES
 
 project = "autograd_hacks"
 copyright = "2026, the autograd_hacks developers"
 release = importlib.metadata.version("autograd-hacks")
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.doctest"]
-html_theme = "alabaster"
-html_theme_options = {"page_width": "1200px"}
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+]
+html_theme = "furo"
+html_title = "autograd_hacks"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_theme_options = {"top_of_page_buttons": []}
+html_show_sphinx = False
+pygments_style, pygments_dark_style = "tango", "monokai"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+# The examples run where their pictures are wanted: by tox -e gallery, with -D plot_gallery=1.
+plot_gallery = "0"
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": r"common\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "remove_config_comments": True,
+    "abort_on_example_error": True,
+    "capture_repr": (),
+    "write_computation_times": False,
+    "show_signature": False,
+    "image_srcset": ["2x"],
+}
+os.environ["DEMO_IN_GALLERY"] = "1"  # the pages keep the examples' pictures
+maximum_signature_line_length = 78
+python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 default_role = "any"
@@ -24,7 +63,7 @@ import torch.nn.functional as F
 import autograd_hacks
 _ = torch.manual_seed(0)
 """
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "examples"]
 nitpicky = False
 
 
@@ -47,14 +86,64 @@ def write_benchmark() -> None:
     import report
 
     pages = []
-    for file in sorted((here / "benchmark").glob("*.json")):
+    for file in sorted((here / "benchmark").glob("*.json"), key=lambda file: file.stem):
         data = json.loads(file.read_text())
-        charts = {task: f"_generated/{report.chart_name(file.stem, task)}" for task in data["results"]}
-        for task, chart in charts.items():
-            report.chart(data, task, here / chart)
+        charts = {
+            task: {name: f"_generated/{report.chart_name(file.stem, task, name)}" for name in results}
+            for task, results in data["results"].items()
+        }
+        for task, own in charts.items():
+            for name, picture in own.items():
+                report.chart(data, task, name, here / picture)
+                report.chart(data, task, name, here / report.dark(picture), report.DARK)
         pages.append(report.page(data, charts))
     (here / "_generated" / "benchmark.rst").write_text("\n".join(pages))
 
 
+def parameters(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Makes a list of what a docstring says of parameters: "rate, damping: both > 0    steps: how many"."""
+    try:
+        known = set(inspect.signature(thing).parameters)
+    except (TypeError, ValueError):
+        return
+    written, within = [], False
+    for line in re.split(r"\n| {3,}(?=\w[\w, ]*: )", "\n".join(lines)):
+        names, colon, says = line.partition(": ")
+        if colon and set(names.split(", ")) <= known:
+            written += [] if within else [""]
+            written.append(f":param {names.replace(' ', '')}: {says}")
+            within = True
+        else:
+            if within and re.match("Raises |Returns |Source: ", line):
+                written.append("")
+                within = False
+            within = within and bool(line)
+            written.append(f"    {line}" if within else line)
+    lines[:] = written
+
+
+def inventories() -> dict[str, tuple[str, str]]:
+    """The names in torch's and Python's pages, to link to: fetched; without a network an earlier build's, or none."""
+    found = {}
+    for name, site in {"torch": "https://docs.pytorch.org/docs/stable", "python": "https://docs.python.org/3"}.items():
+        kept = pathlib.Path(__file__).parent / "_generated" / f"{name}.inv"
+        try:
+            with urllib.request.urlopen(f"{site}/objects.inv", timeout=5) as answer:
+                names = answer.read()
+        except OSError:
+            names = b""
+        if names.startswith(b"# Sphinx inventory"):
+            kept.write_bytes(names)
+        if kept.exists():
+            found[name] = (site, str(kept))
+    return found
+
+
+torch.nn.Module.__module__ = "torch.nn"  # the name that torch's pages have it by
 write_support_table()
 write_benchmark()
+intersphinx_mapping = inventories()
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", parameters)

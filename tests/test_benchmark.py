@@ -76,8 +76,14 @@ def test_from_figures_to_table_page_and_chart(tmp_path):
     assert len(data["results"][GRAD1][WORKLOAD]["seconds"][DEFAULT]) == 2
     assert (tmp_path / "cpu.txt").read_text() == report.text(data)
     for task in (GRAD1, CLIPPED):
-        assert (tmp_path / f"cpu-{task}.png").read_bytes().startswith(b"\x89PNG")
-    for words in (report.text(data), report.page(data, {GRAD1: "a.png", CLIPPED: "b.png"})):
+        picture = tmp_path / report.chart_name("cpu", task, WORKLOAD)
+        drawn = picture.read_bytes()
+        assert b"<svg" in drawn
+        report.chart(data, task, WORKLOAD, picture)
+        assert picture.read_bytes() == drawn  # so that pages change with figures alone
+    charts = {task: {WORKLOAD: f"{task}.svg"} for task in (GRAD1, CLIPPED)}
+    assert all(f"image:: {task}{ground}.svg" in report.page(data, charts) for task in charts for ground in ("", "-dark"))
+    for words in (report.text(data), report.page(data, charts)):
         assert all(part in words for part in (SKIPPED, DEFAULT, WORKLOAD, "NotImplementedError: not for this"))
         assert "at least 1.00 " in words or "at least 1.00\n" in words
         assert "Traces and proofs" in words
@@ -86,7 +92,7 @@ def test_from_figures_to_table_page_and_chart(tmp_path):
 
 @pytest.mark.usefixtures("_one_workload")
 def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "chart", lambda data, task, path: None)  # takes longest, and has its own test
+    monkeypatch.setattr(report, "chart", lambda data, task, workload, path: None)  # takes longest, and has its own test
     first = measured(tmp_path, "--peers")
     for _ in range(2):  # kept figures are kept again
         later = measured(tmp_path)
@@ -103,7 +109,7 @@ def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
 def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
     name = "UNet, noise drawn inside"
     monkeypatch.setattr(run, "ARCHITECTURES", {name: lambda size: ARCHITECTURES[name](TINY)})
-    monkeypatch.setattr(report, "chart", lambda data, task, path: None)
+    monkeypatch.setattr(report, "chart", lambda data, task, workload, path: None)
     run.main(["--architectures", "--peers", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)])
     data = json.loads((tmp_path / "cpu-architectures.json").read_text())
     result = data["results"][REAL][name]
@@ -111,7 +117,7 @@ def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
     assert set(result["errors"]) == {SKIPPED, DEFAULT, CLIPPING}
     assert max(result["errors"].values()) < 1e-9
     assert sum(result["reads"].values()) == len(list(ARCHITECTURES[name](TINY).model().parameters()))
-    for words in (report.text(data), report.page(data, {REAL: "a.png"})):
+    for words in (report.text(data), report.page(data, {REAL: {name: "a.svg"}})):
         assert all(part in words for part in (name, "parameters read by", "largest relative error", "first step"))
     found = {aim.what: aim.bound for aim in all_aims(data) if aim.system == CLIPPING}
     assert found == {"clipped step / plain": 1.5, "peak memory without rows / plain's": 1.3}
@@ -142,14 +148,14 @@ def test_derivatives_have_a_table_of_their_own(tmp_path, monkeypatch):
     name, (model, batch) = "gradient penalty of an MLP", (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3))
     full = next(workload for workload in derived.WORKLOADS.values() if workload.kind == derived.MLP)
     monkeypatch.setattr(run, "WORKLOADS", {name: dataclasses.replace(full, model=model, batch=batch)})
-    monkeypatch.setattr(report, "chart", lambda data, task, path: None)
+    monkeypatch.setattr(report, "chart", lambda data, task, workload, path: None)
     run.main(["--workload", name, "--peers", "--rounds", "2", "--threads", "1", "--output", str(tmp_path)])
     data = json.loads((tmp_path / "cpu.json").read_text())
     assert data["results"].keys() == {DERIVED}
     assert "proofs" not in data or data["proofs"] == {}
     result = data["results"][DERIVED][name]
     assert {PLAIN, SKIPPED, DEFAULT, CLIPPING, COPIES, LOOP, FUNC_GRAD} == set(result["seconds"])
-    assert 'mode="expand"' in report.page(data, {DERIVED: "a.png"})
+    assert 'mode="expand"' in report.page(data, {DERIVED: {name: "a.svg"}})
     result["seconds"] = {system: [20.0] for system in result["seconds"]} | {SKIPPED: [2.0], FUNC_GRAD: [16.0]}
     result["peak MB"] = {PLAIN: 1.0, CLIPPING: 3.0}
     aims = {(aim.system, aim.what): aim for aim in all_aims(data)}

@@ -16,16 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall, Turning
 from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Live, hear_at, reach_of
 from autograd_hacks.capture.param_grad import ParamGrad
-from autograd_hacks.capture.records import Pass, Record, Segment
+from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Segment
 from autograd_hacks.capture.wrappers import Reduction
 from autograd_hacks.errors import HigherOrderError
 from autograd_hacks.probe.plan import EXPAND, HOOKS
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import local_of, tensors_of, version_of
-
-NO_GRAD = 0, 0
+from autograd_hacks.support.trees import tensors_of, version_of
 
 
 class Backward:
@@ -105,7 +103,8 @@ class Backward:
 
     def _finish(self, ended: Pass) -> None:
         ended.finished, ended.reader = True, None
-        self.record.plan.unread |= not ended.is_hess  # backprop_hess has other passes to come
+        # backprop_hess has other passes to come, and so has `accumulate`.
+        self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
@@ -115,16 +114,9 @@ class Backward:
     def _note_left(self, ended: Pass) -> None:
         own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
         leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
-        states = ((edge.name, self._state_of(edge.name, edge.parameter)) for edge in leaves)
+        states = ((edge.name, self.record.state_of_grad(edge.name, edge.parameter)) for edge in leaves)
         left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.param_grad.wanted))
         self._left = next(left, None)
-
-    def _state_of(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
-        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
-        if (grad := self.record.cut.get(name, parameter).grad) is None:
-            return NO_GRAD
-        grad = local_of(grad)
-        return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def receive(self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live) -> Tensor | None:
         """Notes the gradient that the running pass brings to one of a call's outputs; see `Receive`."""
@@ -225,12 +217,12 @@ class Backward:
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
             # 5. Its first call: it adds to the segment that was found, or begins one.
-            home = target or Segment()
+            home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if current.losses and record not in current.losses.heard_by:
                 current.losses.heard_by.append(record)
             if target is None and record.accumulating:
-                record.segments = [*record.segments, home]
+                record.add(home)
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
                 # What it replaces is kept until its end where a graph is left by which it may yet come there: several
@@ -269,7 +261,7 @@ class Backward:
         skips = [name in call.skipped for call in calls]
         left, own = self._left, running is not None and not running.captures and any(call.is_own for call in calls)
         if running is not None and own and left is not None and left[0] == name:
-            running.adds_to_left = left[1] == self._state_of(name, parameter)
+            running.adds_to_left = left[1] == self.record.state_of_grad(name, parameter)
         if grad is None:
             return
         if running is None or all(skips):

@@ -15,6 +15,7 @@ from autograd_hacks.errors import where
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.probe.layout import Layouts
 from autograd_hacks.rules.call import Call
+from autograd_hacks.support.parts import part_of
 
 Versions = list[tuple[Tensor, int]]
 """Tensors with how often they had been overwritten."""
@@ -89,7 +90,7 @@ class RecordedCall(Call):
         if grads.live is not None:
             self = self.way.with_input(self, *grads.live)
         if self.samples == 0:  # on whichever axis
-            edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
+            edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
             return {local: Zero(0, p.shape, p) for local, p in edges.items()}
         return self.way.forms(self, grads)
 
@@ -117,4 +118,4 @@ class OutputGrads:
     @property
     def length(self) -> float:
         """The 2-norm of them all."""
-        return sum(float(grad.abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.by_copies import check_alike, module_by_sample
 from autograd_hacks.capture.by_operation import ByExpansion
+from autograd_hacks.capture.by_part import BY_PART, check_cut, check_plan
 from autograd_hacks.capture.calls import Way
 from autograd_hacks.capture.derived import Entry, turning
 from autograd_hacks.capture.graph import Live, anchored, attach, attach_copies, hear_at
@@ -26,6 +27,7 @@ from autograd_hacks.probe.plan import HOOKS, UNKNOWN
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.support.parts import is_part, may_have_parts, part_of
 from autograd_hacks.support.switch import NO_TASK, current_task
 from autograd_hacks.support.trees import map_tensors, parameter_at, plain, tensors_of, version_of
 from autograd_hacks.support.untouched import autocast_dtype, cuda_devices_of, random_state
@@ -133,7 +135,9 @@ class Forward(Noting):
         if not edges or path in plan.unplaced or any(x.is_nested for x in outputs):
             return None
         # 3. The plan says where the samples are; of a call that it doesn't know, sizes may tell.
-        layouts = plan.layouts_of(path, number, layer, outputs, self.samples)
+        layouts = plan.layouts_of(path, number, layer, [part_of(x) for x in outputs], self.samples)
+        if is_cut := any(map(is_part, owned.values())):
+            check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
         if layouts and layouts[0] is None:
             plan.refused |= dict.fromkeys((edge.name for edge in edges.values()), UNKNOWN)
             return None
@@ -151,7 +155,7 @@ class Forward(Noting):
             rule.recomputes,
             state={name: (x, version_of(x)) for name, x in (*owned.items(), *layer._buffers.items()) if x is not None},
             random_state=drew,
-            way=BY_RULE,
+            way=BY_PART if is_cut else BY_RULE,
             layouts=layouts,
             skipped=self._names(off),
             is_first=is_first,
@@ -162,6 +166,7 @@ class Forward(Noting):
     def begin_reads(self, model: nn.Module) -> None:
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
+        check_plan(self.record.parameters_of(model) if may_have_parts() else {}, plan)
         if plan.reading.names and self.samples is not None and self.records():
             named, notes = (
                 self.record.parameters_of(model),

@@ -14,11 +14,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.backward import Backward
+from autograd_hacks.capture.by_part import check_forward
 from autograd_hacks.capture.doors import doors_of, watch_doors
 from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.graph import mark_returned
 from autograd_hacks.capture.param_grad import ParamGrad
 from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.stages import running_stage
 from autograd_hacks.capture.wrappers import Reduction, check_whole, counts_passes
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import HOOKS, Plan
@@ -128,12 +130,14 @@ class Recorder:
             self.begin_passes(model)
             self.forward.is_running = True
             return None
+        check_forward(model, (args, kwargs), self.planner.mode)
         self.record.plan, self.forward.samples = self.planner.static, None
         return self.planner.look(model, args, kwargs, current_task() != NO_TASK)
 
     def begin_passes(self, model: nn.Module) -> None:
         """The model's own code begins, and its gradients may be reduced over processes."""
         self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
+        self.record.stage = running_stage()
 
     def take_plan(self, model: nn.Module, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Returns the plan of the forward that begins, before anything of it runs."""

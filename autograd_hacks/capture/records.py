@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import local_of, version_of
 from autograd_hacks.support.untouched import RandomState
+
+NO_GRAD = 0, 0
 
 
 @dataclass(eq=False)
@@ -150,6 +154,7 @@ class Record:
     # random numbers came from.
     arguments: tuple[Any, Any, RandomState] | None = None
     accumulating: bool = False
+    stage: weakref.ref[Any] | None = None  # of a pipeline, which ran the last forward
     forwards: int = 0
     plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples
@@ -162,6 +167,12 @@ class Record:
     shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
+
+    def add(self, segment: Segment) -> None:
+        """Has a segment behind the others, or where its forward was: a schedule may come to the last micro-batch first."""
+        self.segments = [*self.segments, segment]
+        if self.stage is not None:
+            self.segments.sort(key=lambda own: min(own.forwards))
 
     def clear(self, why: str = "") -> None:
         """Throws away what was recorded.  why: there is nothing to read then, for people"""
@@ -210,6 +221,13 @@ class Record:
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
         return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
+
+    def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
+        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
+        if (grad := self.cut.get(name, parameter).grad) is None:
+            return NO_GRAD
+        grad = local_of(grad)
+        return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
         """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put

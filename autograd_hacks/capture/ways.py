@@ -17,6 +17,7 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.rules.call import Call
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.trees import map_tensors
 
 
@@ -84,6 +85,7 @@ def _ready(call: RecordedCall, grads: OutputGrads, layout: Layout | None, sample
     dtype = next(iter(call.edges.values())).parameter.dtype
 
     def ready(tensor: Tensor) -> Tensor:
+        tensor = part_of(tensor)
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
         if layout is not None and layout.fits(tensor, samples):
             tensor = layout.samples_first(tensor, samples)
@@ -116,7 +118,7 @@ def _apply(
                 f"the rule of {place()} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
                 "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
             )
-        form, shape = forms[name], call.edges[name].parameter.shape
+        form, shape = forms[name], part_of(call.edges[name].parameter).shape
         if form.samples != rows or tuple(form.shape) != shape:
             raise BatchSizeError(
                 f"the rule of {place()} returned per-sample gradients of shape {(form.samples, *form.shape)} for {name!r}; "

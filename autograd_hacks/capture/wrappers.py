@@ -137,25 +137,20 @@ def _over_devices(what: str) -> str:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises ShardedParameters where processes hold parts of parameters that train, but for those of ``fully_shard``."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # which takes a second to import, and has been where there are any
-    if not has_processes() or tensors is None:
+    """Raises ShardedParameters where FullyShardedDataParallel holds parameters that train, or ``fully_shard`` does and was
+    called on a model that this one is a part of."""
+    if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
         return
     gathered = {id(module) for part in gathering(model) for module in part.modules()}
-    for module in modules_of(model):
-        # While its forward runs, FSDP has put whole parameters in the place of the parts.
-        is_managed = "_is_fsdp_managed_module" in vars(module)
-        own = [p for p in module._parameters.values() if p is not None and (is_managed or isinstance(p, tensors.DTensor))]
-        parts = {id(p) for p in own if id(module) not in gathered}
-        names = [name for name, p in (model.named_parameters() if parts else ()) if id(p) in parts and p.requires_grad]
-        if names:
-            raise ShardedParameters(
-                f"processes hold parts of {', '.join(names)} (FullyShardedDataParallel, tensor parallelism, or a part of a "
-                "model that fully_shard was called on), and what layers compute with are other tensors, so that rows would "
-                "be missing, or be of a part. Use torch.distributed.fsdp.fully_shard, and hook the model that it was called "
-                "on last; keep whole parameters on each process (DistributedDataParallel); or freeze them: "
-                "requires_grad_(False)."
-            )
+    managed = [m for m in modules_of(model) if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
+    held = {id(p) for module in managed for p in module._parameters.values()}  # whole ones, while its forward runs
+    if names := [name for name, p in (model.named_parameters() if held else ()) if id(p) in held and p.requires_grad]:
+        raise ShardedParameters(
+            f"processes hold parts of {', '.join(names)}, so that rows would be missing: FullyShardedDataParallel (FSDP1) "
+            "has laid them end to end and cut them anywhere, or fully_shard has cut a model that this is a part of. Use "
+            "torch.distributed.fsdp.fully_shard, and hook the model that it was called on last; keep whole parameters on "
+            "each process (DistributedDataParallel); or freeze them: requires_grad_(False)."
+        )
 
 
 def gathering(model: nn.Module) -> list[Any]:

@@ -9,9 +9,11 @@ from torch import Tensor
 from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.curvature.roots import ROOTS, directions
+from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.display import progress
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.jacobian import leaves_of, run_pass
 
@@ -50,6 +52,7 @@ def backprop_hess(
     try:
         with outside_inference(), announced(output, losses) as root:
             leaves = list(leaves_of(root))
+            refuse_curvature(any(map(is_part, leaves)))
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
                 run_pass("backprop_hess", root, leaves, s)
         losses.complete = True

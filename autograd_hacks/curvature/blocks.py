@@ -11,6 +11,7 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.kronecker import APPROXIMATIONS, BIASES, Factors, averaged, factors_of, joined
+from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
 from autograd_hacks.forms.numerics import accumulation_dtype
@@ -138,6 +139,7 @@ class _Accumulator:
         known = [name for name, p in model.named_parameters() if p.requires_grad]
         self.names = known if parameters is None else _chosen(model, known, parameters)
         self.batch, self.means, self.spread = 0, dict[str, Mean | None](), spread_of(model, recorder_of(model))
+        refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)

@@ -18,9 +18,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.capture.recorder import Known, Recorder
+from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
+from autograd_hacks.distributed.cut import cuts_of
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
 from autograd_hacks.errors import ProcessesDisagree
+from autograd_hacks.probe.compare import Gather
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.planner import Asked
 from autograd_hacks.support.restored import restored
@@ -98,6 +101,8 @@ def together(model: nn.Module, recorder: Recorder, known: Known) -> Iterator[Non
         yield
         return
     if not (parts := gathering(model)):
+        if is_due:
+            recorder.planner.gather = _of_parts(model, recorder.record)
         with alone(model) if is_due else nullcontext():
             yield
         return
@@ -113,6 +118,7 @@ def together(model: nn.Module, recorder: Recorder, known: Known) -> Iterator[Non
     settings, asked = _settings(model, recorder), isinstance(known, Asked)
     if is_new:
         learn(model, recorder)
+    recorder.planner.gather = _of_parts(model, record)
     record.shards = versions_of_shards(model)
 
     def agree(signature: object, plan: Plan, samples: int) -> Plan:
@@ -133,6 +139,12 @@ def together(model: nn.Module, recorder: Recorder, known: Known) -> Iterator[Non
             if asked:  # and the others wait to be told
                 from_all(Said(settings, f"{type(error).__name__}: {error}"), mesh)
             raise
+
+
+def _of_parts(model: nn.Module, record: Record) -> Gather:
+    """Gathers from the processes that have parts of a model's tensors, which run it together."""
+    cut = next(iter(cuts_of(model, record).values()), None)
+    return (lambda x: [x]) if cut is None else lambda x: from_all(x, cut.mesh)
 
 
 def _own(signature: object, plan: Plan, samples: int) -> Plan:

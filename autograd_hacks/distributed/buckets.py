@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import local_of
 
 BUCKET = 25 * 2**20
@@ -121,3 +122,20 @@ def _placed(shard: Tensor, parameter: DTensor) -> Tensor:
     """A shard as what it is a shard of."""
     layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+
+
+def settled_part(total: Tensor, parameter: Tensor, cut: Cut, mesh: DeviceMesh) -> Tensor:
+    """What the sums of all processes add up to, of a parameter that layers have a part of.
+
+    total: a process's own, of its part    mesh: of the processes to add up over, which have the same part
+    """
+    assert isinstance(parameter, DTensor)  # or layers had all of it
+    before = total.ndim - parameter.ndim
+    partial = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
+    if parameter.device_mesh == cut.mesh:
+        return cut.joined(partial.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
+    # fully_shard has cut the part once more, along the mesh's own axes.
+    names = parameter.device_mesh.mesh_dim_names or ()
+    at = [parameter.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
+    own = partial.redistribute(placements=[Shard(x.dim + before) if hasattr(x, "dim") else x for x in at])
+    return Cut.of(parameter).joined(own.to_local())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
+from autograd_hacks.distributed.cut import cuts_of, over_samples
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
+from autograd_hacks.support.parts import Cut
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,7 +38,8 @@ class Spread:
     """Of one batch: the processes that have its samples.
 
     parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
-    one alone    needed: modules whose weights are gathered for reading, as `shards` counts them
+    one alone    needed: modules whose weights are gathered for reading, as `shards` counts them    cuts: of parameters that
+    layers have parts of
     """
 
     def __init__(
@@ -46,13 +49,14 @@ class Spread:
         model: weakref.ref[nn.Module] | None = None,
         needed: Sequence[nn.Module] = (),
         shards: Mapping[str, int] | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
-        self.parameters, self.mesh = parameters, mesh
+        self.parameters, self.mesh, self.cuts = parameters, mesh, dict(cuts or {})
         self._model, self._needed, self._shards, self._depth = model, needed, dict(shards or {}), 0
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
-        return Spread(self.parameters, None, self._model, self._needed, self._shards)
+        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -86,10 +90,21 @@ class Spread:
 
         sums: by name, over each process's own samples; taken one after the other while those before are on their way
         """
-        if self.mesh is None:
-            return dict(sums)
-        own = ((name, total.to(self.parameters[name].dtype), self.parameters[name]) for name, total in sums)
-        return _reduced(own, self.mesh)
+        if (mesh := self.mesh) is None:
+            return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
+        from autograd_hacks.distributed.buckets import settled_part
+
+        cut = dict[str, Tensor]()
+
+        def uncut() -> Iterator[tuple[str, Tensor, Tensor]]:
+            for name, total in sums:
+                own, parameter = total.to(self.parameters[name].dtype), self.parameters[name]
+                if name in self.cuts:
+                    cut[name] = settled_part(own, parameter, self.cuts[name], mesh)
+                else:
+                    yield name, own, parameter
+
+        return _reduced(uncut(), mesh) | cut
 
     def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the sums of all processes add up to, whole on each."""
@@ -123,7 +138,8 @@ def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spre
     parameters, parts = dict(model.named_parameters()), gathering(model)
     needed = reading_weights(model, recorder.record.plan.reading.names) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
-    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards)
+    cuts = cuts_of(model, recorder.record)
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -157,8 +173,9 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
             "of this process alone, or None for those of all processes that the model runs on"
         )
     if sharded:
-        mesh: DeviceMesh = sharded[0].device_mesh  # type: ignore[attr-defined]  # of a DTensor
-        return mesh
+        first: Any = sharded[0]
+        seen = recorder.record.gathered[next(name for name, p in parameters.items() if p is first)]
+        return over_samples(first.device_mesh, seen)
     wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
     if wrapper is None:
         return None

@@ -26,6 +26,7 @@ class RandomMap:
     shape: torch.Size
     dim: int
     seed: int
+    within: tuple[torch.Size, int, int] | None = None  # where this is a part of one: its shape, the first row and column
 
     COLUMNS: ClassVar[int] = 32
     """How many coordinates are drawn at a time."""
@@ -33,16 +34,19 @@ class RandomMap:
     @property
     def fans(self) -> tuple[int, int]:
         """O and I; I is 1 for a vector."""
-        return (self.shape[0], self.shape[1:].numel()) if self.shape else (1, 1)
+        return _fans(self.shape)
 
     def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
         for number, columns in enumerate(stretches(self.dim, self.COLUMNS)):
-            key = repr((self.seed, self.name, tuple(self.shape), self.dim, number)).encode()
+            whole, row, column = self.within or (self.shape, 0, 0)
+            key = repr((self.seed, self.name, tuple(whole), self.dim, number)).encode()
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
-            count, (fan_out, fan_in) = columns.stop - columns.start, self.fans
+            count, (fan_out, fan_in) = columns.stop - columns.start, _fans(whole)
             signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8, device="cpu")
             left, right = signs.to(like).mul_(2).sub_(1).split([fan_out, fan_in], dim=1)
+            if self.within is not None:
+                left, right = left[:, row : row + self.fans[0]], right[:, column : column + self.fans[1]]
             yield columns, left / self.dim**0.5, right
 
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
@@ -54,3 +58,7 @@ class RandomMap:
                 found[:, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
             else:
                 found[:, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
+
+
+def _fans(shape: torch.Size) -> tuple[int, int]:
+    return (shape[0], shape[1:].numel()) if shape else (1, 1)

@@ -3,8 +3,9 @@ they mix?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,6 +32,10 @@ class Compared:
         return self.traced.stack[-1].path
 
 
+Gather = Callable[[Any], list[Any]]
+"""``gather(x)`` returns the x of each process that has parts of the model's tensors, in the same order on all."""
+
+
 class Comparison:
     """Traces of one model, with the samples on one axis of its arguments.
 
@@ -42,6 +47,7 @@ class Comparison:
         self.traces = 0  # with samples replaced
         self.noisy: set[Frame] = set()  # calls that come out different when nothing has changed
         self.kept: tuple[Tensor, Tensor] | None = None  # which samples that the running trace keeps, and which not
+        self._met: dict[int, Fits] = {}  # what was shown at meetings
         self._outputs = {
             frame: [Fits(x, samples, None if slot else call.rows_of_packed) for slot, x in enumerate(call.outputs)]
             for frame, call in whole.calls.items()
@@ -63,7 +69,17 @@ class Comparison:
     def see_meeting(self, fits: Fits, x: Tensor) -> None:
         """Takes a tensor of another trace, at a meeting."""
         assert self.kept is not None
+        self._met[id(fits)] = fits
         fits.see(x, *self.kept)
+
+    def agree(self, gather: Gather) -> None:
+        """Takes what other processes have found, of their parts of the same tensors."""
+        seen = [fits for found in (*self._outputs.values(), *self._inputs.values()) for fits in found]
+        seen += self._met.values()
+        if len(said := gather(([fits.told() for fits in seen], self.noisy))) > 1:
+            for fits, *told in zip(seen, *(told for told, _ in said)):
+                fits.agree(told)
+            self.noisy = {frame for _, noisy in said for frame in noisy}
 
     def see_again(self, frame: Frame, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes a call of another trace of the batch itself."""

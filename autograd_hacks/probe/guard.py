@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import holds_numbers
 
@@ -55,6 +56,7 @@ class WriteGuard(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
+        tensor = part_of(tensor)
         if tensor.is_nested or tensor.layout in _SPARSE:
             return comparable(tensor)
         key = memory_of(tensor)
@@ -95,13 +97,14 @@ class WriteGuard(TorchDispatchMode):
                 if (kept := held()) is not None:
                     kept.data = kept.clone()
             if key in self.parameters and key not in self._overwritten:
-                storage = x.untyped_storage()
+                storage = part_of(x).untyped_storage()
                 self._overwritten[key] = storage, storage.clone()
         return written
 
 
 def comparable(tensor: Tensor) -> Tensor:
     """The numbers of a tensor of any layout."""
+    tensor = part_of(tensor)
     if tensor.is_nested:
         return torch.zeros((), device=tensor.device)  # of no shape that could be compared
     return tensor.detach().to_dense() if tensor.layout in _SPARSE else tensor.detach()
@@ -121,6 +124,7 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     if tensor.layout == torch.jagged:
         tensor = tensor._values  # type: ignore[assignment]  # of Tensor it is a method
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        tensor = part_of(tensor)
         if not holds_numbers(tensor):
             return None
         with torch._C.DisableTorchFunctionSubclass():

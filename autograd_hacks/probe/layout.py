@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,19 @@ class Fits:
         self._fitting = dict.fromkeys((True, False), _candidates(real.shape, samples, range(real.ndim)))
         self._changed = {True: False, False: False}
         self._slack: Tensor | None = None  # how far rounding may lead, while that is needed
+
+    def told(self) -> tuple[Any, ...]:
+        """What has been found, for processes that see other parts of the same tensor."""
+        return self._fitting, self._changed, self.same_shape, self.mixes_by_rows
+
+    def agree(self, told: Sequence[tuple[Any, ...]]) -> None:
+        """Takes what all processes have found: what fits must fit all parts."""
+        for fitting, changed, same_shape, mixes in told:
+            for exactly in (True, False):
+                self._fitting[exactly] = [layout for layout in self._fitting[exactly] if layout in fitting[exactly]]
+                self._changed[exactly] |= changed[exactly]
+            self.same_shape &= same_shape
+            self.mixes_by_rows |= mixes
 
     def see(self, other: Tensor, kept: Tensor, replaced: Tensor) -> None:
         """other: the tensor in a trace with samples replaced    kept, replaced: the samples' numbers"""

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.compare import Gather
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.plan import EXPAND, HOOKS, UNTRACED, Plan, is_milestone, is_second_try, static_units
 from autograd_hacks.probe.propose import Proposal
@@ -33,6 +34,7 @@ def plan_for(
     opened: Collection[str] = (),
     before: Follow | None = None,
     mode: str = HOOKS,
+    gather: Gather = lambda x: [x],
 ) -> Plan:
     """The plan of a forward, from traces: of the batch, and of the batch with samples replaced.
 
@@ -41,7 +43,7 @@ def plan_for(
     batch: the arguments'    axes: of these where the samples may be; None for where the user has said they are
     seed: which samples are replaced, and by which    opened: parameters by name that are zero, and hide what is behind them:
     they are tried with noise in their place too    before: what an earlier plan of the signature has followed    mode: see
-    `add_hooks`
+    `add_hooks`    gather: from the processes that have parts of the model's tensors, and run it together
     Returns a plan that refuses everything where the model can't run its own arguments, as the forward will say.
     Raises ProbeFailed where it can't run them with samples replaced.
     """
@@ -79,7 +81,7 @@ def plan_for(
                 "(torch.nn.utils.rnn.pad_sequence), or a packed sequence (pack_sequence); if all are of one sample, say so: "
                 "add_hooks(model, batch_dim=(0,))."
             )
-        proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, seed)
+        proposal = Proposal(tracer, (args, kwargs), batch, axis, samples, seed, gather)
         decisions.append(proposal.decision(whole, opened, told_by))
     return min(decisions, key=lambda decision: decision.cost).plan()
 
@@ -123,6 +125,7 @@ class Planner:
         self.doubts = False  # whether the next forward is traced anew, whatever is known
         self._seed = 0  # others are replaced each time
         self.make_room: Callable[[], None] = lambda: None  # before traces, which need memory
+        self.gather: Gather = lambda x: [x]  # see there
         # agree(signature, plan, samples): the plan that all processes take
         self.agree: Callable[[object, Plan, int], Plan] = lambda signature, plan, samples: plan
 
@@ -184,9 +187,8 @@ class Planner:
         axes = [axis, 1] if axis == 0 and self._learnt is None and _may_be_time_first(model, batch) else [axis]
         self.make_room()
         zeros, self._seed = _zeros(model), self._seed + 1
-        plan = plan_for(
-            model, args, kwargs, batch, axes, self._seed, zeros, None if known is None else known.followed, self.mode
-        )
+        before = None if known is None else known.followed
+        plan = plan_for(model, args, kwargs, batch, axes, self._seed, zeros, before, self.mode, self.gather)
         plan.opened = zeros
         if len(axes) > 1 and not plan.refused and not plan.unproven:
             self._learnt = plan.axis

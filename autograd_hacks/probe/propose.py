@@ -9,12 +9,13 @@ import torch
 
 from autograd_hacks.errors import ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.compare import Comparison
+from autograd_hacks.probe.compare import Comparison, Gather
 from autograd_hacks.probe.copies import Arguments
 from autograd_hacks.probe.decide import Decision
 from autograd_hacks.probe.locate import ReadDecision
 from autograd_hacks.probe.meetings import Follow
 from autograd_hacks.probe.trace import Noise, Trace, Tracer
+from autograd_hacks.support.parts import part_of
 
 _ROUNDS = 6
 """How often a model is traced anew, at the most, for meetings that the traces before have shown."""
@@ -27,8 +28,16 @@ class Proposal:
     """Traces of one model on one batch, with the samples on one axis of its arguments; see `plan_for` for the fields."""
 
     def __init__(
-        self, tracer: Tracer, arguments: Arguments, batch: Batch, axis: int | None, samples: int, seed: int
+        self,
+        tracer: Tracer,
+        arguments: Arguments,
+        batch: Batch,
+        axis: int | None,
+        samples: int,
+        seed: int,
+        gather: Gather,
     ) -> None:
+        self.gather = gather
         self.tracer, self.arguments, self.batch, self.axis, self.samples = tracer, arguments, batch, axis, samples
         self.draws = torch.Generator().manual_seed(seed)
         self.stays = False  # whether vectors of integers are left as they are
@@ -63,9 +72,11 @@ class Proposal:
         order = self._order()
         try:
             self._show(found, order[:1])
+            found.agree(self.gather)
             if whole.meetings.calls and ReadDecision(found, []).conflicts:
                 return found
             self._show(found, order[1:])
+            found.agree(self.gather)
             retry = found.sizes_differ
         except Exception as error:  # whatever the model's own code raises
             if not self._has_orders():
@@ -82,6 +93,7 @@ class Proposal:
             return self.compared(whole)
         if found.depends_on_rounding:
             self.tracer.show(self.arguments, whole, found.see_again, lambda fits, x: None)
+            found.agree(self.gather)
         return found
 
     def with_noise(self, opened: Collection[str], follow: Follow) -> list[Comparison]:
@@ -89,14 +101,16 @@ class Proposal:
         model can't run with it."""
         for scale in NOISE if opened else ():
             like = {name: p for p, name in self.tracer.names.items() if name in opened}
-            noise = {n: (scale * torch.randn(p.shape, generator=self.draws, device="cpu")).to(p) for n, p in like.items()}
+            drawn = {name: scale * torch.randn(p.shape, generator=self.draws, device="cpu") for name, p in like.items()}
+            noise = {name: x.to(part_of(like[name])) for name, x in drawn.items()}
             try:
                 whole = self.trace(follow, noise)
                 found = Comparison(self.tracer, whole, self.samples, self.axis)
                 self._show(found, self._order()[:2], noise)
+                found.agree(self.gather)
             except Exception:  # whatever the model's own code raises, for numbers that it doesn't expect
                 continue
-            if found.is_finite:
+            if all(self.gather(found.is_finite)):
                 return [found]
         return []
 

@@ -21,6 +21,7 @@ from autograd_hacks.probe.meetings import Follow, Meetings, Repeat, Watch
 from autograd_hacks.probe.plan import DERIVATIVES, HOOKS
 from autograd_hacks.probe.tracker import Frame, Stack, Tracker
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
+from autograd_hacks.support.parts import cut_as, part_of
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed, opened, tensors_of, version_of
@@ -145,11 +146,11 @@ class Tracer:
         def begins(stack: Stack, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
             running.append(stack)
             seen = self._seen_inputs(stack[-1].path, module, whole.meetings.follow)
-            return tensors_of((args, kwargs)) if seen != 0 else []
+            return [part_of(x) for x in tensors_of((args, kwargs))] if seen != 0 else []
 
         def ended(stack: Stack, begun: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             running.append(stack[:-1] or stack)
-            see(stack[-1], begun, tensors_of(output))
+            see(stack[-1], begun, [part_of(x) for x in tensors_of(output)])
 
         with self._with(noise):
             guard = WriteGuard({name: p for p, name in self.names.items()}, self._kept)
@@ -193,19 +194,20 @@ class Tracer:
     @contextmanager
     def _with(self, noise: Noise | None) -> Iterator[None]:
         """A context in which some parameters have other values."""
-        kept = {p: p.data for p, name in self.names.items() if noise and name in noise}
+        others = {p: noise[name] for p, name in self.names.items() if noise and name in noise}
+        kept = {p: part_of(p).data for p in others}
 
         def undo() -> None:
             for p, data in kept.items():
-                p.data = data
+                part_of(p).data = data
 
         with restored(undo):
-            for p in kept:
-                p.data = (noise or {})[self.names[p]]
+            for p, other in others.items():
+                part_of(p).data = part_of(cut_as(other, p))
             yield
 
     def _note(self, stack: Stack, begun: Any, module: nn.Module, output: Any, tracker: Tracker, follow: Follow) -> Traced:
-        (buffers, arguments, plain), outputs = begun, tensors_of(output)
+        (buffers, arguments, plain), outputs = begun, [part_of(x) for x in tensors_of(output)]
         facts = [tracker.facts(x) for x in outputs]
         now, first = _versions(module), output[0] if type(output) is tuple and output else output
         return Traced(

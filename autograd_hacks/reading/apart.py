@@ -8,6 +8,7 @@ from torch import Tensor
 from autograd_hacks.capture.graph import returned_in
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.probe.layout import Layout
+from autograd_hacks.support.parts import settled
 
 ROUNDING = 32
 """By how many units of the least digit a sample's gradient may differ, of its own length."""
@@ -68,7 +69,7 @@ def check_losses(losses: Tensor) -> None:
     edges = [edge for edge, _ in returned]
     found = [torch.autograd.grad(losses, edges, w.to(losses), retain_graph=True, allow_unused=True) for w in weights]
     for (_, mark), x, y in zip(returned, *found):
-        if x is not None and y is not None and are_apart(mark.layout, x, y, *weights) is False:
+        if x is not None and y is not None and are_apart(mark.layout, settled(x), settled(y), *weights) is False:
             mark.plan.pending = True  # the next forward's losses are looked at, too
             raise SamplesMixed(
                 "samples mix in the losses given to backward: the loss of a sample follows from what the model has returned "

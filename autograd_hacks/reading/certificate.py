@@ -15,6 +15,7 @@ from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
 from autograd_hacks.probe.plan import EXPAND, HOOKS
+from autograd_hacks.support.parts import own_of, part_of
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
@@ -78,7 +79,10 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
     known: the parameter's name in the record    form: the rows, but for those of calls that are settled
     """
     scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
-    expected, *others = [grad.to_dense() * scale for (_, grad), scale in zip(brought, scales)]
+    edges = (edge for p, _ in brought for call in p.calls_of[known] for edge in call.edges.values())
+    parameter = next(edge.parameter for edge in edges if edge.name == known)
+    arrived = [own_of(grad, parameter).to_dense() for _, grad in brought]
+    expected, *others = [grad * scale for grad, scale in zip(arrived, scales)]
     for other in others:
         expected = expected + other
     calls = [
@@ -109,12 +113,8 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
             length += 10 * scale * grads.length  # in bfloat16 sums of hundreds were off by 40 % of that
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
         # What is too small for the dtype loses its digits, of each term.
-        largest = max(
-            [
-                1.0,
-                *(float(x.abs().max()) for x in call.args if isinstance(x, Tensor) and x.numel() and x.is_floating_point()),
-            ]
-        )
+        inputs = [part_of(x) for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
+        largest = max([1.0, *(float(x.abs().max()) for x in inputs if x.numel())])
         length += scale * torch.finfo(grads.first.dtype).tiny * largest * grads.first.numel() ** 0.5
     return length
 
@@ -122,7 +122,7 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
 def _centred(call: RecordedCall) -> float:
     """How many times longer a norm's input is than what it normalises, divided by the same; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
-    if not isinstance(x, Tensor) or not x.numel():
+    if not isinstance(x, Tensor) or not (x := part_of(x)).numel():
         return 1.0
     if isinstance(layer, nn.LayerNorm):
         groups = x.reshape(-1, prod(layer.normalized_shape))

@@ -17,6 +17,7 @@ from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.guards import check_hooked, check_seen, readable_segments
 from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.untouched import outside_inference, without_autocast
 
 
@@ -156,5 +157,6 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     if len(forms) == 1 or all(form is None for form in forms):
         return forms[0]
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
-    filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
+    own = part_of(parameter)
+    filled = (Zero(size, own.shape, own) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))

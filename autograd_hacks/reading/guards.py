@@ -52,6 +52,12 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     """The recorded rows; raises where there are none or they can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
+    if record.stage is not None and any(p.captures for segment in record.segments for p in segment.passes):
+        raise UnseenGradient(
+            "a zero-bubble schedule of torch.distributed.pipelining has split the backward pass of a stage into one to its "
+            "inputs and others to its weights, which come to layers more than once, so that rows can't be told from these. "
+            "Use a schedule with whole backward passes: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B."
+        )
     check_unseen(parameters, record)
     if not record.segments:
         no_backward = (

@@ -57,6 +57,7 @@ def prove(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: d
 class _Proof:
     def __init__(self, trial: Trial) -> None:
         self.trial, self.plan, self.samples = trial, trial.plan, trial.samples
+        self.gather = trial.recorder.planner.gather  # what processes find that have parts of the model's tensors
 
     def run(self) -> None:
         trial = self.trial
@@ -122,8 +123,9 @@ class _Proof:
         for name, layout in self.trial.input_layouts().items():
             if name in arrived and name in again:
                 verdicts.append(are_apart(layout, arrived[name], again[name], first, second, kept))
-        self.plan.unsure |= None in verdicts
-        return False not in verdicts
+        said = self.gather((None in verdicts, False in verdicts))
+        self.plan.unsure |= any(unsure for unsure, _ in said)
+        return not any(mixes for _, mixes in said)
 
     def _mixes(self, slot: int, at: Layout, given: Tensor) -> bool:
         """Whether the gradients of kept samples change with those given for others at one output: what mixing is, also
@@ -168,7 +170,9 @@ class _Proof:
                     f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule is "
                     f"wrong ({layers}), or a way that the hooks don't see leads there"
                 )
-        self.plan.unsure |= unsure
+        for was_unsure, disproven in self.gather((unsure, self.plan.disproven)):
+            self.plan.unsure |= was_unsure
+            self.plan.disproven |= disproven
 
     def _prove_scalar(self, slot: int) -> None:
         """A loss that the model has made itself.  When samples are replaced, the gradients of those that are kept may change
@@ -191,9 +195,12 @@ class _Proof:
                     pairs.append((mine, theirs, torch.finfo(grad.dtype).eps))
             total = sum(float((mine * mine).sum()) for mine, _, _ in pairs)
             factor = sum(float((mine * theirs).sum()) for mine, theirs, _ in pairs) / total if total else 1.0
-            for mine, theirs, eps in pairs:
-                rest = (theirs - factor * mine).norm(dim=1)
-                if (rest > min(1e4 * eps, 0.1) * factor * mine.norm(dim=1) + 1e-30).any():
-                    self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
-                    return
+            rests = [((theirs - factor * mine).norm(dim=1), mine.norm(dim=1), eps) for mine, theirs, eps in pairs]
+            if any(self.gather(any(_exceeds(rest, factor * length, eps) for rest, length, eps in rests))):
+                self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
+                return
             self.plan.scaled |= abs(factor - 1) > 1e-3
+
+
+def _exceeds(rest: Tensor, length: Tensor, eps: float) -> bool:
+    return bool((rest > min(1e4 * eps, 0.1) * length + 1e-30).any())

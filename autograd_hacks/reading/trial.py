@@ -23,6 +23,7 @@ from autograd_hacks.probe.guard import WriteGuard
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.probe.propose import NOISE
+from autograd_hacks.support.parts import cut_as, is_part, own_of, part_of, settled
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed, modules_of, opened, tensors_of
 from autograd_hacks.support.untouched import (
@@ -89,7 +90,7 @@ class Trial:
             for name in zeros:
                 p = self.parameters[name]
                 noise = torch.randn(p.shape, generator=self.draws, device="cpu")
-                p.data = (NOISE[0] * noise).to(p)  # which `untouched` takes back
+                part_of(p).data = part_of(cut_as((NOISE[0] * noise).to(part_of(p)), p))  # which `untouched` takes back
             yield
 
     def run(self, arguments: Arguments | None = None) -> None:
@@ -122,7 +123,7 @@ class Trial:
         """G: a random gradient for each of some outputs."""
         outputs = {slot: self.outputs[slot] for slot in slots}
         draw = {slot: torch.randn(x.shape, generator=self.draws, device="cpu") for slot, x in outputs.items()}
-        return {slot: g.to(outputs[slot]) for slot, g in draw.items()}
+        return {slot: g.to(part_of(outputs[slot])) for slot, g in draw.items()}
 
     def pull(
         self,
@@ -137,11 +138,12 @@ class Trial:
         free: whether it is the last through this graph    take: gets what arrives at parameters, of which nothing is kept
         """
         ends = [*self.parameters.values(), *self.inputs.values()]
-        grads = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
         roots = [self.outputs[slot] for slot in places]
+        weighted = [given[slot] * at.over(given[slot], w.to(given[slot])) for slot, at in places.items()]
+        grads = [cut_as(g, root) for g, root in zip(weighted, roots)]
         with ExitStack() as hooked:
             for name, p in self.parameters.items():
-                hooked.enter_context(p.register_hook(partial(_taken, take, name)))
+                hooked.enter_context(p.register_hook(partial(_taken, take, name, p)))
             found = torch.autograd.grad(roots, ends, grads, retain_graph=not free, allow_unused=True)
         names = (f"#{number}" for number in self.inputs)
         return {name: g.detach().to_dense() for name, g in zip(names, found[len(self.parameters) :]) if g is not None}
@@ -162,7 +164,7 @@ class Trial:
             for slot, grad in enumerate(grads.at):
                 if grad is not None:
                     number = counts[call.path, slot] = counts.get((call.path, slot), -1) + 1
-                    found[call.path, number, slot] = call, grad
+                    found[call.path, number, slot] = call, settled(grad)
         return found
 
     def listening(self, note: Note) -> AbstractContextManager[None]:
@@ -177,19 +179,21 @@ def listening(backward: Backward, note: Note) -> Iterator[None]:
     def hear(call: RecordedCall, slot: int, grad: Tensor | None) -> None:
         if grad is not None:
             seen = counts.setdefault((call.path, slot), {})
-            note((call.path, seen.setdefault(id(call), len(seen)), slot), call, grad)
+            note((call.path, seen.setdefault(id(call), len(seen)), slot), call, settled(grad))
 
     with restored(lambda: setattr(backward, "listener", None)):
         backward.listener = hear
         yield
 
 
-def _taken(take: Take | None, name: str, grad: Tensor | None) -> Tensor | None:
+def _taken(take: Take | None, name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
     """A parameter's hook: what autograd is to hold in the gradient's place, which takes no memory."""
     if grad is None:
         return None
     if take is not None:
-        take(name, grad.detach())
+        take(name, own_of(grad.detach(), parameter))
+    if is_part(grad):
+        return None
     return grad.new_zeros(()).expand_as(grad) if grad.layout == torch.strided else None
 
 

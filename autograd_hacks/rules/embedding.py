@@ -11,14 +11,27 @@ from autograd_hacks.forms import Bags, Form, Lookup
 from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.recompute import check_recomputed
 from autograd_hacks.rules.rule import single_input
+from autograd_hacks.support.parts import Cut, part_of
 
 
-@single_input
-def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
+def embedding(layer: nn.Embedding, call: Call) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
-    needs_batch(index, at_least=1, layout="(N, ...)")
-    refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-    return {"weight": lookup(index, g, layer.weight.shape, layer.padding_idx)}
+    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # as it was then, whole or a part
+
+    @single_input
+    def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
+        needs_batch(index, at_least=1, layout="(N, ...)")
+        refuse_scaling_by_frequency(layer.scale_grad_by_freq)
+        own = part_of(weight).shape
+        if own[0] == len(weight):
+            return {"weight": lookup(index, g, own, layer.padding_idx)}
+        index, first = index.long(), Cut.of(weight).start(0)  # of the entries that this process holds
+        outside = (index < first) | (index >= first + own[0])
+        if layer.padding_idx is not None:
+            outside |= index == layer.padding_idx
+        return {"weight": lookup((index - first).masked_fill(outside, 0), g.masked_fill(outside[..., None], 0), own)}
+
+    return embedding(layer, call)
 
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.restored import restored, switches_kept
 from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.stores import OF_MODULE, copied, hooks_kept, put_back, replace, state_of, swap
@@ -103,7 +104,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes, buffers = [dict(vars(part)) for part in modules], [dict(part._buffers) for part in modules]
-    parameters = [(p, p.data, p.grad, p.requires_grad) for p in module.parameters()]
+    parameters = [(p, part_of(p), part_of(p).data, p.grad, p.requires_grad) for p in module.parameters()]
     generators = [(x, x.get_state()) for own in attributes for x in own.values() if isinstance(x, torch.Generator)]
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
     things = {id(x): s for own in attributes for x in own.values() if (s := state_of(x)) is not None}
@@ -116,9 +117,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
             replace(part._buffers, tensors)
             if any(part._parameters.get(name) is not p for name, p in slots.items()):
                 replace(part._parameters, slots)
-        for p, data, grad, asks in parameters:
-            if p.data_ptr() != data.data_ptr():
-                p.data = data
+        for p, held, data, grad, asks in parameters:
+            if held.data_ptr() != data.data_ptr():
+                held.data = data
             p.grad = grad
             if p.requires_grad != asks:
                 p.requires_grad_(asks)

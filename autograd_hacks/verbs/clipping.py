@@ -9,12 +9,13 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.verbs.arguments import set_grads
+from autograd_hacks.verbs.arguments import kind_of, set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 
@@ -35,6 +36,7 @@ def clip_grad1_norm_(
     add: bool = False,
     batch_size: float | None = None,
     process_group: Where = None,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """Sets ``param.grad`` to the mean (or sum, as the loss was) of the per-sample gradients, each clipped to a norm.
 
@@ -53,6 +55,9 @@ def clip_grad1_norm_(
     the number of samples in all micro-batches of a step, or the one expected where samples are drawn at random. A sample
     more or less then changes ``.grad`` by max_norm / batch_size at most
     process_group: as in `per_sample_grads`. The sum is over the samples of all these processes, and so is their number
+    norms: N, to clip by in the place of those of this model: of all parts of a larger one, say. A stage of a pipeline
+    (``torch.distributed.pipelining``) clips by the norms over all stages, each of which calls this; where processes have
+    several stages each, these have to be given
 
     Returns the norms before clipping of this process's samples, N, without the scale.
 
@@ -74,15 +79,15 @@ def clip_grad1_norm_(
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def own() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
-        return _own(model, recorder, spread, loss_type, error_if_nonfinite, budget, scaler, add)
+        return _own(model, recorder, spread, loss_type, error_if_nonfinite, budget, scaler, add, norms)
 
     def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
         return [found[0].samples, *(name in found[0].reached for name in names)]
 
-    (grads, written, norms), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
-    weights = (max_norm / norms).clamp(max=1)  # 1 for a gradient of zeros
+    (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
+    weights = (max_norm / lengths).clamp(max=1)  # 1 for a gradient of zeros
     if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
-        weights = weights.where(norms.isfinite(), torch.nan)
+        weights = weights.where(lengths.isfinite(), torch.nan)
     if batch_size is not None:
         weights = weights / batch_size
     elif grads.loss_type == "mean":
@@ -93,7 +98,7 @@ def clip_grad1_norm_(
         segment.replaced = True
     for key, rows in written.items():  # for the next step
         recorder.pool.give_back(key, rows)
-    return norms
+    return lengths
 
 
 def _own(
@@ -105,6 +110,7 @@ def _own(
     budget: int,
     scaler: torch.amp.GradScaler | None,
     add: bool,
+    norms: Tensor | None,
 ) -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
     """This process's rows, those that were written out, and their norms without the scale."""
     check_ordinary(recorder.record, "gradient to clip")
@@ -113,8 +119,12 @@ def _own(
         _check_adds(recorder)
     own = grads_of(model, recorder, spread, loss_type)
     grads, written = written_where_it_saves(own, 3 * budget // 4, recorder.pool)
-    norms = grads.norms(budget=budget // 4)
-    assert isinstance(norms, Tensor)
+    if norms is None:
+        of_model = grads.norms(budget=budget // 4)
+        assert isinstance(of_model, Tensor)
+        norms = over_stages(of_model, recorder.record)
+    elif not isinstance(norms, Tensor) or norms.shape != (grads.samples,):
+        raise ValueError(f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {grads.samples}, one for each sample")
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.distributed.cut import whole_sum
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import BlockTooLarge, NotReduced
 from autograd_hacks.forms import Dense, Form
+from autograd_hacks.verbs.whole import Whole
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,7 +22,7 @@ LIMIT = 2**30
 """Bytes of other processes' rows, unless told another number."""
 
 
-class Everyone(Mapping[str, Form]):
+class Everyone(Whole):
     """Rows of which other processes have more."""
 
     samples: int
@@ -56,8 +58,11 @@ class Everyone(Mapping[str, Form]):
                 "or raise limit."
             )
         with self.reading():
-            products = [form.gram(Dense(self.spread.everyones(form.dense()))) for form in self.values()]
-        like = products[0] if products else torch.zeros(self.samples, int(count), device="cpu")
+            return whole_sum(self, self.cuts, lambda own: self._with_all(own, int(count)))
+
+    def _with_all(self, forms: Mapping[str, Form], count: int) -> Tensor:
+        products = [form.gram(Dense(self.spread.everyones(form.dense()))) for form in forms.values()]
+        like = products[0] if products else torch.zeros(self.samples, count, device="cpu")
         return sum((part.to(like) for part in products), torch.zeros_like(like))
 
     def _check_alone(self, what: str) -> None:
@@ -68,7 +73,3 @@ class Everyone(Mapping[str, Form]):
                 f"{self.spread.mesh.size()} processes. Take it of this process's samples, grads.local().{what}(...), or "
                 "products with JᵀJ, which are everyone's: fisher_matvec, ggn_matvec."
             )
-
-    def _whole(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A direction, some of whose parts may be shards.  All processes at once."""
-        return {name: whole_of(x) if isinstance(x, Tensor) else x for name, x in v.items()}

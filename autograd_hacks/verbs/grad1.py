@@ -15,6 +15,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.untouched import without_autocast
 from autograd_hacks.verbs.arguments import set_grads
@@ -111,15 +112,16 @@ def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | 
     if form is not None and form.writes_in_place:
         pool.give_back(key, own.pop("grad1", None))
         # A tensor of its own, not a view, to be used again.
-        out = pool.take(key, (form.samples, *form.shape), like)
+        out = pool.take(key, (form.samples, *form.shape), part_of(like))
     own.pop("grad1", None)  # the old rows make room before the new ones come
     if trains:
-        own["grad1"] = None if form is None else form.dense(out).to(parameter.dtype)
+        own["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
 
 
 def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    rows: Tensor | None = vars(parameter)["grad1"]
+    written = vars(parameter)["grad1"]
+    rows: Tensor | None = None if written is None else part_of(written)
     if form is None or rows is None:  # other processes' samples have some
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     if form.sums_cheaply:

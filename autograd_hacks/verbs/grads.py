@@ -11,15 +11,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import StaleRecord
-from autograd_hacks.forms import BUDGET, Form, RandomMap, group
+from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
 from autograd_hacks.verbs.matvec import Curvature
-from autograd_hacks.verbs.rounds import added, by_rows, joint_norms, second_moments, summed
+from autograd_hacks.verbs.rounds import by_rows, second_moments
 
 
 class PerSampleGrads(Hinting, Curvature):
@@ -56,7 +56,7 @@ class PerSampleGrads(Hinting, Curvature):
         self.spread = Spread({}, None) if spread is None else spread
         self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes = model, Axes(samples, tuple(entries))
+        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self.spread.cuts
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -93,7 +93,7 @@ class PerSampleGrads(Hinting, Curvature):
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            return {name: self._axes.placed(form.dense()) for name, form in self.items()}
+            return self._joined({name: self._axes.placed(form.dense()) for name, form in self.items()})
 
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
@@ -103,9 +103,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         with self.reading():
             norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
-            if per_parameter:
-                return {name: self._axes.placed(own) for name, own in norms.items()}
-            return self._axes.placed(joint_norms(list(norms.values()), self._axes.rows))
+            return self._each_norms(norms) if per_parameter else self._joint_norms(norms)
 
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
         """J v: ⟨gₙ, v⟩ for each sample, N.
@@ -113,11 +111,10 @@ class PerSampleGrads(Hinting, Curvature):
         v: {name: shape} for all parameters, as gradients are, whole or in shards
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        check_direction(v, {name: form.shape for name, form in self.items()})
-        v = self._whole(v)
+        check_direction(v, {name: self.shape_of(name) for name in self})
+        v = self._own(v)
         with self.reading():
-            along = summed(self, self._axes.rows, lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
-            return self._axes.placed(along)
+            return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -149,8 +146,8 @@ class PerSampleGrads(Hinting, Curvature):
                 "trained."
             )
         with self.reading(), other.reading():
-            found = (form.gram(other[name], budget) for name, form in self.items())
-            return self._axes.placed(other._axes.placed(added(found, (self._axes.rows, other._axes.rows)), 1))
+            found = self._products(other, (self._axes.rows, other._axes.rows), budget)
+            return self._axes.placed(other._axes.placed(found, 1))
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -178,7 +175,7 @@ class PerSampleGrads(Hinting, Curvature):
         with self.reading():
             ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
             means = self.spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
-            own = {name: whole_of(mean) for name, mean in means.items()}
+            own = self._own(means)
             found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
             return {name: total / (samples - 1) for name, total in found.items()}
 
@@ -193,10 +190,7 @@ class PerSampleGrads(Hinting, Curvature):
         """
         check_dim("project was given dim", dim)
         with self.reading():
-            maps = {name: RandomMap(unwrapped(name), form.shape, dim, seed) for name, form in self.items()}
-            return self._axes.placed(
-                summed(self, self._axes.rows, lambda name, form: form.project(maps[name], budget), budget, dim)
-            )
+            return self._summed(lambda name, form: form.project(self._map(name, dim, seed), budget), budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.

@@ -17,6 +17,7 @@ from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
+from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.probe.layout import Layout
@@ -84,7 +85,8 @@ def per_sample_jacobian(
             for name, c in chunks[0].items()
         }
         samples, entries = len(first), first.shape[1:]
-        return PerSampleGrads(forms, samples, frozenset(reached), "sum", weakref.ref(model), "Jacobian", [samples], entries)
+        of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
+        return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import BlockTooLarge, NothingRecorded
 from autograd_hacks.forms import Form
-from autograd_hacks.verbs.arguments import Axes
 from autograd_hacks.verbs.everyone import Everyone
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class Curvature(Everyone):
     """
 
     batch: int
-    _axes: Axes
     hess_type: str | None
 
     @abstractmethod
@@ -186,6 +185,7 @@ class Curvature(Everyone):
         return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
 
     def _check_real(self) -> None:
+        refuse_curvature(bool(self.cuts))
         for name, form in self.items():
             if form.like.is_complex():
                 raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")

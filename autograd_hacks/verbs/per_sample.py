@@ -10,6 +10,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.forms import Zero
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 
@@ -38,7 +39,8 @@ def grads_of(
         forms = read(model, parameters, recorder, loss_type, scale, lazily=True)
     samples = next((form.samples for form in forms.values() if form is not None), 0)
     reached = frozenset(name for name, form in forms.items() if form is not None)
-    filled = {n: Zero(samples, parameters[n].shape, parameters[n]) if f is None else f for n, f in forms.items()}
+    like = {name: part_of(parameters[name]) for name in forms}
+    filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
     record, known = recorder.record, weakref.ref(model)
     hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
     return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), known, hess_type, batches, spread=spread)

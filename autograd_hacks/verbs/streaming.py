@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -13,16 +14,19 @@ from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
+from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
-from autograd_hacks.forms import Form, RandomMap, scale
+from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import readable_segments
 from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import without_autocast
-from autograd_hacks.verbs.arguments import check_dim, check_direction, unwrapped
-from autograd_hacks.verbs.rounds import Verb, joint_norms
+from autograd_hacks.verbs.arguments import check_dim, check_direction
+from autograd_hacks.verbs.rounds import Verb, added, joint_norms
+from autograd_hacks.verbs.whole import random_map
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""
@@ -59,13 +63,15 @@ def streaming(
     verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-        verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device), budget)
+        verbs["dot"] = lambda name, form: form.dot(stream.own(name, dot[name]).to(form.like.device), budget)
     if gram:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
         check_dim("streaming was given project", project)
-        verbs["projection"] = lambda name, form: form.project(RandomMap(unwrapped(name), form.shape, project, seed), budget)
+        verbs["projection"] = lambda name, form: form.project(
+            random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
+        )
     if record.on_arrival is not None:
         raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
     if record.accumulating:
@@ -116,7 +122,19 @@ class _Stream:
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
-        self._found: dict[str, list[Tensor]] = {what: [] for what in verbs}
+        # What each verb has found of parameters, by the first that is cut alike; '' for those that all processes have.
+        self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        return cuts_of(self.model, self.record)
+
+    @cached_property
+    def _like(self) -> dict[str, str]:
+        return {name: next(n for n, cut in self.cuts.items() if cut.groups == own.groups) for name, own in self.cuts.items()}
+
+    def own(self, name: str, x: Tensor) -> Tensor:
+        return self.cuts[name].own(x) if name in self.cuts else x
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
@@ -165,12 +183,22 @@ class _Stream:
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
         for what, verb in self.verbs.items():
-            value, found = verb(name, form), self._found[what]
+            value, place = verb(name, form), self._like.get(name, "")
+            found = self._found[what].setdefault(place, [])
             # Norms are of a part of the row each; all else adds up.
-            self._found[what] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
+            self._found[what][place] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
         readable_segments(dict(self.model.named_parameters()), self.record)
         self.record.plan.unread = False
-        return {what: joint_norms(f, len(f[0])) if what == "norms" else f[0] for what, f in self._found.items() if f}
+        return {what: self._whole(what, found) for what, found in self._found.items() if found}
+
+    def _whole(self, what: str, found: Mapping[str, list[Tensor]]) -> Tensor:
+        def joined(own: Mapping[str, list[Tensor]]) -> Tensor:
+            parts = [part for of_one in own.values() for part in of_one]
+            return joint_norms(parts, len(parts[0])) if what == "norms" else added(parts, ())
+
+        if what != "norms":
+            return whole_sum(found, self.cuts, joined)
+        return whole_norms(found, self.cuts, joined)

@@ -24,6 +24,7 @@ from autograd_hacks.probe.layout import Layouts, differs, rounding_of
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.display import text_table
+from autograd_hacks.support.parts import cut_as, own_of, part_of
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import held, is_packed, map_tensors, opened, tensors_of
 from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
@@ -130,7 +131,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> Rows:
             share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
             w = torch.full((form.samples,), share, dtype=torch.float64, device="cpu")
             what, grads = "sum of the step's rows with .grad", _length(record)
-            wrong += _compared(name, what, form, w, grad.to_dense(), used, grads)
+            wrong += _compared(name, what, form, w, own_of(grad, parameters[name]).to_dense(), used, grads)
     return wrong
 
 
@@ -166,7 +167,7 @@ def _with_autograd(
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         if loss is not None:
             _check_loss(loss, output, layouts, samples)
-        grads = {slot: _random(outputs[slot].shape, draws).to(outputs[slot]) for slot in places}
+        grads = {slot: _random(outputs[slot].shape, draws).to(part_of(outputs[slot])) for slot in places}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
         order, signs = torch.randperm(samples, generator=draws, device="cpu"), _random((samples,), draws).sign()
         weights = {"sum of rows": torch.ones(samples, device="cpu"), "weighted sum of rows": signs * 2.0 ** (order % 9 - 4)}
@@ -240,7 +241,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state:
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One backward pass from some of the outputs."""
     try:
-        roots, given, leaves = [outputs[slot] for slot in grads], list(grads.values()), list(parameters.values())
+        roots, leaves = [outputs[slot] for slot in grads], list(parameters.values())
+        given = [cut_as(g, root) for g, root in zip(grads.values(), roots)]
         found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
@@ -250,6 +252,6 @@ def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Ma
             "without checkpointing, or with use_reentrant=False."
         ) from error
     return {
-        name: torch.zeros_like(p) if grad is None else grad.detach().to_dense()
+        name: torch.zeros_like(part_of(p)) if grad is None else own_of(grad.detach(), p).to_dense()
         for (name, p), grad in zip(parameters.items(), found)
     }

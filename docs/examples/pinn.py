@@ -1,23 +1,29 @@
-"""Solves Poisson's equation by a network: trained by the energy natural gradient, and by Adam.
-
-python docs/examples/pinn.py --output demo-output
 """
+Solve an equation by a network
+==============================
+
+A network u is trained until it solves Poisson's equation -Δu = f in a square: the loss is by how much each point
+misses the equation, which has second derivatives by the input in it.  First-order methods are slow at that.  The
+energy natural gradient takes the rows of the residuals, one gradient for each point, and solves with their inner
+products (:doc:`/derivatives`).  Adam starts from the same weights, on the same points. ::
+
+    python docs/examples/pinn.py
+"""
+# sphinx_gallery_thumbnail_path = 'pictures/pinn.png'
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from common import command_line, save  # before the others: it tells what to install
+
+# isort: split
+import matplotlib.pyplot as plt
 import torch
 import torch.nn as nn
 from torch import Tensor
-from wrong_labels import positive  # before the others: it tells what to install
-
-# isort: split
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import autograd_hacks
@@ -27,6 +33,17 @@ DAMPING = 1e-10  # λ, of the mean of the rows' squared norms
 ADAM_STEPS = 40  # for each of the natural gradient, which takes longer
 Curve = list[tuple[float, float]]
 """After each step: the seconds that all of them took, and the relative error of the solution."""
+
+parser = command_line(
+    "Solves Poisson's equation by a network, trained by energy natural gradient and by Adam.",
+    points=(400, "inside; a quarter more are on the edge"),
+    steps=(60, f"Adam takes {ADAM_STEPS} for each"),
+)
+options = parser.parse_args()
+
+# %%
+# The equation and the network
+# ----------------------------
 
 
 def solution(points: Tensor) -> Tensor:
@@ -56,6 +73,12 @@ def residuals(model: nn.Module, points: Tensor) -> Tensor:
     second = [torch.autograd.grad(slope[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(2)]
     on_edge = ((points == 0) | (points == 1)).any(1)
     return torch.where(on_edge, EDGE * u, second[0] + second[1] + 2 * math.pi**2 * solution(points))
+
+
+# %%
+# Two ways to take a step
+# -----------------------
+# ``backward(r, "sum")`` leaves the rows of the residuals r themselves.
 
 
 def adam_step(model: nn.Module, points: Tensor) -> Callable[[], None]:
@@ -91,6 +114,11 @@ def natural_step(model: nn.Module, points: Tensor) -> Callable[[], None]:
     return step
 
 
+# %%
+# Train by both
+# -------------
+
+
 @torch.no_grad()
 def relative_error(model: nn.Module) -> float:
     side = torch.linspace(0, 1, 101, dtype=torch.float64)
@@ -109,43 +137,23 @@ def train_by(name: str, step: Callable[[], None], model: nn.Module, steps: int) 
     return curve
 
 
-def draw(curves: dict[str, Curve], path: Path) -> None:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in curves.items():
-        axes.semilogy(*zip(*curve), label=name)
-    axes.set_xlabel("seconds of steps")
-    axes.set_ylabel("relative error of u")
-    axes.set_title("Poisson's equation in a square, by a network of 1,185 parameters")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+points = some_points(options.points, options.seed)
+curves: dict[str, Curve] = {}
+for name, way, number in (("energy natural gradient", natural_step, 1), ("Adam", adam_step, ADAM_STEPS)):
+    model = small_mlp(options.seed)
+    curves[name] = train_by(name, way(model, points), model, number * options.steps)
+print(f"{'':26}{'relative error':>15}{'seconds':>10}")
+for name, curve in curves.items():
+    print(f"{name:26}{curve[-1][1]:15.1e}{curve[-1][0]:10.1f}")
 
+# %%
+# The errors
+# ----------
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Solves Poisson's equation by a network, trained by energy natural gradient and by Adam.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
-    parser.add_argument("--points", type=positive, default=400, metavar="N", help="inside; a quarter more are on the edge")
-    parser.add_argument("--steps", type=positive, default=60, metavar="N", help=f"Adam takes {ADAM_STEPS} for each")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    options = parser.parse_args()
-
-    points = some_points(options.points, options.seed)
-    curves = {}
-    for name, way, number in (("energy natural gradient", natural_step, 1), ("Adam", adam_step, ADAM_STEPS)):
-        model = small_mlp(options.seed)
-        curves[name] = train_by(name, way(model, points), model, number * options.steps)
-    print(f"\n{'':26}{'relative error':>15}{'seconds':>10}")
-    for name, curve in curves.items():
-        print(f"{name:26}{curve[-1][1]:15.1e}{curve[-1][0]:10.1f}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    picture = options.output / "pinn.png"
-    draw(curves, picture)
-    print(f"\nthe errors: {picture}")
-
-
-if __name__ == "__main__":
-    main()
+figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+for name, curve in curves.items():
+    axes.semilogy(*zip(*curve), label=name)
+axes.set(xlabel="seconds of steps", ylabel="relative error of u")
+axes.legend()
+axes.grid(alpha=0.3)
+save(figure, options, "pinn.png")

@@ -33,7 +33,7 @@ def test_the_demo_finds_wrong_labels_and_draws_them(tmp_path: Path) -> None:
     for way in ("one backward per image", "torch.func.vmap(grad)", "autograd_hacks"):
         assert re.search(rf"{re.escape(way)} +\d+\.\d", done.stdout)
     assert "training: 100%" in done.stderr
-    assert (tmp_path / "longest-gradients.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "wrong_labels.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_natural_gradient_gets_further_than_sgd_in_as_many_steps(tmp_path: Path)
     }
     assert losses["natural gradient"] < losses["SGD with momentum"] / 2
     assert "natural gradient: 100%" in done.stderr
-    assert (tmp_path / "natural-gradient.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "natural_gradient.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_energy_natural_gradient_solves_poissons_equation(tmp_path: Path) -> None:
@@ -56,9 +56,10 @@ def test_the_energy_natural_gradient_solves_poissons_equation(tmp_path: Path) ->
     assert (tmp_path / "pinn.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_its_kernel_is_that_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernel_is_that_of_torch_func(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     examples = ROOT / "docs" / "examples"
     monkeypatch.syspath_prepend(str(examples))
+    monkeypatch.setattr(sys, "argv", ["pinn.py", "--points", "8", "--steps", "1", "--output", str(tmp_path)])
     demo = runpy.run_path(str(examples / "pinn.py"))
     points, model = demo["some_points"](8, 0), demo["small_mlp"](0)
 
