@@ -12,6 +12,7 @@ from opacus.optimizers import DPOptimizer as _DPOptimizer
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -87,12 +88,8 @@ class DPOptimizer(_DPOptimizer):
                 "DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass."
             )
         grads = per_sample_grads(self.model, self.loss_reduction if record.segments else None)
-        if grads.spread.mesh is not None:
-            raise NotImplementedError(
-                "DPOptimizer was given a model whose batches several processes share, and noise is to be added once. Clip "
-                "by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all: see the page "
-                "on several processes."
-            )
+        instead = "Clip by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all."
+        check_alone(grads, "DPOptimizer.step", instead)
         if len(grads.batches) > 1:
             raise ValueError(
                 f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
@@ -156,7 +153,7 @@ class PrivacyEngine(_PrivacyEngine):
     ) -> DPOptimizer:
         if distributed:
             raise NotImplementedError(
-                "PrivacyEngine was given a distributed model. See the page on several processes for private steps of them."
+                "PrivacyEngine was given a distributed model. See the page on many processes for private steps of them."
             )
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator

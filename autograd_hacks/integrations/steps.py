@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.verbs.arguments import set_grads
@@ -104,11 +105,7 @@ class Steps:
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
         parts = per_sample_grads(model, "sum", scale)
-        if parts.spread.mesh is not None:
-            raise NotImplementedError(
-                "several processes share this model's batches, which trainers' callbacks don't add up yet. Read "
-                "per_sample_grads(model) in a loop of your own: see the page on several processes."
-            )
+        check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = cast(Tensor, parts.norms()) * factor
         known = bool(norms.isfinite().all())

@@ -18,6 +18,7 @@ from torchjd.aggregation import (
     Weighting,
 )
 
+from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -51,11 +52,7 @@ def jacobian_descent(
         raise ValueError(f"jacobian_descent was given loss_type={loss_type!r} and rows, which know theirs; leave it out")
     weighting = _weighting_of(aggregator)
     grads = per_sample_grads(model, loss_type) if grads is None else grads
-    if grads.spread.mesh is not None:
-        raise NotImplementedError(
-            "jacobian_descent: several processes share the batch, and weights need everyone's inner products. Take "
-            "gram_of_all() and weighted_sum(own weights): see the page on several processes."
-        )
+    check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     weights: Tensor = weighting(grads.gram())
     set_grads(model, grads.weighted_sum(weights), grads.reached)
     return weights

@@ -1,7 +1,6 @@
 """Steps under an Accelerator: those of single samples, however they are split."""
 
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,16 +8,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from needed import needed
 from torch.utils.data import DataLoader, TensorDataset
 from trained import LR, MAX_NORM, N, check, data, net, same
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("accelerate", reason="accelerate is not installed; tox -e py installs it")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
+needed("accelerate")
 
-    from autograd_hacks.integrations.accelerate import AcceleratedSteps
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from autograd_hacks.integrations.accelerate import AcceleratedSteps  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,12 +1,12 @@
 """A backend of laplace-torch: the posteriors of its own default backend, and the same predictions."""
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from needed import needed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, UnsupportedLayer
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("laplace", reason="laplace-torch is not installed; tox -e py installs it")
-    from laplace import Laplace
-    from laplace.curvature import CurvatureInterface, CurvlinopsGGN, EFInterface, GGNInterface
+needed("laplace")
 
-    from autograd_hacks.integrations.laplace import AutogradHacksEF, AutogradHacksGGN
+from laplace import Laplace  # noqa: E402
+from laplace.curvature import CurvatureInterface, CurvlinopsGGN, EFInterface, GGNInterface  # noqa: E402
+
+from autograd_hacks.integrations.laplace import AutogradHacksEF, AutogradHacksGGN  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C = 3

@@ -1,25 +1,24 @@
 """A callback in Lightning: the steps of single samples, however they are split."""
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from needed import needed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from trained import LR, MAX_NORM, N, check, data, net, same
 
 from autograd_hacks.errors import NothingRecorded
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed; tox -e py installs it")
-    from lightning.pytorch.plugins import MixedPrecision
+pl = needed("lightning.pytorch")
 
-    from autograd_hacks.integrations.lightning import GradsCallback
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+from autograd_hacks.integrations.lightning import GradsCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

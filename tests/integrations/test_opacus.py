@@ -1,12 +1,12 @@
 """Private steps: Opacus' own engine, with the same draws and the same noise, gives the same weights and the same epsilon."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from needed import needed
 from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    opacus = pytest.importorskip("opacus", reason="Opacus is not installed; tox -e py installs it")
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
+opacus = needed("opacus", "opacus.utils.batch_memory_manager")
 
-    from autograd_hacks.integrations.opacus import DPOptimizer, PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
+
+from autograd_hacks.integrations.opacus import DPOptimizer, PrivacyEngine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

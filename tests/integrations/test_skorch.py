@@ -2,21 +2,20 @@
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from needed import needed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, N, check, data, net, same
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    skorch = pytest.importorskip("skorch", reason="skorch is not installed; tox -e py installs it")
-    from sklearn.base import clone
+skorch = needed("skorch", "skorch.callbacks")
 
-    from autograd_hacks.integrations.skorch import GradsCallback
+from sklearn.base import clone  # noqa: E402
+
+from autograd_hacks.integrations.skorch import GradsCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,24 +1,23 @@
 """TorchJD's aggregations: those of its own Jacobians, for every aggregator that weights by the Gramian."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from needed import needed
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("torchjd", reason="TorchJD is not installed; tox -e py installs it")
-    from torchjd import aggregation, autojac
-    from torchjd.aggregation import UPGrad, UPGradWeighting
+needed("torchjd.aggregation", "torchjd.autojac", "quadprog", "qpsolvers")
 
-    from autograd_hacks.integrations.torchjd import jacobian_descent
+from torchjd import aggregation, autojac  # noqa: E402
+from torchjd.aggregation import UPGrad, UPGradWeighting  # noqa: E402
+
+from autograd_hacks.integrations.torchjd import jacobian_descent  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 AGGREGATORS = ["UPGrad", "DualProj", "MGDA", "AlignedMTL", "PCGrad", "IMTLG", "Mean", "Sum", "Random"]

@@ -1,7 +1,6 @@
 """A callback in Hugging Face's Trainer: the steps of single samples, however they are split."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,15 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from needed import needed
 from torch.testing import assert_close
 from trained import LR, MAX_NORM, STEPS, N, check, data, net, same
 
 import autograd_hacks
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip(
-        "accelerate", reason="accelerate, which transformers.Trainer needs, is not installed; tox -e py does"
-    )
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed; tox -e py installs it")
+transformers = needed("transformers", "transformers.trainer", "accelerate")
 
-    from autograd_hacks.integrations.transformers import GradsCallback
+from autograd_hacks.integrations.transformers import GradsCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
