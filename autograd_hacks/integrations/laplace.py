@@ -1,0 +1,125 @@
+"""laplace-torch: Gauss-Newton matrices, Kronecker factors, Jacobians and gradients, as a backend."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.utils import Kron
+from torch import Tensor
+
+from autograd_hacks.capture.hooks import pause_hooks
+from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.blocks import compute_hess
+from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.jacobian import per_sample_jacobian
+from autograd_hacks.verbs.per_sample import per_sample_grads
+
+
+class _Backend(CurvatureInterface):
+    """What a model, or its last layer, is asked by laplace-torch.  The hooks stay on it."""
+
+    def __init__(self, model: nn.Module, likelihood: str, *args: Any, **options: Any) -> None:
+        super().__init__(model, likelihood, *args, **options)
+        add_hooks(self._model)
+
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """The outputs' Jacobian by the parameters, N × C × P, and the outputs, N × C.
+
+        enable_backprop: whether to let gradients flow through them, which laplace-torch's own torch.func does
+        """
+        if enable_backprop:
+            with pause_hooks():
+                return cast(tuple[Tensor, Tensor], super().jacobians(x, True))
+        return self._rows_of(f := self._outputs(x), f)
+
+    def selected_output_jacobians(self, x: Any, outputs: Tensor, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """The same of some outputs.  outputs: N, or N × K, their numbers"""
+        if enable_backprop:
+            with pause_hooks():
+                return cast(tuple[Tensor, Tensor], super().selected_output_jacobians(x, outputs, True))
+        f = self._outputs(x)
+        index = outputs[:, None] if outputs.ndim == 1 else outputs
+        if len(index) != len(f):
+            raise ValueError(f"outputs has {len(index)} rows for {len(f)} samples; expected one for each")
+        return self._rows_of(f.gather(1, index.to(f.device, torch.long)), f)
+
+    def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the samples' losses, N × P, and the batch's loss, their sum."""
+        f = self._outputs(x)
+        kind = nn.MSELoss if self.likelihood == "regression" else nn.CrossEntropyLoss
+        losses = kind(reduction="none")(f, y)
+        losses = losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return self._flat(per_sample_jacobian(self._model, losses).dense(), 1), losses.sum().detach()
+
+    def _outputs(self, x: Any) -> Tensor:
+        """N × C, with a graph that begins at the last layer's input where that is all that is asked for."""
+        with torch.enable_grad():
+            if not self.last_layer:
+                return cast(Tensor, self.model(x))
+            with torch.no_grad():
+                _, features = self.model.forward_with_features(x)
+            return cast(Tensor, self._model(features.detach()))
+
+    def _rows_of(self, selected: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        return self._flat(per_sample_jacobian(self._model, selected).dense(), 2), f.detach()
+
+    def _flat(self, rows: dict[str, Tensor], axes: int) -> Tensor:
+        found = torch.cat([own.flatten(axes) for own in rows.values()], -1)
+        return found if self.subnetwork_indices is None else found[..., self.subnetwork_indices]
+
+
+class AutogradHacksGGN(_Backend, GGNInterface):
+    """A backend of ``Laplace(..., backend=AutogradHacksGGN)``: generalised Gauss-Newton, or Fisher, matrices.
+
+    Its 'full', 'diag' and 'kron' posteriors are those of laplace-torch's default backend.  In ``backend_kwargs``
+
+    stochastic, num_samples: whether to draw labels from the model, and how many for each sample
+    kfac_approx: 'expand' or 'reduce', how positions that share a weight are treated
+    kfac_bias: 'shared', as in laplace-torch's default, or 'exact', a bias's own block, which differs for convolutions
+
+    Raises UnsupportedLayer for 'kron' of layers that are neither linear nor convolutions without groups, ValueError for
+    outputs that are not N × C, and SamplesMixed for a model that mixes samples.
+    """
+
+    def __init__(self, *args: Any, kfac_approx: str = "expand", kfac_bias: str = "shared", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kfac_approx, self.kfac_bias = kfac_approx, kfac_bias
+
+    def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """The batch's loss, and the matrix of its sum, P × P."""
+        loss = self._passes(x, y)
+        rows = self._flat(per_sample_grads(self._model).dense(), 1)
+        return loss, rows.mT @ rows
+
+    def diag(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """The same matrix's diagonal, P."""
+        loss = self._passes(x, y)
+        return loss, self._flat(per_sample_grads(self._model).second_moment(), 0)
+
+    def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Kron]:
+        """Its Kronecker factors, A of the inputs being the mean over all N samples of the data, a part of it here."""
+        loss = self._passes(x, y)
+        compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
+        factors, samples = [], len(y)
+        for p in self.params:
+            a, b = vars(p).pop("kfac") or self._zeros(p)
+            factors.append([b * samples] if p.ndim == 1 else [b * samples, a * (samples / N)])
+        return loss, Kron(factors)
+
+    def _zeros(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        return p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])
+
+    def _passes(self, x: Any, y: Tensor) -> Tensor:
+        """The loss; it leaves rows in the record whose products add up to the matrix."""
+        f = self._outputs(x)
+        loss = self.factor * self.lossfunc(f, y)
+        kind = "LeastSquares" if self.likelihood == "regression" else "CrossEntropy"
+        backprop_hess(f, kind, self.num_samples if self.stochastic else None)
+        return cast(Tensor, loss.detach())
+
+
+class AutogradHacksEF(_Backend, EFInterface):
+    """A backend of ``Laplace(..., backend=AutogradHacksEF)``: empirical Fisher matrices, 'full' and 'diag'."""

@@ -1,0 +1,160 @@
+"""Opacus: its loader, noise and accountants, with norms and clipped sums from what layers saw: nothing of size N × P."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from opacus import PrivacyEngine as _PrivacyEngine
+from opacus.optimizers import DPOptimizer as _DPOptimizer
+
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.integrations.alone import check_alone
+from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.per_sample import per_sample_grads
+
+
+class DPOptimizer(_DPOptimizer):
+    """Opacus' ``DPOptimizer`` for a model of `autograd_hacks.add_hooks`, best with ``param_grad=False``.
+
+    model: the hooked model, with all of the optimizer's parameters    the others: as in Opacus; its loader, accountants,
+    ``BatchMemoryManager`` and schedulers take this optimizer for their own
+
+    A sample whose gradient is not finite adds nothing, and its step counts like any other.  A parameter that no sample
+    reached gets its noise.
+
+    ``step`` raises NothingRecorded for a backward pass that was added already, ValueError for several at once
+    (`accumulate`), whose samples may be the same; and what `per_sample_grads` and Opacus raise.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: nn.Module,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        if not isinstance(max_grad_norm, int | float) or not max_grad_norm > 0:
+            raise ValueError(f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0")
+        self.model = model
+        recorder_of(model)  # raises where it has no hooks
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+        own = {id(p) for p in model.parameters()}
+        if any(id(p) not in own for p in self.params):
+            raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have")
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return 1
+
+    @torch.no_grad()
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped gradients' sum to ``p.summed_grad``."""
+        grads = self._grads()
+        norms = grads.norms()
+        assert isinstance(norms, torch.Tensor)
+        finite = norms.isfinite()
+        grads, norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])
+        sums = grads.weighted_sum((self.max_grad_norm / (norms + 1e-6)).clamp(max=1))
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for p in self.params:
+            total = sums[names[id(p)]].to(p.dtype)
+            p.summed_grad = total if p.summed_grad is None else p.summed_grad.add_(total)
+
+    def _grads(self) -> PerSampleGrads:
+        """The rows of the optimizer's own parameters, which are not handed out twice."""
+        record = recorder_of(self.model).record
+        check_sets_all(record, "DPOptimizer.step")
+        if any(segment.replaced for segment in record.segments):
+            raise NothingRecorded(
+                "DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass."
+            )
+        grads = per_sample_grads(self.model, self.loss_reduction if record.segments else None)
+        instead = "Clip by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all."
+        check_alone(grads, "DPOptimizer.step", instead)
+        if len(grads.batches) > 1:
+            raise ValueError(
+                f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
+                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager."
+            )
+        for segment in record.segments:
+            segment.replaced = True
+        own = {id(p) for p in self.params}
+        chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in own}
+        return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        self.clip_and_accumulate()
+        self._is_last_step_skipped = self._check_skip_next_step()
+        if self._is_last_step_skipped:
+            return False
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook:
+            self.step_hook(self)
+        return True
+
+
+class _Unwrapped:
+    """What Opacus' engine asks of a wrapped model."""
+
+    def forbid_grad_accumulation(self) -> None:
+        """`DPOptimizer` does."""
+
+
+class PrivacyEngine(_PrivacyEngine):
+    """Opacus' ``PrivacyEngine``, whose ``make_private`` hooks the model by `add_hooks` and leaves it unwrapped.
+
+    So layers need no support of Opacus', and a model that mixes samples is refused by what it does, in its first step.
+    ``make_private`` and ``make_private_with_epsilon`` take what Opacus' take, but for other kinds of clipping than 'flat'
+    and other ``grad_sample_mode`` (ValueError); for a distributed model they raise NotImplementedError.
+    """
+
+    def make_private(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
+        expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
+        wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
+        if wrong:
+            raise ValueError(f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine")
+        self._module = module
+        _, optimizer, loader = super().make_private(module=module, **options)
+        return module, optimizer, loader
+
+    def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> _Unwrapped:
+        add_hooks(module, batch_dim=0 if batch_first else 1, param_grad=False)
+        return _Unwrapped()
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer,
+        distributed: bool = False,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        **options: Any,
+    ) -> DPOptimizer:
+        if distributed:
+            raise NotImplementedError(
+                "PrivacyEngine was given a distributed model. See the page on many processes for private steps of them."
+            )
+        optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
+        generator = self.secure_rng if self.secure_mode else noise_generator
+        return DPOptimizer(optimizer, model=self._module, generator=generator, secure_mode=self.secure_mode, **options)

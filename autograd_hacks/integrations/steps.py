@@ -1,0 +1,176 @@
+"""What trainers' callbacks share: a step's per-sample gradients, of all its micro-batches, just before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, isfinite
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from autograd_hacks.capture.accumulate import accumulate
+from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.integrations.alone import check_alone
+from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.verbs.arguments import set_grads
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.per_sample import per_sample_grads
+
+
+class Steps:
+    """Measures the steps of a model that a trainer trains, and clips them, if told to.
+
+    max_norm: each sample's gradient is clipped to it, and ``.grad`` set to their mean (or sum); None for no clipping
+    noise_scale: whether to estimate the gradient noise scale    per_parameter: also of each parameter
+    smoothing: share of the past in the running means of noise and signal, of which it is the ratio; in [0, 1)
+    loss_type: how the loss was reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
+
+    A *row* is what a sample brings to the step's gradient, times the number of samples for a mean.  However the trainer
+    divides and scales the losses of micro-batches, the rows' mean (or sum) is the gradient that it would step by.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        noise_scale: bool = True,
+        per_parameter: bool = False,
+        smoothing: float = 0.9,
+        loss_type: str = "mean",
+        batch_dim: BatchDim = 0,
+    ) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None")
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
+        check_loss_type(loss_type)
+        self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
+        self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
+        self.norms: Tensor | None = None
+        """Of the last step's samples before clipping, N, in the order of the micro-batches."""
+        self.history: list[dict[str, float]] = []
+        """What each step's `read` has returned."""
+        self._means: dict[str, tuple[float, float]] = {}
+        self._model: nn.Module | None = None
+        self._hooked: Hooked | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None, "_hooked": None}
+
+    def attach(self, model: nn.Module) -> None:
+        """Hooks a model, and begins its first step."""
+        self.detach()
+        self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim), model
+        accumulate(model).start()
+
+    def detach(self) -> None:
+        """Ends: the model is as it was, also in the middle of a step."""
+        model, hooked, self._model, self._hooked = self._model, self._hooked, None, None
+        if model is not None and hooked is not None:
+            record = recorder_of(model).record
+            record.accumulating = False
+            record.clear()
+            hooked.__exit__()
+
+    def read(self, scaler: torch.amp.GradScaler | None = None) -> dict[str, float]:
+        """What the step's gradients say, just before the optimizer's step; clips them, and begins the next step.
+
+        scaler: what has scaled the losses, whether ``.grad`` was unscaled since or not
+
+        Returns ``grads/samples``, ``grads/norm_mean`` and ``grads/norm_max`` of the norms before clipping,
+        ``grads/clipped``, the share of the samples that were, and of at least two samples ``grads/noise``, ``grads/signal``
+        and ``grads/noise_scale``, in samples, which is infinite while no signal is known.
+
+        Raises NothingRecorded before `attach` and without a backward pass, NotImplementedError where several processes share
+        the batch, and what `per_sample_grads` raises.
+        """
+        if self._model is None:
+            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()")
+        model = self._model
+        accumulate(model).stop()
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        try:
+            with torch.no_grad():
+                found = self._read(model, scale, _is_unscaled(scaler))
+        finally:
+            accumulate(model).start()
+        self.history.append(found)
+        return found
+
+    def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
+        parts = per_sample_grads(model, "sum", scale)
+        check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
+        factor = parts.samples if self.loss_type == "mean" else 1
+        norms = self.norms = parts.norms() * factor
+        known = bool(norms.isfinite().all())
+        found: dict[str, float] = {"samples": len(norms)}
+        if len(norms):
+            found |= {"norm_mean": norms.mean().item(), "norm_max": norms.max().item()}
+        if self.noise_scale and len(norms) > 1 and known:
+            found |= self._noise(parts, factor)
+        if self.max_norm is not None:
+            found["clipped"] = (norms > self.max_norm).float().mean().item() if len(norms) else 0.0
+            weights = (self.max_norm / norms).clamp(max=1)
+            if scale != 1:  # what overflowed is to be skipped, whichever parameter it was in
+                weights = weights.where(norms.isfinite(), torch.nan)
+            sums = parts.weighted_sum(weights if unscaled else weights * scale)
+            set_grads(model, sums, parts.reached)
+            for segment in recorder_of(model).record.segments:
+                segment.replaced = True
+        return {f"grads/{key}": float(value) for key, value in found.items()}
+
+    def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
+        """Noise, signal and their ratio, of running means."""
+        each = {name: (noise * factor**2, signal * factor**2) for name, (noise, signal) in noise_and_signal(parts).items()}
+        own = {"": (sum(n for n, _ in each.values()), sum(s for _, s in each.values()))}
+        found = {"noise": own[""][0], "signal": own[""][1]}
+        for name, new in {**own, **(each if self.per_parameter else {})}.items():
+            old, keep = self._means.get(name, new), self.smoothing
+            noise, signal = (keep * before + (1 - keep) * now for before, now in zip(old, new))
+            self._means[name] = noise, signal
+            found["/".join(["noise_scale", name]) if name else "noise_scale"] = noise / signal if signal > 0 else inf
+        return found
+
+
+def noise_and_signal(grads: PerSampleGrads) -> Mapping[str, tuple[float, float]]:
+    """tr Σ and |G|² of each parameter, both unbiased, from the norms of N ≥ 2 rows and that of their mean."""
+    own = getattr(grads, "noise_scale", None)
+    if own is not None:
+        return {name: (float(found.noise), float(found.signal)) for name, found in own(per_parameter=True).items()}
+    samples = grads.samples
+    norms = grads.norms(per_parameter=True)
+    first = next(iter(norms.values()))
+    means = grads.weighted_sum(torch.full_like(first, 1 / samples))
+    found = {}
+    for name, rows in norms.items():
+        square, mean = rows.double().square().mean().item(), means[name].abs().double().square().sum().item()
+        noise = samples / (samples - 1) * (square - mean)
+        found[name] = noise, mean - noise / samples
+    return found
+
+
+def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """What several steps' `Steps.read` say together: means, the last noise scales, the largest norm; for a logger."""
+    keys = dict.fromkeys(key for step in steps for key in step)
+    found = {}
+    for key in keys:
+        values = [step[key] for step in steps if key in step]
+        is_last = "/noise_scale" in key
+        finite = [value for value in values if isfinite(value)]
+        found[key] = (
+            values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
+        )
+    return found
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler | None) -> bool:
+    """Whether ``.grad`` has no scale in it any more."""
+    if scaler is None or not scaler.is_enabled():
+        return True
+    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())

@@ -1,0 +1,158 @@
+"""A backend of laplace-torch: the posteriors of its own default backend, and the same predictions."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from needed import needed
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, UnsupportedLayer
+
+needed("laplace")
+
+from laplace import Laplace  # noqa: E402
+from laplace.curvature import CurvatureInterface, CurvlinopsGGN, EFInterface, GGNInterface  # noqa: E402
+
+from autograd_hacks.integrations.laplace import AutogradHacksEF, AutogradHacksGGN  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+C = 3
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 5), nn.ReLU(), nn.Linear(5, C)).double()
+
+
+def loader(likelihood: str) -> DataLoader:
+    x = torch.randn(10, 1, 6, 6).double()
+    y = torch.randint(C, (10,)) if likelihood == "classification" else torch.randn(10, C).double()
+    return DataLoader(TensorDataset(x, y), batch_size=4)  # the last one is smaller
+
+
+def fitted(model: nn.Module, data: DataLoader, likelihood: str, backend: Any, structure: str, **options: Any) -> Any:
+    options = {"subset_of_weights": "all", **options}
+    found = Laplace(model, likelihood, hessian_structure=structure, backend=backend, prior_precision=2.0, **options)
+    found.fit(data)
+    return found
+
+
+def matrix(posterior: Any) -> Tensor:
+    """The posterior precision, written out."""
+    found = posterior.posterior_precision
+    if isinstance(found, Tensor):
+        return found
+    return found.to_matrix()
+
+
+class Jacobians(GGNInterface):
+    """laplace-torch's own torch.func, for what its default has no word for."""
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("part", ["all", "last_layer"])
+def test_posteriors_are_those_of_the_default_backend(part: str, structure: str, likelihood: str) -> None:
+    model, data, found = conv(), loader(likelihood), []
+    for backend in (CurvlinopsGGN, AutogradHacksGGN):
+        own = copy.deepcopy(model)
+        found.append(fitted(own, data, likelihood, backend, structure, subset_of_weights=part))
+    theirs, ours = found
+    assert_close(ours.loss, theirs.loss)
+    assert_close(matrix(ours), matrix(theirs))
+    x = torch.randn(5, 1, 6, 6).double()
+    for mine, other in zip(ours(x, pred_type="glm"), theirs(x, pred_type="glm")):
+        assert_close(mine, other)
+    assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_empirical_fisher_matrix(structure: str, likelihood: str) -> None:
+    model, data, found = conv(), loader(likelihood), []
+    for backend in (EFInterface, AutogradHacksEF):
+        found.append(fitted(copy.deepcopy(model), data, likelihood, backend, structure))
+    theirs, ours = found
+    assert_close(ours.loss, theirs.loss)
+    assert_close(matrix(ours), matrix(theirs))
+
+
+def test_the_last_layers_empirical_fisher_matrix() -> None:
+    model, data = conv(), loader("classification")
+    found = fitted(copy.deepcopy(model), data, "classification", AutogradHacksEF, "full", subset_of_weights="last_layer")
+    expected = 0
+    for x, y in zip(*data.dataset.tensors):
+        loss = nn.functional.cross_entropy(model(x[None]), y[None])
+        g = torch.cat([own.flatten() for own in torch.autograd.grad(loss, list(model[5].parameters()))])
+        expected = expected + torch.outer(g, g)
+    assert_close(found.H, expected)
+
+
+def test_some_weights() -> None:
+    model, data, found = conv(), loader("classification"), []
+    chosen = torch.tensor([0, 5, 40, 100, 200])
+    for backend in (Jacobians, AutogradHacksGGN):
+        own = copy.deepcopy(model)
+        options = {"subset_of_weights": "subnetwork", "subnetwork_indices": chosen}
+        found.append(fitted(own, data, "classification", backend, "full", **options))
+    assert_close(matrix(found[1]), matrix(found[0]))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_jacobians_and_gradients(frozen: bool) -> None:
+    model = conv()
+    if frozen:
+        model[0].requires_grad_(False)
+    own = copy.deepcopy(model)
+    theirs, ours = (CurvatureInterface(model, "classification"), AutogradHacksGGN(own, "classification"))
+    x, y = torch.randn(4, 1, 6, 6).double(), torch.tensor([0, 2, 1, 0])
+    own[5].bias.grad = torch.ones(C).double()
+    for enable in (False, True):
+        for mine, other in zip(ours.jacobians(x, enable), theirs.jacobians(x, enable)):
+            assert_close(mine, other)
+            assert mine.requires_grad == enable
+        for wanted in (torch.tensor([0, 2, 1, 1]), torch.tensor([[0, 1]] * 4)):
+            expected = theirs.selected_output_jacobians(x, wanted, enable)
+            for mine, other in zip(ours.selected_output_jacobians(x, wanted, enable), expected):
+                assert_close(mine, other)
+    for mine, other in zip(ours.gradients(x, y), theirs.gradients(x, y)):
+        assert_close(mine, other)
+    assert own[5].bias.grad.tolist() == [1, 1, 1]
+    assert own[5].weight.grad is None
+
+
+def test_drawn_labels_come_close() -> None:
+    model, data = conv(), loader("classification")
+    exact = fitted(copy.deepcopy(model), data, "classification", AutogradHacksGGN, "diag")
+    options = {"backend_kwargs": {"stochastic": True, "num_samples": 400}}
+    drawn = fitted(copy.deepcopy(model), data, "classification", AutogradHacksGGN, "diag", **options)
+    assert 0 < (drawn.H - exact.H).norm() < 0.2 * exact.H.norm()
+
+
+def test_a_biass_exact_block() -> None:
+    model, data = conv(), loader("classification")
+    whole = DataLoader(data.dataset, batch_size=10)
+    full = fitted(copy.deepcopy(model), whole, "classification", AutogradHacksGGN, "full")
+    options = {"backend_kwargs": {"kfac_bias": "exact"}}
+    kron = fitted(copy.deepcopy(model), whole, "classification", AutogradHacksGGN, "kron", **options)
+    at = model[0].weight.numel()
+    assert_close(kron.H_facs.kfacs[1][0], full.H[at : at + 3, at : at + 3])
+
+
+def test_what_is_refused() -> None:
+    data = loader("classification")
+    grouped = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, C)).double()
+    with pytest.raises(UnsupportedLayer, match=r"1\.weight"):
+        fitted(grouped, data, "classification", AutogradHacksGGN, "kron")
+    mixing = nn.Sequential(nn.Flatten(), nn.Linear(36, C), nn.Softmax(0)).double()
+    with pytest.raises(SamplesMixed):
+        fitted(mixing, data, "classification", AutogradHacksGGN, "diag")
+    autograd_hacks.remove_hooks(mixing)
+    backend = AutogradHacksGGN(conv(), "classification")
+    with pytest.raises(ValueError, match="outputs has 2 rows"):
+        backend.selected_output_jacobians(torch.randn(4, 1, 6, 6).double(), torch.tensor([0, 1]))

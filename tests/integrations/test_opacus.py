@@ -1,0 +1,191 @@
+"""Private steps: Opacus' own engine, with the same draws and the same noise, gives the same weights and the same epsilon."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from needed import needed
+from steps import mlp
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+opacus = needed("opacus", "opacus.utils.batch_memory_manager")
+
+from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
+
+from autograd_hacks.integrations.opacus import DPOptimizer, PrivacyEngine  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+N, RATE = 24, 6
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
+
+
+def data() -> TensorDataset:
+    draws = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(N, 1, 6, 6, generator=draws), torch.randint(3, (N,), generator=draws))
+
+
+def trained(
+    engine: type, model: nn.Module, split: int | None = None, seed: int = 0, reduction: str = "mean", **options: object
+) -> tuple[list[torch.Tensor], float, list[int]]:
+    """The weights after four epochs, what they cost, and the sizes of batches."""
+    private = engine(accountant="rdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = private.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(data(), batch_size=RATE),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        loss_reduction=reduction,
+        noise_generator=torch.Generator().manual_seed(7),
+        **options,
+    )
+    torch.manual_seed(seed)
+    sizes = []
+
+    def epoch(batches: DataLoader) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            (losses.sum() if reduction == "sum" or not len(x) else losses.mean()).backward()
+            optimizer.step()
+            sizes.append(len(x))
+
+    for _ in range(4):
+        if split:
+            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=split, optimizer=optimizer) as parts:
+                epoch(parts)
+        else:
+            epoch(loader)
+    return [p.detach().clone() for p in model.parameters()], private.get_epsilon(1e-3), sizes
+
+
+@pytest.mark.parametrize("split", [None, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_and_epsilon_are_opacus_own(split: int | None, reduction: str) -> None:
+    model = conv()
+    theirs, their_epsilon, their_sizes = trained(opacus.PrivacyEngine, copy.deepcopy(model), split, 0, reduction)
+    ours, epsilon, sizes = trained(PrivacyEngine, model, split, 0, reduction)
+    assert sizes == their_sizes
+    assert len(set(sizes)) > 1
+    assert epsilon == their_epsilon > 0
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ours[0], trained(PrivacyEngine, conv(), split, 1)[0][0])
+
+
+def test_empty_batches_are_steps_of_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.RATE", 1)
+    model, found = conv(), []
+    for engine in (opacus.PrivacyEngine, PrivacyEngine):
+        found.append(trained(engine, copy.deepcopy(model), seed=3))
+    (theirs, their_epsilon, sizes), (ours, epsilon, own) = found
+    assert 0 in sizes
+    assert sizes == own
+    assert epsilon == their_epsilon
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def private(model: nn.Module, noise: float = 0.0, **options: object) -> DPOptimizer:
+    autograd_hacks.add_hooks(model, param_grad=False)
+    parameters = options.pop("parameters", model.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+    return DPOptimizer(sgd, model=model, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=4, **options)
+
+
+def test_a_layer_that_opacus_refuses() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.lstm = nn.Parameter(torch.randn(3)), nn.LSTM(3, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x * self.scale)[0].sum((1, 2))
+
+    model, x = Own(), torch.randn(4, 5, 3)
+    by_sample = []
+    for row in x:
+        model.zero_grad()
+        model(row[None]).mean().backward()
+        by_sample.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    optimizer = private(model)
+    model.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+    norms = [torch.stack([g.norm() for g in own]).norm() for own in by_sample]
+    for number, p in enumerate(model.parameters()):
+        expected = sum(own[number] * (1 / (norm + 1e-6)).clamp(max=1) for own, norm in zip(by_sample, norms)) / 4
+        assert_close(p.grad, expected)
+
+
+def test_a_sample_that_is_not_finite_adds_nothing() -> None:
+    model = mlp()
+    other, x = copy.deepcopy(model), torch.randn(4, 3).double()
+    for own, batch in (
+        (private(model), x.clone().index_fill_(0, torch.tensor([1]), torch.nan)),
+        (private(other), x[[0, 2, 3]]),
+    ):
+        own.model(batch).square().sum().backward()
+        own.loss_reduction = "sum"
+        own.step()
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_some_parameters_are_clipped_by_their_own_norm() -> None:
+    model = mlp()
+    last = list(model.parameters())[-2:]
+    optimizer = private(model, parameters=last)
+    (100 * model(torch.randn(1, 3).double())).sum().backward()
+    optimizer.step()
+    assert_close(torch.stack([p.grad.norm() for p in last]).norm().item(), 1 / 4)
+
+
+def test_a_pass_is_used_once() -> None:
+    model = mlp()
+    optimizer = private(model)
+    with pytest.raises(NothingRecorded):
+        optimizer.step()
+    model(torch.randn(4, 3).double()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(NothingRecorded, match="no backward pass since the last step"):
+        optimizer.step()
+    model(torch.randn(4, 3).double()).sum().backward()
+    optimizer.step()
+    model(torch.randn(4, 3).double()).sum().backward()
+    with pytest.raises(ValueError, match="haven't been cleared"):  # Opacus' own
+        optimizer.step()
+
+
+def test_batches_are_not_accumulated() -> None:
+    model = mlp()
+    optimizer = private(model)
+    with autograd_hacks.accumulate(model):
+        for _ in range(2):
+            model(torch.randn(4, 3).double()).sum().backward()
+    with pytest.raises(ValueError, match="2 batches accumulated"):
+        optimizer.step()
+    for _ in range(2):
+        model(torch.randn(4, 3).double()).sum().backward()
+    with pytest.raises(NothingRecorded, match="without it"):
+        optimizer.step()
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(NothingRecorded):
+        DPOptimizer(
+            torch.optim.SGD(mlp().parameters()), model=mlp(), noise_multiplier=1, max_grad_norm=1, expected_batch_size=1
+        )
+    with pytest.raises(ValueError, match="doesn't have"):
+        private(mlp(), parameters=mlp().parameters())
+    with pytest.raises(ValueError, match="'clipping': 'per_layer'"):
+        trained(PrivacyEngine, conv(), clipping="per_layer")

@@ -1,0 +1,48 @@
+"""The pages of integrations run as they are written, each behind the lines that the first has."""
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from needed import needed
+
+FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+TOOLS = {
+    "opacus": ["opacus"],
+    "transformers": ["transformers.trainer", "accelerate"],
+    "lightning": ["lightning.pytorch"],
+    "accelerate": ["accelerate"],
+    "skorch": ["skorch"],
+    "torchjd": ["torchjd.aggregation", "quadprog", "qpsolvers"],
+    "laplace": ["laplace"],
+    "index": [],
+}
+"""The pages, and what each needs."""
+DOCTESTED = {"recipes"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def code_of(page: str) -> list[str]:
+    text = (FOLDER / f"{page}.rst").read_text()
+    blocks = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", text, re.M)
+    return [re.sub(r"^   ", "", block, flags=re.M) for block in blocks]
+
+
+def test_every_page_is_run() -> None:
+    assert {path.stem for path in FOLDER.glob("*.rst")} == TOOLS.keys() | DOCTESTED
+
+
+@pytest.mark.parametrize("page", TOOLS)
+def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if TOOLS[page]:
+        needed(*TOOLS[page])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    setting, *rest = code_of("index")
+    blocks = rest if page == "index" else code_of(page)
+    assert blocks
+    found: dict[str, object] = {}
+    for block in [setting, *blocks]:
+        exec(compile(block, f"{page}.rst", "exec"), found)

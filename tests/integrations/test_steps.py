@@ -1,0 +1,143 @@
+"""Steps in a loop of one's own: micro-batches, loss scaling, mixed precision, running means, interrupts."""
+
+import copy
+import pickle
+from math import isfinite
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.testing import assert_close
+from trained import LR, MAX_NORM, N, check, data, expected, net, same
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.integrations.steps import Steps, mean_of
+
+
+def trained(
+    model: nn.Module,
+    steps: Steps,
+    parts: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    unscales: bool = False,
+    autocast: bool = False,
+    summed: bool = False,
+) -> nn.Module:
+    """Three steps, each of so many micro-batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR / (N if summed else 1))
+    steps.attach(model)
+    for x, y in zip(*(part.split(N) for part in data())):
+        optimizer.zero_grad()
+        for part, target in zip(x.split(N // parts), y.split(N // parts)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = F.cross_entropy(model(part), target, reduction="sum" if summed else "mean")
+            loss = loss if summed else loss / parts
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if unscales and scaler is not None:
+            scaler.unscale_(optimizer)
+        steps.read(scaler)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    steps.detach()
+    return model
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+@pytest.mark.parametrize("scales", [None, "scaled", "unscaled"])
+def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float | None, parts: int) -> None:
+    model, steps = net(), Steps(max_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2) if scales else None
+    after = trained(copy.deepcopy(model), steps, parts, scaler, scales == "unscaled")
+    check(model, after, steps.history, steps.norms, max_norm)
+
+
+def test_sums() -> None:
+    model, steps = net(), Steps(MAX_NORM, loss_type="sum")
+    check(model, trained(copy.deepcopy(model), steps, 4, summed=True), steps.history, steps.norms)
+
+
+def test_mixed_precision() -> None:
+    model = net()
+    one, four = Steps(MAX_NORM), Steps(MAX_NORM)
+    after = trained(copy.deepcopy(model), one, 1, autocast=True)
+    same(after, trained(copy.deepcopy(model), four, 4, autocast=True), 1e-2)
+    check(model, after, one.history, one.norms, rtol=0.05)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_overflow_is_skipped(unscales: bool) -> None:
+    model, steps, scaler = net(), Steps(MAX_NORM), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=LR)
+    steps.attach(model)
+    x, y = (part[:N] for part in data())
+    scaler.scale(1e3 * F.cross_entropy(model(x), y)).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    assert "grads/noise" not in steps.read(scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**127
+    same(model, before, 0)
+
+
+def test_the_noise_scale_is_a_ratio_of_running_means() -> None:
+    model, steps = net(), Steps(smoothing=0.5, per_parameter=True)
+    trained(model, steps, 2)
+    noise, signal = (steps.history[0][key] for key in ("grads/noise", "grads/signal"))
+    for found in steps.history[1:]:
+        noise, signal = ((old + found[key]) / 2 for old, key in ((noise, "grads/noise"), (signal, "grads/signal")))
+        if signal > 0:
+            assert abs(found["grads/noise_scale"] / (noise / signal) - 1) < 1e-6
+    names = [name for name, _ in model.named_parameters()]
+    assert all(f"grads/noise_scale/{name}" in steps.history[0] for name in names)
+
+
+def test_a_step_between_which_is_evaluated() -> None:
+    model, steps = net(), Steps(noise_scale=False)
+    steps.attach(model)
+    x, y = (part[:N] for part in data())
+    for part, target in zip(x.split(4), y.split(4)):
+        (F.cross_entropy(model(part), target) / 4).backward()
+        with torch.no_grad():
+            model(x)
+    steps.read()
+    steps.detach()
+    assert_close(steps.norms, expected(model)[1][0])
+
+
+def test_hooks_of_the_users_stay() -> None:
+    model, steps = net(), Steps()
+    autograd_hacks.add_hooks(model)
+    steps.attach(model)
+    model(data()[0]).sum().backward()
+    steps.detach()
+    model(data()[0]).square().sum(1).mean().backward()
+    assert autograd_hacks.per_sample_grads(model).samples == len(data()[0])
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="no model is attached"):
+        Steps().read()
+    for name, wrong in {"max_norm": 0, "smoothing": 1, "loss_type": "most"}.items():
+        with pytest.raises(ValueError, match=name):
+            Steps(**{name: wrong})
+    steps, model = Steps(), net()
+    steps.attach(model)
+    with pytest.raises(NothingRecorded):
+        steps.read()
+    model(data()[0]).square().sum(1).mean().backward()  # goes on
+    assert steps.read()["grads/samples"] == len(data()[0])
+    assert pickle.loads(pickle.dumps(steps)).history == steps.history
+
+
+def test_means_for_a_logger() -> None:
+    logs = mean_of([{"a": 1.0, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}, {"a": 2.0, "grads/norm_max": 2.0}])
+    assert logs == {"a": 1.5, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}
+    assert mean_of([]) == {}
+    assert not isfinite(mean_of([{"a": float("inf")}])["a"])

@@ -1,0 +1,98 @@
+"""TorchJD's aggregations: those of its own Jacobians, for every aggregator that weights by the Gramian."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from needed import needed
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+needed("torchjd.aggregation", "torchjd.autojac", "quadprog", "qpsolvers")
+
+from torchjd import aggregation, autojac  # noqa: E402
+from torchjd.aggregation import UPGrad, UPGradWeighting  # noqa: E402
+
+from autograd_hacks.integrations.torchjd import jacobian_descent  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+AGGREGATORS = ["UPGrad", "DualProj", "MGDA", "AlignedMTL", "PCGrad", "IMTLG", "Mean", "Sum", "Random"]
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).double()
+
+
+def losses_of(model: nn.Module) -> Tensor:
+    draws = torch.Generator().manual_seed(2)
+    x, y = torch.randn(6, 1, 6, 6, generator=draws), torch.randint(3, (6,), generator=draws)
+    return F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y, reduction="none")
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_gradients_and_weights_are_torchjds_own(name: str) -> None:
+    model, kind = conv(), getattr(aggregation, name)
+    other = copy.deepcopy(model)
+    autojac.backward(losses_of(other))
+    torch.manual_seed(3)
+    theirs = autojac.jac_to_grad(other.parameters(), kind())
+    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.backward(losses_of(model))
+    torch.manual_seed(3)
+    weights = jacobian_descent(model, kind())
+    assert_close(weights, theirs)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_twenty_steps() -> None:
+    model = conv()
+    other = copy.deepcopy(model)
+    autograd_hacks.add_hooks(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    for _ in range(20):
+        losses_of(model).mean().backward()
+        jacobian_descent(model, UPGradWeighting())
+        ours.step()
+        autojac.backward(losses_of(other))
+        autojac.jac_to_grad(other.parameters(), UPGrad())
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_tasks_and_halves() -> None:
+    model, tasks = conv().bfloat16(), torch.tensor([0, 0, 1, 1, 2, 2])
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backward(losses_of(model))
+    grads = autograd_hacks.per_sample_grads(model).group(tasks)
+    weights = jacobian_descent(model, UPGrad(), grads)
+    assert weights.shape == (3,)
+    rows = torch.cat([rows.flatten(1) for rows in grads.dense().values()], 1).double()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+    expected = UPGrad()(rows)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_parameter_that_was_not_reached() -> None:
+    model = conv()
+    model.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
+    autograd_hacks.add_hooks(model)
+    losses_of(model).mean().backward()
+    jacobian_descent(model, UPGrad())
+    assert model.unused.grad is None
+
+
+def test_what_is_refused() -> None:
+    model = conv()
+    autograd_hacks.add_hooks(model)
+    losses_of(model).mean().backward()
+    for wrong in (aggregation.ConFIG(), aggregation.TrimmedMean(1), aggregation.Krum, None):
+        with pytest.raises(TypeError, match="UPGrad"):
+            jacobian_descent(model, wrong)
+    with pytest.raises(ValueError, match="leave it out"):
+        jacobian_descent(model, UPGrad(), autograd_hacks.per_sample_grads(model), "mean")

@@ -1,0 +1,141 @@
+"""A callback in Hugging Face's Trainer: the steps of single samples, however they are split."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from needed import needed
+from torch.testing import assert_close
+from trained import LR, MAX_NORM, STEPS, N, check, data, net, same
+
+import autograd_hacks
+
+transformers = needed("transformers", "transformers.trainer", "accelerate")
+
+from autograd_hacks.integrations.transformers import GradsCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Classifier(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(self.own(x), labels)}
+
+
+def trained(
+    model: nn.Module,
+    folder: Path,
+    callback: GradsCallback,
+    parts: int = 1,
+    rows: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Any:
+    """A trainer that has run, in the order of the data."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=N // parts,
+        gradient_accumulation_steps=parts,
+        num_train_epochs=1,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        **{"max_grad_norm": 0.0, **options},
+    )
+    rows = [{"x": x, "labels": y} for x, y in zip(*data())] if rows is None else rows
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+    if scaler is not None:
+        trainer.accelerator.scaler = scaler
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+@pytest.mark.parametrize("scales", [False, True])
+def test_steps_are_those_of_single_samples(scales: bool, max_norm: float | None, parts: int, tmp_path: Path) -> None:
+    model, callback = net(), GradsCallback(max_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scales else None
+    trainer = trained(Classifier(after := copy.deepcopy(model)), tmp_path, callback, parts, scaler=scaler)
+    assert scaler is None or scaler._growth_tracker == STEPS  # it has been used
+    check(model, after, callback.history, callback.norms, max_norm)
+    logged = [entry for entry in trainer.state.log_history if "grads/norm_mean" in entry]
+    assert [entry["grads/norm_mean"] for entry in logged] == [step["grads/norm_mean"] for step in callback.history]
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    model, ends = net(), []
+    for parts in (1, 4):
+        ends.append(copy.deepcopy(model))
+        trained(Classifier(ends[-1]), tmp_path, GradsCallback(MAX_NORM), parts, bf16=True)
+    same(*ends, 1e-2)
+
+
+class Language(nn.Module):
+    """A loss that divides by the step's tokens, as Hugging Face's causal models do where they are told their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        scores = self.own(ids).transpose(1, 2)
+        total = F.cross_entropy(scores, labels, ignore_index=-100, reduction="sum")
+        return {"loss": total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)}
+
+
+def test_tokens_that_are_counted_over_the_step(tmp_path: Path) -> None:
+    ids = torch.randint(9, (N, 6))
+    labels = ids.masked_fill(torch.arange(6) > torch.randint(1, 6, (N, 1)), -100)
+    rows = [{"ids": i, "labels": y} for i, y in zip(ids, labels)]
+    model, found = Language(), []
+    parameters, tokens = list(model.parameters()), (labels != -100).sum()
+    for i, y in zip(ids, labels):
+        g = torch.autograd.grad(model(i[None], y[None], tokens)["loss"], parameters)
+        found.append(N * torch.cat([x.flatten() for x in g]).norm())
+    ends = []
+    for parts in (1, 4):
+        callback = GradsCallback(max_norm=5.0)
+        ends.append(copy.deepcopy(model))
+        trained(ends[-1], tmp_path, callback, parts, rows)
+        assert_close(callback.norms, torch.stack(found), rtol=1e-4, atol=1e-5)
+    same(*ends)
+
+
+def test_gpt2_with_checkpoints(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model, ids, ends = transformers.GPT2LMHeadModel(config), torch.randint(11, (8, 6)), []
+    for parts in (1, 4):
+        callback = GradsCallback(max_norm=1.0)
+        ends.append(copy.deepcopy(model))
+        rows = [{"input_ids": i, "labels": i} for i in ids]
+        trained(ends[-1], tmp_path, callback, parts, rows * 2, gradient_checkpointing=True)
+        assert callback.history[0]["grads/clipped"] > 0
+    same(*ends, 1e-4)
+
+
+def test_the_trainers_own_clipping_is_not_lost(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_grad_norm=0"):
+        trained(Classifier(net()), tmp_path, GradsCallback(MAX_NORM), max_grad_norm=MAX_NORM / 2)
+    model = Classifier(net())
+    trained(model, tmp_path, GradsCallback(), max_grad_norm=MAX_NORM / 2)
+    with pytest.raises(autograd_hacks.errors.NothingRecorded):
+        autograd_hacks.per_sample_grads(model)

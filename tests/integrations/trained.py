@@ -1,0 +1,74 @@
+"""A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample."""
+
+import copy
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+STEPS, N, LR, MAX_NORM = 3, 16, 0.5, 1.5
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(5)
+    return torch.randn(STEPS * N, 4, generator=draws), torch.randint(3, (STEPS * N,), generator=draws)
+
+
+def expected(
+    model: nn.Module, max_norm: float | None = MAX_NORM
+) -> tuple[list[Tensor], list[Tensor], list[dict[str, float]]]:
+    """Weights after the steps, each step's norms, and its noise and signal."""
+    model, norms, found = copy.deepcopy(model), [], []
+    for x, y in zip(*(part.split(N) for part in data())):
+        rows = torch.stack([_gradient(model, x[n], y[n]) for n in range(N)])
+        own, mean = rows.norm(dim=1), rows.mean(0)
+        noise = (rows - mean).square().sum().item() / (N - 1)
+        norms.append(own)
+        found.append({"grads/noise": noise, "grads/signal": mean.square().sum().item() - noise / N})
+        weights = torch.ones(N) if max_norm is None else (max_norm / own).clamp(max=1)
+        with torch.no_grad():
+            step, at = LR * (weights @ rows) / N, 0
+            for p in model.parameters():
+                p -= step[at : at + p.numel()].view_as(p)
+                at += p.numel()
+    return [p.detach() for p in model.parameters()], norms, found
+
+
+def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x[None]), y[None])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def check(
+    before: nn.Module,
+    after: nn.Module,
+    history: list[dict[str, float]],
+    last: Tensor | None,
+    max_norm: float | None = MAX_NORM,
+    rtol: float = 1e-4,
+) -> None:
+    """What a trainer with a callback came to, against what it must.  last: the last step's norms"""
+    weights, norms, noise = expected(before, max_norm)
+    assert any((own > MAX_NORM).any() and (own < MAX_NORM).any() for own in norms)
+    assert len(history) == STEPS
+    assert last is not None
+    assert_close([p.detach() for p in after.parameters()], weights, rtol=rtol, atol=rtol)
+    assert_close(last, norms[-1], rtol=rtol, atol=rtol)
+    for step, own, other in zip(history, norms, noise):
+        assert step["grads/samples"] == N
+        assert abs(step["grads/norm_mean"] - own.mean().item()) < rtol
+        assert abs(step["grads/norm_max"] - own.max().item()) < rtol
+        assert all(abs(step[key] - value) < rtol for key, value in other.items())
+        if max_norm is not None:
+            assert step["grads/clipped"] == (own > max_norm).float().mean()
+    assert not any(layer._forward_hooks for layer in after.modules())  # nothing is left
+
+
+def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
+    assert_close(list(one.parameters()), list(other.parameters()), rtol=tolerance, atol=tolerance)
