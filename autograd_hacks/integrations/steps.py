@@ -104,7 +104,7 @@ class Steps:
         return found
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
-        parts = per_sample_grads(model, "sum", scale)
+        parts = _parts(model, scale)
         check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = cast(Tensor, parts.norms()) * factor
@@ -136,6 +136,21 @@ class Steps:
             self._means[name] = noise, signal
             found["/".join(["noise_scale", name]) if name else "noise_scale"] = noise / signal if signal > 0 else inf
         return found
+
+
+def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
+    """What each sample brings to ``.grad``."""
+    segments = recorder_of(model).record.segments
+    told = {recorded.losses.loss_type for segment in segments for recorded in segment.passes if recorded.losses}
+    if "mean" not in told:
+        return per_sample_grads(model, "sum", scale)
+    sizes = {segment.batch_size() for segment in segments}  # of backward(losses), whose rows know no share
+    if len(sizes) > 1:
+        raise ValueError(
+            f"a step was made of micro-batches of {sorted(sizes)} samples by backward(losses), each a mean. Expected one "
+            "size; or say backward(losses / samples, 'sum'), with the number of all samples."
+        )
+    return per_sample_grads(model, None, scale * max(1, *sizes))
 
 
 def noise_and_signal(grads: PerSampleGrads) -> Mapping[str, tuple[float, float]]:

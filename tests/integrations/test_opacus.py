@@ -102,6 +102,23 @@ def private(model: nn.Module, noise: float = 0.0, **options: object) -> DPOptimi
     return DPOptimizer(sgd, model=model, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=4, **options)
 
 
+@pytest.mark.parametrize("told", ["mean", "sum"])
+def test_losses_by_backward(told: str) -> None:
+    model = mlp()
+    optimizer = private(model)
+    found = []
+    for by_backward in (False, True):
+        optimizer.zero_grad()
+        losses = model(torch.ones(4, 3).double().cumsum(0)).square().sum(1)
+        if by_backward:
+            autograd_hacks.backward(losses, told)
+        else:
+            losses.mean().backward()
+        optimizer.pre_step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_close(*found)
+
+
 def test_a_layer_that_opacus_refuses() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
