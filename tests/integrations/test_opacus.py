@@ -10,6 +10,7 @@ from needed import needed
 from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from trained import of_many
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -195,6 +196,21 @@ def test_batches_are_not_accumulated() -> None:
         model(torch.randn(4, 3).double()).sum().backward()
     with pytest.raises(NothingRecorded, match="without it"):
         optimizer.step()
+
+
+def test_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = private(model)
+    model(torch.randn(4, 3).double()).sum().backward()
+    monkeypatch.setattr("autograd_hacks.integrations.opacus.per_sample_grads", of_many)
+    with pytest.raises(NotImplementedError, match="add the same noise on all"):
+        optimizer.step()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="distributed model"):
+            trained(PrivacyEngine, nn.parallel.DistributedDataParallel(conv()))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_it_refuses() -> None:
