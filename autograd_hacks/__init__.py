@@ -19,6 +19,7 @@ from autograd_hacks.capture.hooks import (
 )
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
+from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.rules.table import is_supported, register_rule
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
@@ -28,7 +29,9 @@ from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.private import clip_and_noise_
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 
@@ -52,7 +55,9 @@ __all__ = [
     "per_sample_grads",
     "per_sample_jacobian",
     "PerSampleGrads",
+    "over",
     "clip_grad1_norm_",
+    "clip_and_noise_",
     "streaming",
     "norms_inside",
     "NormsInside",
@@ -62,6 +67,7 @@ __all__ = [
     "backprop_hess",
     "compute_hess",
     "compute_hess_over",
+    "ekfac_solve",
     # Extend it.
     "is_supported",
     "register_rule",

@@ -5,9 +5,12 @@ import pytest
 import torch
 import torch.nn as nn
 from hypothesis import settings
+from processes import both, four
 from steps import mlp
 
 import autograd_hacks
+
+__all__ = ["both", "four"]  # fixtures, each once for all files
 
 # In CI the same examples in every run, so that a red run is the change's doing; elsewhere new ones each time.
 settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)

@@ -1,4 +1,4 @@
-"""Processes that talk by gloo, started once for the tests of a file."""
+"""Processes that talk by gloo, started once for all tests."""
 
 import os
 import queue
@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,38 +39,53 @@ LONGEST = 40
 """Seconds that a process waits for the others: what hangs fails."""
 
 
-def started(world: int, store: str) -> Iterator[Both]:
-    """Runs a function in each of some processes, which are started once."""
-    context = mp.get_context("spawn")
-    tasks, done = [context.Queue() for _ in range(world)], context.Queue()
-    processes = [context.Process(target=work, args=(n, world, store, tasks, done), daemon=True) for n in range(world)]
-    for process in processes:
-        process.start()
+class Started:
+    """Runs a function in each of some processes, which are started once, and anew where one has failed."""
 
-    def run(function: Callable[..., None], *args: object) -> None:
-        for own in tasks:
+    def __init__(self, world: int, folder: Path) -> None:
+        self.world, self.folder, self.processes = world, folder, list[Any]()
+
+    def start(self) -> None:
+        context, store = mp.get_context("spawn"), str(self.folder / f"{len(list(self.folder.iterdir()))}")
+        self.tasks, self.done = [context.Queue() for _ in range(self.world)], context.Queue()
+        for rank in range(self.world):
+            args = (rank, self.world, store, self.tasks, self.done)
+            self.processes.append(context.Process(target=work, args=args, daemon=True))
+            self.processes[-1].start()
+
+    def __call__(self, function: Callable[..., None], *args: object) -> None:
+        if not self.processes:
+            self.start()
+        for own in self.tasks:
             own.put((function, args))
         try:
-            wrong = "\n".join(filter(None, [done.get(timeout=1.5 * LONGEST) for _ in range(world)]))
+            wrong = "\n".join(filter(None, [self.done.get(timeout=1.5 * LONGEST) for _ in range(self.world)]))
         except queue.Empty:
-            pytest.fail("a process hangs")
-        assert not wrong, wrong
+            wrong = "a process hangs"
+        if wrong:  # they may be out of step now
+            self.end(0)
+            pytest.fail(wrong)
 
-    yield run
-    for own in tasks:
-        own.put(None)
-    for process in processes:
-        process.join(timeout=10)
-        process.kill()
+    def end(self, wait: float = 10) -> None:
+        for own in self.tasks if self.processes else ():
+            own.put(None)
+        for process in self.processes:
+            process.join(timeout=wait)
+            process.kill()
+        self.processes = []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     """Two processes."""
-    yield from started(WORLD, str(tmp_path_factory.mktemp("store") / "file"))
+    group = Started(WORLD, tmp_path_factory.mktemp("store"))
+    yield group
+    group.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     """Four processes."""
-    yield from started(4, str(tmp_path_factory.mktemp("store") / "file"))
+    group = Started(4, tmp_path_factory.mktemp("store"))
+    yield group
+    group.end()

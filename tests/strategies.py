@@ -25,6 +25,7 @@ from autograd_hacks.forms import (
     add,
     pull_along,
     put,
+    scale,
 )
 from autograd_hacks.forms.factored import Factored
 
@@ -227,7 +228,7 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
 @st.composite
 def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2) -> Form:
     """Any form, made of others up to `depth` times."""
-    kinds = ["leaf", "sum", "grouping", "concatenation", "passes", "placed", "chained"]
+    kinds = ["leaf", "sum", "grouping", "concatenation", "passes", "placed", "chained", "weighted"]
     kind = draw(st.sampled_from(kinds)) if depth else "leaf"
     if kind == "placed":
         ends = sorted(draw(st.sets(st.integers(0, shape[0]), min_size=2, max_size=4)))
@@ -239,6 +240,8 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
         v = torch.cat([theta.sin(), theta.square()])
         form = draw(forms(samples, tuple(v.shape), depth - 1))
         return Chained(form, pull_along(v, theta), theta.shape, theta)
+    if kind == "weighted":
+        return scale(draw(forms(samples, shape, depth - 1)), torch.randn(samples, dtype=torch.float64))
     if kind == "sum":
         return add([draw(forms(samples, shape, depth - 1)), draw(forms(samples, shape, depth - 1))])
     if kind == "grouping" and samples:

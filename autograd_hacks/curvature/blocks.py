@@ -1,6 +1,6 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +10,30 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.backprop import backprop_hess
-from autograd_hacks.curvature.kronecker import APPROXIMATIONS, BIASES, Factors, averaged, factors_of, joined
+from autograd_hacks.curvature.ekfac import Eigenvalues
+from autograd_hacks.curvature.kronecker import (
+    APPROXIMATIONS,
+    BIASES,
+    ELSE,
+    Factors,
+    averaged,
+    check_layers,
+    factors_of,
+    joined,
+    weight_of,
+    weights_by_bias,
+)
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.errors import NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
-ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac"}
-"""What parameters get, by kind."""
+ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
+"""What parameters get, by kind; for 'ekfac' ``ekfac`` besides."""
 
 Mean = Tensor | Factors
 
@@ -46,10 +58,12 @@ def compute_hess(
     * ``'kfac'``: ``param.kfac``, a pair (A, B), ``torch.kron(B, A)`` being an approximation of the block of
       ``param.flatten()``: for the weights of Linear (O, I) and of convolutions (O, C·K), A of the inputs, I × I, and B of
       the outputs, O × O; for biases A is 1 and B as ``kfac_bias`` says
+    * ``'ekfac'``: ``param.ekfac`` too, an `autograd_hacks.curvature.ekfac.EKFAC`: their eigenvectors with better eigenvalues
 
     kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
     kfac_bias: what a bias's B is: 'exact', its block itself, or 'shared', the B of its layer's weight, as in curvlinops;
-    they differ for positions and 'expand'
+    they differ for positions and 'expand'. For 'joint' the bias has no factors of its own, and is one more column of its
+    layer's weight, behind the others, whose input is 1, as in kronfluence: A is (I + 1) × (I + 1)
     parameters: names of some, all unless told    limit: bytes that the largest tensor of 'full' or 'kfac' may have
 
     The attributes are detached, of the parameter's dtype (single precision for half), and None where the loss did not reach
@@ -63,6 +77,9 @@ def compute_hess(
     """
     accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     accumulator.end(accumulator.add)
+    if kind == "ekfac":
+        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
+        values.end(values.add)
 
 
 def compute_hess_over(
@@ -84,23 +101,37 @@ def compute_hess_over(
     ``model(batch)``, or ``model(batch[0])`` for a tuple or list
     hess_type, samples, generator: as in `backprop_hess`    the others: as in `compute_hess`
 
-    Raises as they do, ValueError for a loader without batches, and RuntimeError inside `accumulate`.
+    'ekfac' takes the loader twice, the second time with the eigenvectors of the first.
+    Raises as they do, ValueError for a loader without batches, or one to be taken twice that can't be, and RuntimeError
+    inside `accumulate`.
     """
     record = recorder_of(model).record
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
+    if kind == "ekfac" and isinstance(loader, Iterator):
+        raise ValueError(
+            "compute_hess_over(kind='ekfac') takes all batches twice; expected a DataLoader or a list, no iterator"
+        )
     accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     record.clear()
     total = len(loader) if isinstance(loader, Sized) else None
-    for batch in progress(loader, "curvature", "batch", total):
-        with torch.enable_grad():
-            given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
-            output = model(given) if forward is None else forward(model, given)
-        backprop_hess(output, hess_type, samples, generator)
-        accumulator.add()
+
+    def sweep(add: Callable[[], None]) -> None:
+        for batch in progress(loader, "curvature", "batch", total):
+            with torch.enable_grad():
+                given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
+                output = model(given) if forward is None else forward(model, given)
+            backprop_hess(output, hess_type, samples, generator)
+            add()
+
+    sweep(accumulator.add)
     if not accumulator.batch:
         raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
     accumulator.end()
+    if kind == "ekfac":
+        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
+        sweep(values.add)
+        values.end()
 
 
 def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str]) -> list[str]:
@@ -135,15 +166,18 @@ class _Accumulator:
             raise ValueError(f"compute_hess was given kfac_bias={kfac_bias!r}; expected one of {BIASES}")
         check_limit(limit)
         self.shares = kfac_bias == "shared"
-        self.model, self.kind, self.kfac_approx, self.limit = model, kind, kfac_approx, limit
+        self.model, self.kfac_approx, self.limit = model, kfac_approx, limit
+        self.kind = "kfac" if kind == "ekfac" else kind
         known = [name for name, p in model.named_parameters() if p.requires_grad]
         self.names = known if parameters is None else _chosen(model, known, parameters)
+        self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
         self.batch, self.means, self.spread = 0, dict[str, Mean | None](), spread_of(model, recorder_of(model))
         refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)
-            if kind == "kfac" and old is not None and name in self.names:
+            vars(parameter).pop(kind, None)
+            if self.kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
@@ -169,6 +203,7 @@ class _Accumulator:
         for name, mean, reached, count in zip(self.names, own, reaching, positions):
             p = self.model.get_parameter(name)
             rows, columns = (p.shape[0] if p.ndim else 1), (p.shape[1:].numel() if p.ndim > 1 else 1)
+            columns += name in self.joint.values()
             zeros = torch.zeros((), dtype=accumulation_dtype(p.dtype), device=p.device)
             if not reached:
                 continue
@@ -206,7 +241,7 @@ class _Accumulator:
         join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else averaged
         with grads.reading():
             for name in self.names:
-                mean = self._mean_of(name, grads) if name in reached else None
+                mean = self._mean_of(name, grads) if name in reached and name not in self.joint else None
                 self.means[name] = join([(self.means.get(name), self.batch), (mean, grads.batch)])
         self.batch += grads.batch
 
@@ -216,34 +251,20 @@ class _Accumulator:
             return form.second_moment(form.new_sums(form.samples) + 1 / max(1, grads.batch))
         if self.kind == "full":
             return form.cross(form).view(*form.shape, *form.shape).div_(max(1, grads.batch))
-        fan_in = form.shape[1:].numel()
+        fan_in = form.shape[1:].numel() + (name in self.joint.values())
         is_matrix = len(form.shape) > 1 and len(grads.batches) == 1
         memory = self._pool.take(f"A of {name}", (fan_in, fan_in), form.new_sums(0)) if is_matrix else None
         if self.shares and len(form.shape) == 1:
-            found = factors_of(grads[self._weight_of(name, grads)], self.kfac_approx, grads.batches)
+            found = factors_of(grads[weight_of(self.model, name, grads.reached)], self.kfac_approx, grads.batches)
             found = None if found is None else replace(found, a=found.a.new_ones(1, 1))
         else:
-            found = factors_of(form, self.kfac_approx, grads.batches, memory)
+            found = factors_of(form, self.kfac_approx, grads.batches, memory, name in self.joint.values())
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
-                f"its rows. {_ELSE}"
+                f"its rows. {ELSE}"
             )
         return found
-
-    def _weight_of(self, bias: str, grads: PerSampleGrads) -> str:
-        """The name of the weight whose B a bias shares."""
-        parameter = self.model.get_parameter(bias)
-        weights = [
-            layer._parameters["weight"] for layer in self.model.modules() if layer._parameters.get("bias") is parameter
-        ]
-        names = [name for name in grads.reached if len(weights) == 1 and self.model.get_parameter(name) is weights[0]]
-        if not names:
-            raise UnsupportedLayer(
-                f"{bias} is to share the factor of its layer's weight (kfac_bias='shared'), which is frozen, or was not "
-                "reached, or is one of several. Take kfac_bias='exact'."
-            )
-        return names[0]
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:
@@ -254,28 +275,8 @@ class _Accumulator:
         if self.kind == "full":
             sizes = {f"of {name}": shape.numel() ** 2 for name, shape in shapes.items()}
         elif self.kind == "kfac":
-            self._check_layers(reached)
+            check_layers(self.model, reached)
             sizes = {f"A of {name}": shape[1:].numel() ** 2 for name, shape in shapes.items()}
             sizes |= {f"B of {name}": shape[0] ** 2 for name, shape in shapes.items()}
         if sizes:
             check_size(sizes, grads[reached[0]], self.limit)
-
-    def _check_layers(self, reached: Sequence[str]) -> None:
-        wanted, refused = {id(self.model.get_parameter(name)): name for name in reached}, {}
-        for path, layer in self.model.named_modules():
-            for parameter in layer._parameters.values():
-                if id(parameter) in wanted and not _has_factors(layer):
-                    refused[wanted[id(parameter)]] = where(path, layer)
-        if refused:
-            listing = "; ".join(f"{name} of {place}" for name, place in refused.items())
-            raise UnsupportedLayer(
-                "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
-                f"{listing}. {_ELSE}"
-            )
-
-
-_ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."
-
-
-def _has_factors(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1)

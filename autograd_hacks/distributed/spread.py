@@ -110,6 +110,17 @@ class Spread:
         """What the sums of all processes add up to, whole on each."""
         return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
+    def groups(self) -> list[ProcessGroup]:
+        """Those that together have all samples and all parts of parameters; none for this process alone."""
+        over = [group for cut in self.cuts.values() for group in cut.mesh.get_all_groups()]
+        return list(dict.fromkeys([*over, *(self.mesh.get_all_groups() if self.mesh is not None else ())]))
+
+    def firsts(self, x: Tensor) -> Tensor:
+        """The tensor of the first of `groups`, in the place of this process's.  All processes at once."""
+        for group in self.groups():
+            dist.broadcast(x, dist.get_global_rank(group, 0), group)
+        return x
+
     def everyones(self, rows: Tensor) -> Tensor:
         """The rows of all processes, in their order.  All processes at once.  rows: N ..."""
         if self.mesh is None:

@@ -14,7 +14,7 @@ from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
 from autograd_hacks.forms.rows import Concatenation, Grouping, gathered, group
-from autograd_hacks.forms.sums import Scaled, Sum, add, magnitudes, scale
+from autograd_hacks.forms.sums import Scaled, Sum, Weighted, add, magnitudes, scale
 
 __all__ = [
     "BUDGET",
@@ -33,6 +33,7 @@ __all__ = [
     "Replay",
     "Scaled",
     "Sum",
+    "Weighted",
     "Zero",
     "add",
     "gathered",

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Dense, Form
+from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
 from autograd_hacks.forms.composite import Composite
 from autograd_hacks.forms.cost import warm
 from autograd_hacks.forms.factored import Factored, norms_by_positions
@@ -13,7 +13,9 @@ from autograd_hacks.forms.numerics import stretches
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
-    """factor · J, for a number.  Each verb multiplies by it where that costs least."""
+    """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
+    if isinstance(factor, Tensor) and factor.ndim:
+        return Weighted(form, factor)
     if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
         factor, form = form.factor * factor, form.form
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
@@ -44,6 +46,8 @@ def magnitudes(form: Form) -> Form:
     if isinstance(form, Scaled):
         factor = form.factor
         return Scaled(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
+    if isinstance(form, Weighted):
+        return Weighted(magnitudes(form.form), form.factor.abs())
     if isinstance(form, Composite):
         return form._of([magnitudes(part) for part in form.parts])
     if isinstance(form, Factored):
@@ -90,6 +94,50 @@ class Scaled(Composite):
     def norms(self, budget: int = BUDGET) -> Tensor:
         norms = self.form.norms(budget) * self.factor
         return norms.abs() if isinstance(self.factor, Tensor) or self.factor < 0 else norms
+
+
+class Weighted(Composite):
+    """Row n of J, times factor[n].
+
+    factor: N
+    """
+
+    def __init__(self, form: Form, factor: Tensor) -> None:
+        if factor.shape != (form.samples,):
+            raise ValueError(
+                f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
+            )
+        self.form, self.factor, self.samples, self.shape, self.parts = form, factor, form.samples, form.shape, (form,)
+
+    def _join(self, values: Iterable[Tensor]) -> Tensor:
+        (value,) = values
+        return value * self.factor.to(value.dtype).view(-1, *[1] * (value.ndim - 1))
+
+    def _split(self, w: Tensor) -> Sequence[Tensor]:
+        return [w * self.factor.to(w.dtype)]
+
+    def _of(self, parts: Sequence[Form]) -> Form:
+        return Weighted(parts[0], self.factor)
+
+    def __getitem__(self, index: Index) -> Form:
+        return Weighted(self.form[index], self.factor[index])
+
+    @property
+    def writes_in_place(self) -> bool:  # type: ignore[override]
+        return self.form.writes_in_place
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        rows = self.form.dense(out, factor)
+        return self._join([rows]) if out is None else rows.mul_(self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1)))
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if about is not None:
+            return super().second_moment(w, about, budget)
+        return self.form.second_moment(w * self.factor.to(w.dtype).square(), None, budget)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        norms = self.form.norms(budget)
+        return norms * self.factor.to(norms.dtype).abs()
 
 
 class Sum(Composite):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -107,7 +107,7 @@ class Steps:
         parts = _parts(model, scale)
         check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
-        norms = self.norms = cast(Tensor, parts.norms()) * factor
+        norms = self.norms = parts.norms() * factor
         known = bool(norms.isfinite().all())
         found: dict[str, float] = {"samples": len(norms)}
         if len(norms):
@@ -159,7 +159,7 @@ def noise_and_signal(grads: PerSampleGrads) -> Mapping[str, tuple[float, float]]
     if own is not None:
         return {name: (float(found.noise), float(found.signal)) for name, found in own(per_parameter=True).items()}
     samples = grads.samples
-    norms = cast(dict[str, Tensor], grads.norms(per_parameter=True))
+    norms = grads.norms(per_parameter=True)
     first = next(iter(norms.values()))
     means = grads.weighted_sum(torch.full_like(first, 1 / samples))
     found = {}

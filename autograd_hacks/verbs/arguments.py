@@ -1,8 +1,9 @@
 """What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import prod
 
 import torch
@@ -110,6 +111,31 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], known: Collecti
     close = [*last, *get_close_matches(str(key), [name for name in known if name not in last], 3)]
     listing = ", ".join(map(repr, close[:5] or list(known)[:5])) + ("" if close or len(known) <= 5 else " ...")
     raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
+
+
+def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> list[str]:
+    """Which of the known parameters are meant by patterns, '*' and '?' being for any text and any character.
+
+    named: all names of a model's parameters
+    Raises ValueError for a pattern that matches none.
+    """
+    patterns = [only] if isinstance(only, str) else list(only)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"only has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'")
+    first = {id(p): name for name, p in reversed(named) if name in known}  # of those that have several
+    chosen = set[str]()
+    for pattern in patterns:
+        matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
+        found = {first[id(p)] for _, p in matching if id(p) in first}
+        if not found:
+            close = get_close_matches(pattern, list(known), 3, 0.4) or list(known)[:5]
+            given = f"{pattern!r}, which matches " + ("frozen parameters alone" if matching else "no parameter")
+            raise ValueError(
+                f"only was given {given}; expected names of those that train, {', '.join(map(repr, close))} say"
+            )
+        chosen |= found
+    return [name for name in known if name in chosen]
 
 
 def kind_of(value: object) -> str:

@@ -116,7 +116,7 @@ def _own(
     check_ordinary(recorder.record, "gradient to clip")
     check_sets_all(recorder.record, "clip_grad1_norm_")
     if add:
-        _check_adds(recorder)
+        check_adds(recorder)
     own = grads_of(model, recorder, spread, loss_type)
     grads, written = written_where_it_saves(own, 3 * budget // 4, recorder.pool)
     if norms is None:
@@ -134,7 +134,7 @@ def _own(
     return grads, written, norms
 
 
-def _check_adds(recorder: Recorder) -> None:
+def check_adds(recorder: Recorder) -> None:
     """Raises where ``.grad`` holds some of what is to be added."""
     segments = recorder.record.segments
     if recorder.param_grad.wanted or any(recorded.fills_grad for segment in segments for recorded in segment.passes):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from math import prod
+from typing import Literal, overload
 
 import torch
 import torch.nn as nn
@@ -18,11 +19,11 @@ from autograd_hacks.support.display import Hinting
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
 from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
-from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import by_rows, second_moments
+from autograd_hacks.verbs.statistics import Statistics
 
 
-class PerSampleGrads(Hinting, Curvature):
+class PerSampleGrads(Hinting, Statistics):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -95,6 +96,10 @@ class PerSampleGrads(Hinting, Curvature):
         with self.reading():
             return self._joined({name: self._axes.placed(form.dense()) for name, form in self.items()})
 
+    @overload
+    def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def norms(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, Tensor]: ...
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
@@ -105,16 +110,29 @@ class PerSampleGrads(Hinting, Curvature):
             norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
             return self._each_norms(norms) if per_parameter else self._joint_norms(norms)
 
-    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+    @overload
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool) -> dict[str, Tensor]: ...
+    def dot(
+        self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
+    ) -> Tensor | dict[str, Tensor]:
         """J v: ⟨gₙ, v⟩ for each sample, N.
 
         v: {name: shape} for all parameters, as gradients are, whole or in shards
+        per_parameter: whether to return {name: N} instead
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
         check_direction(v, {name: self.shape_of(name) for name in self})
         v = self._own(v)
         with self.reading():
-            return self._summed(lambda name, form: form.dot(v[name].to(form.like.device), budget), budget)
+
+            def along(name: str, form: Form) -> Tensor:
+                return form.dot(v[name].to(form.like.device), budget)
+
+            return (
+                self._each(by_rows(self, self._axes.rows, along, budget)) if per_parameter else self._summed(along, budget)
+            )
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -130,10 +148,19 @@ class PerSampleGrads(Hinting, Curvature):
             sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
             return self.spread.settled(sums)
 
-    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor:
+    @overload
+    def gram(self, other: PerSampleGrads | None = None, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def gram(
+        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool
+    ) -> dict[str, Tensor]: ...
+    def gram(
+        self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool = False
+    ) -> Tensor | dict[str, Tensor]:
         """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
 
         other: the gradients of another batch by the same model; these themselves unless told
+        per_parameter: whether to return {name: (N, M)} instead
         Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
@@ -146,6 +173,9 @@ class PerSampleGrads(Hinting, Curvature):
                 "trained."
             )
         with self.reading(), other.reading():
+            if per_parameter:
+                products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
+                return {name: other._axes.placed(own, own.ndim - 1) for name, own in products.items()}
             found = self._products(other, (self._axes.rows, other._axes.rows), budget)
             return self._axes.placed(other._axes.placed(found, 1))
 
@@ -158,26 +188,6 @@ class PerSampleGrads(Hinting, Curvature):
         w = None if w is None else self._by_row(w)
         with self.reading():
             return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
-
-    def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
-
-        Raises ValueError for fewer than two samples, and for rows of an output's entries.
-        """
-        if self.entries:
-            raise ValueError(
-                f"these are the gradients of {self._axes}: the variance of which is "
-                "meant can't be known. Take second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
-            )
-        samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
-        if samples < 2:
-            raise ValueError(f"the variance over samples needs two of them; these are the gradients of {samples}")
-        with self.reading():
-            ones = {name: form.new_sums(self.samples) + 1 for name, form in self.items()}
-            means = self.spread.settled((n, form.weighted_sum(ones[n] / samples, budget)) for n, form in self.items())
-            own = self._own(means)
-            found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())
-            return {name: total / (samples - 1) for name, total in found.items()}
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.

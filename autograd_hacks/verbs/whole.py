@@ -41,6 +41,13 @@ class Whole(Mapping[str, Form]):
         rows = self._axes.rows
         return self._axes.placed(whole_sum(self, self.cuts, lambda own: summed(own, rows, verb, budget, *shape)))
 
+    def _each(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same of each parameter.  found: {name: rows ...}, of what this process has of them"""
+        whole = {
+            name: whole_sum({name: own}, self.cuts, lambda parts: next(iter(parts.values()))) for name, own in found.items()
+        }
+        return {name: self._axes.placed(own) for name, own in whole.items()}
+
     def _products(self, other: Mapping[str, Form], shape: tuple[int, int], budget: int) -> Tensor:
         """J J′ᵀ of all rows."""
         return whole_sum(self, self.cuts, lambda own: added((form.gram(other[n], budget) for n, form in own.items()), shape))

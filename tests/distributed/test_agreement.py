@@ -4,15 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import Both, both
+from processes import Both
 from spread import BOUND, batch, clipped, made, own, sharded, squares, train, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, PerSampleGradientError, ProcessesDisagree, SamplesMixed, StaleRecord
-
-__all__ = ["both"]  # a fixture
 
 
 def uneven(name: str, each: bool) -> None:

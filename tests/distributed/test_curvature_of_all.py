@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import Both, both
+from processes import Both
 from spread import batch, made, own, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
@@ -12,7 +12,6 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks.errors import BlockTooLarge, NotReduced
 
-__all__ = ["both"]  # a fixture
 SIZES = (5, 3)
 WAYS = ["replicas", "shards"]
 
@@ -81,6 +80,26 @@ def curvature(way: str) -> None:
         autograd_hacks.compute_hess_over(model, list(batches), kind=kind, hess_type="LeastSquares")
         for p, q in zip(model.parameters(), twin.parameters()):
             assert_close(getattr(p, attribute), getattr(q, attribute))
+
+
+def corrected(way: str, bias: str) -> None:
+    x, found = batch(0, sum(SIZES))[0], []
+    twin, net = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(2))
+    net.load_state_dict(twin.state_dict())
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    batches = x[own(SIZES)].split(2) if dist.get_rank() else x[own(SIZES)].split(3)
+    for m, parts in ((twin, [x]), (model, list(batches))):
+        autograd_hacks.add_hooks(m)
+        autograd_hacks.compute_hess_over(m, parts, kind="ekfac", hess_type="LeastSquares", kfac_bias=bias)
+        v = {name: torch.ones(p.shape).double() for name, p in m.named_parameters()}
+        found.append(autograd_hacks.ekfac_solve(m, v, 0.1))
+    for mine, theirs in zip(found[0].values(), found[1].values()):
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("way", "bias"), [("replicas", "joint"), ("shards", "exact"), ("shards", "joint")])
+def test_corrected_eigenvalues(both: Both, way: str, bias: str) -> None:
+    both(corrected, way, bias)
 
 
 @pytest.mark.parametrize("way", WAYS)

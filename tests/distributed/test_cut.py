@@ -5,14 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from cut_nets import NEAR, WAYS, Mlp, Unlike, joint, losses, made, mlp, one_backward_per_sample, whole
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed, ShardedParameters, UnseenGradient
-
-__all__ = ["both"]  # a fixture
 
 
 def verbs(way: str, probe: bool) -> None:
@@ -43,6 +41,14 @@ def verbs(way: str, probe: bool) -> None:
         assert_close(whole(total), rows[name].square().sum(0), **NEAR)
     for name, total in grads.variance().items():
         assert_close(whole(total), rows[name].var(0), **NEAR)
+    noise = grads.noise_scale()
+    assert_close(noise.noise.float(), flat.var(0).sum(), **NEAR)
+    assert_close(noise.signal.float(), flat.mean(0).square().sum() - flat.var(0).sum() / len(x), **NEAR)
+    for name, products in grads.gram(per_parameter=True).items():
+        assert_close(products, rows[name].flatten(1) @ rows[name].flatten(1).mT, **NEAR)
+    for name, products in grads.dot(v, per_parameter=True).items():
+        assert_close(products, rows[name].flatten(1) @ v[name].flatten(), **NEAR)
+    assert_close(grads.cosine(kept), flat @ flat.mean(0) / flat.norm(dim=1) / flat.mean(0).norm(), **NEAR)
     some = grads.select(slice(1, 3))
     assert_close(some.norms(), joint(rows)[1:3], **NEAR)
     with pytest.raises(ShardedParameters, match="curvature"):

@@ -4,13 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cut_nets import NEAR, WAYS, joint, losses, made, one_backward_per_sample, whole
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import autograd_hacks
-
-__all__ = ["both"]  # a fixture
 
 
 def steps(way: str, shape: tuple[int, int], param_grad: bool) -> None:

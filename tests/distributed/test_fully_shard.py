@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Both, both, four
+from processes import Both
 from spread import MODELS, made, sharded, train
 
 import autograd_hacks
-
-__all__ = ["both", "four"]  # fixtures
 
 
 def steps(name: str, sizes: tuple[int, ...], param_grad: bool, probe: bool, each: bool, **options: Any) -> None:

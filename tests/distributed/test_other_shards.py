@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import ShardedParameters
-
-__all__ = ["both"]  # a fixture
 
 
 def sharded() -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import Both, both
+from processes import Both
 from spread import BOUND, MODELS, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
 
 import autograd_hacks
 
-__all__ = ["both"]  # a fixture
 WHERE = ["before", "inner", "wrapper", "around"]
 OPTIONS = ["", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"]
 

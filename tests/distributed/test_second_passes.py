@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from spread import BOUND, batch, clipped, made, squares, wrapped
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
 from autograd_hacks.errors import NotReduced
-
-__all__ = ["both"]  # a fixture
 
 
 def model() -> nn.Module:

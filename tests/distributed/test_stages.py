@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from cut_nets import NEAR, joint, one_backward_per_sample
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,8 +22,6 @@ from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import NotReduced, UnseenGradient
-
-__all__ = ["both"]  # a fixture
 
 N, BOUND = 8, 3.0
 

@@ -137,3 +137,19 @@ def test_norms_of_what_hardly_varies_around_a_large_mean(layer: nn.Module, shape
                 net.zero_grad()
                 squares(net(x)).mean().backward()
                 autograd_hacks.compute_grad1(net)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_token_many_times_in_half_precision_is_not_refused(dtype: torch.dtype) -> None:
+    """torch adds its gradients one after the other there, and loses most of their digits."""
+    for samples in (1, 4):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)).to(dtype)
+        autograd_hacks.add_hooks(model)
+        tokens = torch.zeros(samples, 200, dtype=torch.long)
+        tokens[:, 0] = torch.randint(5, (samples,))
+        model(tokens).float().square().sum((1, 2)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        with torch.no_grad():
+            g = 2 * model(tokens).float() @ model[1].weight.float()
+        expected = torch.zeros(samples, 5, 4).index_put_((torch.arange(samples)[:, None], tokens), g, accumulate=True)
+        assert_close(model[0].weight.grad1.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))

@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from processes import WORLD, Both, both
+from processes import WORLD, Both
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-
-__all__ = ["both"]  # a fixture
 
 STEPS, RATE = 3, 0.1
 

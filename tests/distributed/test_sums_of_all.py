@@ -2,18 +2,19 @@
 
 from typing import Any
 
+import cut_nets
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from processes import Both, both
+from processes import Both
 from spread import BOUND, batch, clipped, made, own, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 
-__all__ = ["both"]  # a fixture
 SIZES = (5, 3)
 
 
@@ -56,6 +57,13 @@ def verbs(way: str, name: str) -> None:
     check(grads.weighted_sum(two[:, own(SIZES)]), {n: torch.tensordot(two, r, 1) for n, r in everyone.items()})
     check(grads.second_moment(w[own(SIZES)]), {n: torch.tensordot(w, r.square(), 1) for n, r in everyone.items()})
     check(grads.variance(), {n: r.var(0) for n, r in everyone.items()})
+    flat, noise = torch.cat([r.flatten(1) for r in everyone.values()], 1), grads.noise_scale()
+    assert_close(noise.noise, flat.var(0).sum())
+    assert_close(noise.signal, flat.mean(0).square().sum() - flat.var(0).sum() / sum(SIZES))
+    check(
+        grads.scaled(w[own(SIZES)]).weighted_sum(w[own(SIZES)]),
+        {n: torch.tensordot(w**2, r, 1) for n, r in everyone.items()},
+    )
     check(grads.select(slice(1, None)).variance(), {n: torch.cat([r[1:5], r[6:]]).var(0) for n, r in everyone.items()})
     alone = grads.local()
     check(alone.weighted_sum(w[own(SIZES)]), {n: torch.tensordot(w[own(SIZES)], r, 1) for n, r in mine.items()})
@@ -113,6 +121,58 @@ def streams(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "Saves", "Attends", "Recurs"])
 def test_streaming_is_the_first_of_two_passes(both: Both, way: str, name: str) -> None:
     both(streams, way, name)
+
+
+def private(way: str, groups: list[int] | None) -> None:
+    users = None if groups is None else torch.tensor(groups)
+    model, twin = read(way, "mlp", False), made("mlp")
+    x, y = batch(0, sum(SIZES))
+    autograd_hacks.add_hooks(twin)
+    squares(twin(x), y).mean().backward()
+    state = torch.Generator().manual_seed(5 + dist.get_rank())  # the first process's counts
+    norms = autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state)
+    state = torch.Generator().manual_seed(5)
+    expected = autograd_hacks.clip_and_noise_(twin, BOUND, 1.0, 4, users, state)
+    assert_close(norms, expected[own(SIZES)] if users is None else expected[users[own(SIZES)].unique()])
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert_close(whole(p.grad), q.grad)
+    # By torch's own generators, which differ.
+    squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+    torch.manual_seed(dist.get_rank())
+    autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4)
+    found = torch.cat([whole(p.grad).flatten() for p in model.parameters()])
+    theirs = [torch.zeros_like(found) for _ in range(2)]
+    dist.all_gather(theirs, found)
+    assert_close(theirs[0], theirs[1], rtol=0, atol=0)
+    squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+    with pytest.raises(ValueError, match=r"several processes have samples of groups \[0\]"):
+        autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, torch.zeros(SIZES[dist.get_rank()], dtype=torch.long))
+    some = torch.zeros(SIZES[0], dtype=torch.long) if dist.get_rank() == 0 else None
+    with pytest.raises(ValueError, match="groups on 1 of 2 processes"):
+        autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, some)
+
+
+@pytest.mark.parametrize(("way", "groups"), [("replicas", None), ("shards", [0, 1, 1, 0, 2, 3, 3, 4])])
+def test_a_private_step_is_that_of_one_process(both: Both, way: str, groups: list[int] | None) -> None:
+    both(private, way, groups)
+
+
+def private_and_cut(way: str) -> None:
+    """Processes that have parts of the weights, and the same batch."""
+    kind, cut, batch = cut_nets.WAYS[way]
+    (x, y), mesh = batch(), dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    twin, model = cut_nets.made(kind), cut(cut_nets.made(kind), mesh)
+    for net, seed in ((twin, 5), (model, 5 + dist.get_rank())):
+        autograd_hacks.add_hooks(net)
+        autograd_hacks.backward(cut_nets.losses(net(x), y))
+        autograd_hacks.clip_and_noise_(net, 0.5, 1.0, 4, generator=torch.Generator().manual_seed(seed))
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert_close(whole(p.grad), q.grad, **cut_nets.NEAR)
+
+
+@pytest.mark.parametrize("way", list(cut_nets.WAYS)[:2])
+def test_a_private_step_of_weights_in_parts(both: Both, way: str) -> None:
+    both(private_and_cut, way)
 
 
 def verifies(way: str, name: str) -> None:

@@ -1,0 +1,125 @@
+"""Rows on disk: a file that grows batch by batch, is whole after each, and can be gone on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+_KINDS = {
+    torch.float32: ("<f4", "F32"),
+    torch.float64: ("<f8", "F64"),
+    torch.int64: ("<i8", "I64"),
+    torch.bool: ("|b1", "BOOL"),
+}
+"""What rows may be, as ``.npy`` and ``.safetensors`` call it."""
+_HEADER = 512
+"""Bytes in front of the rows, so that the header can be written anew."""
+KEY = "rows"
+"""The tensor's name in a ``.safetensors`` file."""
+
+
+class RowFile:
+    """Rows in ``path``, (rows, *shape), and beside it ``path.progress``: how many there are, from which batches.
+
+    origin: what they are made of, the weights say; a file of another origin is not gone on with
+    """
+
+    def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
+        self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
+        if self.path.suffix not in (".npy", ".safetensors"):
+            raise ValueError(f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors")
+        if self.path.exists() != self._notes.exists():
+            raise ValueError(
+                f"of {self.path} and {self._notes} there is but one, so that it can't be gone on with; delete it"
+            )
+        fresh = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
+        self.known: dict[str, Any] = json.loads(self._notes.read_text()) if self._notes.exists() else fresh
+        if self.known["origin"] != origin:
+            raise ValueError(f"{self.path} holds rows of other weights, or of other checkpoints; delete it, or name another")
+
+    def append(self, rows: Tensor, seen: str) -> None:
+        """Writes the rows of one more batch.  seen: what tells this batch and all before from others"""
+        rows = rows.detach().cpu().contiguous()
+        if rows.dtype not in _KINDS:
+            raise TypeError(f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}")
+        shape, dtype, known = list(rows.shape[1:]), str(rows.dtype), self.known
+        if known["shape"] is None:
+            known |= {"shape": shape, "dtype": dtype}
+        if [shape, dtype] != [known["shape"], known["dtype"]]:
+            raise ValueError(
+                f"{self.path} holds {known['dtype']} rows of shape {tuple(known['shape'])}, and these are {dtype} of "
+                f"{tuple(shape)}: another verb's; delete it, or name another"
+            )
+        before = known["rows"] * prod(shape) * rows.element_size()
+        self.known = known | {"rows": known["rows"] + len(rows), "batches": known["batches"] + 1, "seen": seen}
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            file.truncate(_HEADER + before)  # of a batch that was not written to its end
+            file.seek(_HEADER + before)
+            file.write(rows.numpy().tobytes())
+            file.seek(0)
+            file.write(self._header())
+        draft = self._notes.with_name(self._notes.name + ".draft")
+        draft.write_text(json.dumps(self.known))
+        draft.replace(self._notes)
+
+    def _dtype(self) -> torch.dtype:
+        return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])
+
+    def _header(self) -> bytes:
+        (numpy_kind, kind), shape = _KINDS[self._dtype()], [self.known["rows"], *self.known["shape"]]
+        if self.path.suffix == ".npy":
+            described = repr({"descr": numpy_kind, "fortran_order": False, "shape": tuple(shape)})
+            return (
+                b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + described.ljust(_HEADER - 11).encode() + b"\n"
+            )
+        size = prod(shape) * self._dtype().itemsize
+        described = json.dumps({KEY: {"dtype": kind, "shape": shape, "data_offsets": [0, size]}})
+        return (_HEADER - 8).to_bytes(8, "little") + described.ljust(_HEADER - 8).encode()
+
+    def rows(self) -> Tensor:
+        """The rows, read from the file as they are used; what is written to them stays in memory."""
+        if self.known["shape"] is None:
+            return torch.zeros(0, device="cpu")
+        import numpy as np
+
+        shape = (self.known["rows"], *self.known["shape"])
+        if not prod(shape):
+            return torch.zeros(shape, dtype=self._dtype(), device="cpu")
+        return torch.from_numpy(np.memmap(self.path, _KINDS[self._dtype()][0], "c", _HEADER, shape))
+
+
+def digest_of(*things: object, before: str = "") -> str:
+    """What tells nested tensors, numbers and text from others.  before: a digest to go on from"""
+    found = hashlib.sha256(before.encode())
+    for thing in things:
+        _take(thing, found)
+    return found.hexdigest()
+
+
+def _take(thing: object, found: _Hash) -> None:
+    if isinstance(thing, Tensor):
+        own = thing.detach().cpu().contiguous()
+        found.update(repr((tuple(own.shape), own.dtype)).encode())
+        found.update(own.reshape(-1).view(torch.uint8).numpy().tobytes() if own.numel() else b"")
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            found.update(repr(key).encode())
+            _take(value, found)
+    elif isinstance(thing, list | tuple):
+        found.update(str(len(thing)).encode())
+        for value in thing:
+            _take(value, found)
+    elif hasattr(thing, "items"):
+        _take(dict(thing.items()), found)
+    else:
+        found.update(repr(thing).encode())

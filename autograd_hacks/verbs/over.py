@@ -1,0 +1,199 @@
+"""A verb for all batches of a loader, in the memory of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.support.display import progress
+from autograd_hacks.support.row_files import RowFile, digest_of
+from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.per_sample import per_sample_grads
+
+Found: TypeAlias = Tensor | dict[str, Tensor]
+Checkpoints: TypeAlias = Sequence[tuple[Mapping[str, Tensor] | str | os.PathLike[str], float]]
+"""State dictionaries, or files of such, each with a weight."""
+
+
+def over(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    verb: Callable[..., Any],
+    *,
+    against: Iterable[Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    total: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    only: str | Iterable[str] | None = None,
+) -> Any:
+    """What a verb says of each sample of a loader, one batch after the other: (D, ...) for D samples, on the CPU.
+
+    loader: batches    loss: ``loss(model, batch)`` returns a loss for each sample of a batch, N
+    verb: ``verb(grads)``, of the `PerSampleGrads` of a batch, returns N rows, or {name: N rows}:
+    ``PerSampleGrads.norms``, ``lambda grads: grads.project(512)``
+    against: batches of another data set. ``verb(grads, others)`` then returns (N, M), ``PerSampleGrads.gram`` say, and the
+    result is (D, E) for its E samples. They run once for each batch of the loader, so let that be the larger set, in
+    large batches
+    checkpoints: of training, [(state, weight), ...] with a state dictionary or its file: the result is the weighted sum over
+    these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
+    total: whether the verb returns sums over samples, ``PerSampleGrads.second_moment`` say, which are added up
+    out: a file for the rows, .npy or .safetensors, which is written batch by batch, with ``out.progress`` beside it; the
+    result is then mapped into memory, and not held there. The same call, with the same loss and verb, goes on where an
+    earlier one was interrupted. Where several processes run, the name has {rank} in it
+    only: as in `per_sample_grads`
+
+    ``.grad`` stays as it is.
+
+    Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
+    batches, for a verb that returns something else, and for a file of other weights, or batches that come in another order
+    than those it holds (shuffled); and what ``loss``, `backward` and ``verb`` raise.
+
+    Source: Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent" (arXiv:2002.08484), for
+    checkpoints.
+    """
+    record = recorder_of(model).record
+    if record.accumulating:
+        raise RuntimeError("over reads batch by batch; leave accumulate(model) first")
+    if out is not None and total:
+        raise ValueError("over was given out for sums; expected it for rows. Save what is returned: torch.save(sums, path)")
+    file = None
+    if out is not None:
+        origin = digest_of(model.state_dict(), checkpoints, only)
+        for other in against or ():
+            origin = digest_of(other, before=origin)
+        file = RowFile(_of_process(out), origin)
+    step = _Step(model, loss, verb, against, only)
+    found: list[dict[str, Tensor]] = []
+    seen, batches, is_dict = "", 0, False
+    with _weights_of(model, checkpoints) as weights:
+        for batch in progress(loader, "gradients", "batch", len(loader) if isinstance(loader, Sized) else None):
+            batches += 1
+            if file is not None:
+                seen = digest_of(batch, before=seen)
+                if batches <= file.known["batches"]:
+                    if batches == file.known["batches"] and seen != file.known["seen"]:
+                        raise ValueError(
+                            f"{file.path} holds rows of other batches, or of these in another order. A loader that is gone "
+                            "on with must not shuffle: DataLoader(data, shuffle=False). Or delete the file to begin anew."
+                        )
+                    continue
+            piece: dict[str, Tensor] = {}
+            for weight in weights():
+                own, is_dict = step.rows(batch, total)
+                own = {name: x if weight == 1 else x * weight for name, x in own.items()}
+                piece = {name: x + piece[name] for name, x in own.items()} if piece else own
+            if file is not None:
+                if is_dict:
+                    raise ValueError("over was given out, and verb returned a dictionary; expected one tensor of N rows")
+                file.append(piece[""], seen)
+            elif total and found:
+                found = [{name: found[0][name] + x for name, x in piece.items()}]
+            else:
+                found.append(piece)
+    record.clear()
+    if file is not None and batches < file.known["batches"]:
+        raise ValueError(
+            f"{file.path} holds rows of {file.known['batches']} batches; the loader has {batches}. Delete the file"
+        )
+    if not batches:
+        raise ValueError("over was given a loader without batches")
+    if file is not None:
+        return file.rows()
+    joined = {name: torch.cat([piece[name] for piece in found]) if not total else x for name, x in found[0].items()}
+    return joined if is_dict else joined[""]
+
+
+class _Step:
+    """One batch by one model's weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        verb: Callable[..., Any],
+        against: Iterable[Any] | None,
+        only: str | Iterable[str] | None,
+    ) -> None:
+        self._model, self._loss, self._verb, self._against, self._only = model, loss, verb, against, only
+
+    def rows(self, batch: Any, total: bool) -> tuple[dict[str, Tensor], bool]:
+        """What the verb returns, by name, and whether it has names."""
+        grads = self._grads(batch)
+        if self._against is None:
+            return self._checked(self._verb(grads), None if total else grads.samples)
+        blocks = []
+        for other in self._against:
+            blocks.append(self._checked(self._verb(grads, self._grads(other)), grads.samples))
+        if not blocks:
+            raise ValueError("over was given against without batches")
+        return {name: torch.cat([own[name] for own, _ in blocks], 1) for name in blocks[0][0]}, blocks[0][1]
+
+    def _grads(self, batch: Any) -> PerSampleGrads:
+        parameters = list(self._model.parameters())
+        kept = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            with torch.enable_grad():
+                backward(self._loss(self._model, batch), "sum")
+            return per_sample_grads(self._model, only=self._only)
+        finally:
+            for p, grad in zip(parameters, kept):
+                p.grad = grad
+
+    def _checked(self, found: Any, samples: int | None) -> tuple[dict[str, Tensor], bool]:
+        """samples: how many rows there are to be"""
+        is_dict = isinstance(found, Mapping)
+        own = dict(found) if is_dict else {"": found}
+        for x in own.values():
+            if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
+                rows = "sums" if samples is None else f"{samples} rows, one for each sample"
+                raise ValueError(
+                    f"over: verb returned {kind_of(x)}; expected {rows}, in a tensor or a dictionary of tensors"
+                )
+        return {name: x.detach().cpu() for name, x in own.items()}, is_dict
+
+
+def _of_process(out: str | os.PathLike[str]) -> str:
+    path, rank = os.fspath(out), 0
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+        if "{rank}" not in path and torch.distributed.get_world_size() > 1:
+            raise ValueError(
+                f"out is {path!r} on each of several processes; expected a name with {{rank}} in it: rows-{{rank}}.npy"
+            )
+    return path.replace("{rank}", str(rank))
+
+
+@contextmanager
+def _weights_of(model: nn.Module, checkpoints: Checkpoints | None) -> Iterator[Callable[[], Iterator[float]]]:
+    """What brings the model to one checkpoint after the other, and says their weights; then it is as before."""
+    if checkpoints is None:
+        yield lambda: iter([1.0])
+        return
+    if not checkpoints:
+        raise ValueError("over was given no checkpoints in its list; expected [(state, weight), ...]")
+
+    def each() -> Iterator[float]:
+        for state, weight in checkpoints:
+            known = (
+                torch.load(state, map_location="cpu", weights_only=True) if isinstance(state, str | os.PathLike) else state
+            )
+            model.load_state_dict(known)
+            yield weight
+
+    kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in model.state_dict().items()}
+    try:
+        yield each
+    finally:
+        model.load_state_dict(kept)

@@ -1,0 +1,193 @@
+"""Corrected eigenvalues against the formula, on rows of plain backward passes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded, UnsupportedLayer
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def dense_net() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(9, 3)
+
+
+def conv_net() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(nn.Conv2d(1, 2, 2, stride=2), nn.Tanh(), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 3))
+    return net, torch.randn(9, 1, 4, 4)
+
+
+NETS = {"dense": dense_net, "convolutions": conv_net}
+
+
+def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """For each sample and column of a root of its loss's Hessian, a backward pass: {name: (N · K, *shape)}."""
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for own in x:
+        out = model(own[None])
+        hessian = torch.autograd.functional.hessian(lambda z: F.cross_entropy(z, torch.zeros(1).long()), out.detach())
+        values, vectors = torch.linalg.eigh(hessian.view(3, 3))
+        for s in (vectors * values.clamp(min=0).sqrt()).T:
+            grads = torch.autograd.grad(out, list(model.parameters()), s[None], retain_graph=True)
+            for name, grad in zip(found, grads):
+                found[name].append(grad)
+    return {name: torch.stack(own) for name, own in found.items()}
+
+
+def by_formula(rows: Tensor, kfac: tuple[Tensor, Tensor], samples: int) -> Tensor:
+    """The block, P P: eigenvectors of the factors, and the mean squares of rows along them."""
+    q = torch.kron(*(torch.linalg.eigh(factor).eigenvectors for factor in reversed(kfac)))
+    squares = (rows.flatten(1) @ q).square().sum(0) / samples
+    return q @ squares.diag() @ q.T
+
+
+def written(p: nn.Parameter) -> Tensor:
+    """The block that ``param.ekfac`` multiplies by, P P."""
+    unit = torch.eye(p.numel()).view(-1, *p.shape)
+    return p.ekfac.matvec(unit).flatten(1)
+
+
+@pytest.fixture(params=list(NETS))
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, Tensor]]:
+    model, x = NETS[request.param]()
+    with autograd_hacks.add_hooks(model):
+        yield model, x
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_blocks_equal_the_formula(case: tuple[nn.Module, Tensor], approximation: str) -> None:
+    model, x = case
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="ekfac", kfac_approx=approximation)
+    with autograd_hacks.pause_hooks():
+        rows = rows_of(model, x)
+    for name, p in model.named_parameters():
+        assert_close(written(p), by_formula(rows[name], p.kfac, len(x)), msg=lambda told, name=name: f"{name}: {told}")
+
+
+def test_it_is_closer_than_the_factors_and_has_the_trace(case: tuple[nn.Module, Tensor]) -> None:
+    """George et al. 2018, theorem 2."""
+    model, x = case
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="ekfac")
+    autograd_hacks.compute_hess(model)
+    for p in model.parameters():
+        exact, (a, b) = p.hess.view(p.numel(), p.numel()), p.kfac
+        assert_close(p.ekfac.values.sum(), exact.trace())
+        assert (written(p) - exact).norm() <= (torch.kron(b, a) - exact).norm() + 1e-12
+
+
+def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tensor]) -> None:
+    model, x = case
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="ekfac")
+    once = [written(p) for p in model.parameters()]
+    autograd_hacks.compute_hess_over(model, x.split(4), kind="ekfac")
+    for p, expected in zip(model.parameters(), once):
+        assert_close(written(p), expected)
+    with autograd_hacks.accumulate(model):
+        for part in x.split(4):
+            autograd_hacks.backprop_hess(model(part))
+    autograd_hacks.compute_hess(model, kind="ekfac")
+    for p, expected in zip(model.parameters(), once):
+        assert_close(written(p), expected)
+    with pytest.raises(ValueError, match="takes all batches twice"):
+        autograd_hacks.compute_hess_over(model, iter(x.split(4)), kind="ekfac")
+
+
+@pytest.mark.parametrize("damping", [None, 0.3])
+def test_solving(case: tuple[nn.Module, Tensor], damping: float | None) -> None:
+    model, x = case
+    autograd_hacks.compute_hess_over(model, [x], kind="ekfac")
+    model(x).square().sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved, rows = autograd_hacks.ekfac_solve(model, v, damping), autograd_hacks.ekfac_solve(model, grads, damping)
+    products = torch.zeros(len(x), len(x))
+    for name, p in model.named_parameters():
+        block = written(p)
+        block += torch.eye(p.numel()) * (0.1 * block.trace() / p.numel() if damping is None else damping)
+        assert_close(solved[name].flatten(), torch.linalg.solve(block, v[name].flatten()))
+        own = grads[name].dense().flatten(1)
+        assert_close(rows[name].dense().flatten(1), torch.linalg.solve(block, own.T).T)
+        products += own @ torch.linalg.solve(block, own.T)
+    assert_close(grads.gram(rows), products)
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_weight_with_its_bias(case: tuple[nn.Module, Tensor], approximation: str) -> None:
+    """The bias is the last column of the weight, and its input 1."""
+    model, x = case
+    autograd_hacks.compute_hess_over(model, x.split(4), kind="ekfac", kfac_approx=approximation, kfac_bias="joint")
+    with autograd_hacks.pause_hooks():
+        rows = rows_of(model, x)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    layers = [f"{path}." for path, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for layer in layers:
+        weight, bias = model.get_parameter(f"{layer}weight"), model.get_parameter(f"{layer}bias")
+        a, b = weight.kfac
+        assert bias.kfac is None
+        assert_close(a[-1, -1], torch.ones(()))
+        if layer == "0.":
+            windows = F.unfold(x, 2, stride=2).mT if x.ndim == 4 else x[:, None]
+            ones = torch.cat([windows, torch.ones_like(windows[..., :1])], -1)
+            inputs = ones.flatten(0, 1) if approximation == "expand" else ones.mean(1)
+            assert_close(a, inputs.T @ inputs / len(inputs))
+        joint = torch.cat([rows[f"{layer}weight"].flatten(2), rows[f"{layer}bias"][..., None]], -1)
+        block = by_formula(joint, (a, b), len(x)) + 0.3 * torch.eye(joint[0].numel())
+        flat = torch.cat([v[f"{layer}weight"].flatten(1), v[f"{layer}bias"][:, None]], -1)
+        found = torch.cat([solved[f"{layer}weight"].flatten(1), solved[f"{layer}bias"][:, None]], -1)
+        assert_close(found.flatten(), torch.linalg.solve(block, flat.flatten()))
+    with pytest.raises(ValueError, match=r"'0\.bias' alone, and 0\.weight and 0\.bias have one block"):
+        autograd_hacks.ekfac_solve(model, {"0.bias": v["0.bias"]})
+
+
+def test_folded_samples_and_some_parameters() -> None:
+    """Positions that are folded into the batch in front of a layer."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer, self.norm = nn.Linear(3, 2), nn.Linear(2, 2), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor, folded: bool = True) -> Tensor:
+            x = torch.tanh(self.first(x))
+            x = self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if folded else self.layer(x)
+            return self.norm(x.flatten(1))
+
+    model, x, names = Folded(), torch.randn(5, 2, 3), ["first.weight", "layer.weight", "layer.bias"]
+    autograd_hacks.add_hooks(model)
+    found = []
+    for folded in (True, False):
+        autograd_hacks.backprop_hess(model(x, folded))
+        autograd_hacks.compute_hess(model, kind="ekfac", parameters=names)
+        found.append([written(model.get_parameter(name)) for name in names])
+    assert_close(found[0], found[1])
+    autograd_hacks.backprop_hess(model(x))
+    with pytest.raises(UnsupportedLayer, match=r"norm\.weight"):
+        autograd_hacks.compute_hess(model, kind="ekfac")
+
+
+def test_refusals() -> None:
+    model, x = dense_net()
+    autograd_hacks.add_hooks(model)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(NothingRecorded, match=r"0\.weight has no ekfac"):
+        autograd_hacks.ekfac_solve(model, v)
+    autograd_hacks.compute_hess_over(model, [x], kind="ekfac")
+    for damping in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            autograd_hacks.ekfac_solve(model, v, damping)
+    with pytest.raises(ValueError, match=r"'0\.bias'; expected shape \(4,\)"):
+        autograd_hacks.ekfac_solve(model, v | {"0.bias": torch.zeros(3)})
+    autograd_hacks.backprop_hess(model(x))
+    with pytest.raises(ValueError, match="'ekfac'"):
+        autograd_hacks.compute_hess(model, kind="ek-fac")

@@ -1,0 +1,157 @@
+"""A verb over a loader against plain backward passes, sample by sample; files, and going on with them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from nets import perceptron
+from oracle import one_backward_per_sample, squares
+from steps import alive
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import PerSampleGrads
+from autograd_hacks.errors import NothingRecorded
+
+pytestmark = pytest.mark.usefixtures("double")
+
+X, OTHERS = torch.randn(11, 4).double(), torch.randn(5, 4).double()
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return squares(model(x))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    model = perceptron()
+    autograd_hacks.add_hooks(model)
+    return model
+
+
+def rows(model: nn.Module, x: Tensor) -> Tensor:
+    """J by plain backward passes, N P."""
+    with autograd_hacks.pause_hooks():
+        found = one_backward_per_sample(model, squares, x)
+    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
+
+
+def test_norms_of_all(net: nn.Module) -> None:
+    net[0].weight.grad = kept = torch.ones_like(net[0].weight)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms), rows(net, X).norm(dim=1))
+    assert net[0].weight.grad is kept
+    assert (kept == 1).all()
+    assert net[0].bias.grad is None
+
+
+def test_dictionaries_and_some_parameters(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, X.split(4), loss, lambda g: g.norms(per_parameter=True), only="2.*")
+    assert list(found) == ["2.weight", "2.bias"]
+    assert found["2.bias"].shape == (11,)
+
+
+def test_inner_products_of_two_sets(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2))
+    assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
+
+
+def test_sums(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True)
+    assert_close(torch.cat([x.flatten() for x in found.values()]), rows(net, X).square().sum(0))
+
+
+def test_checkpoints_with_learning_rates(net: nn.Module, tmp_path: Path) -> None:
+    """TracIn: Σ over checkpoints of the learning rate times ⟨g, g′⟩."""
+    before = [p.detach().clone() for p in net.parameters()]
+    states = [perceptron().state_dict() for _ in range(2)]
+    torch.save(states[1], tmp_path / "second.pt")
+    twin, expected = perceptron(), torch.zeros(11, 5)
+    for state, rate in zip(states, (0.1, 0.03)):
+        twin.load_state_dict(state)
+        expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
+    given = [(states[0], 0.1), (tmp_path / "second.pt", 0.03)]
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=[OTHERS], checkpoints=given)
+    assert_close(found, expected)
+    for p, own in zip(net.parameters(), before):
+        assert_close(p.detach(), own, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["rows.npy", "rows.safetensors"])
+def test_a_file_that_is_gone_on_with(net: nn.Module, tmp_path: Path, name: str) -> None:
+    path, read = tmp_path / name, list[int]()
+
+    def project(grads: PerSampleGrads) -> Tensor:
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        read.append(grads.samples)
+        return grads.project(8, seed=3)
+
+    with pytest.raises(KeyboardInterrupt):
+        autograd_hacks.over(net, X.split(4), loss, project, out=path)
+    with path.open("ab") as file:  # a batch that was not written to its end
+        file.write(b"12345")
+    assert read == [4, 4]
+    read.append(0)  # from here on it doesn't raise
+    found = autograd_hacks.over(net, X.split(4), loss, project, out=path)
+    assert read == [4, 4, 0, 3]
+    expected = autograd_hacks.over(net, X.split(4), loss, lambda g: g.project(8, seed=3))
+    assert_close(found, expected)
+    if path.suffix == ".npy":
+        assert_close(torch.tensor(np.load(path)), expected)
+    else:
+        load = pytest.importorskip("safetensors.torch").load_file
+        assert_close(load(path)["rows"], expected)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, project, out=path), expected)
+    assert len(read) == 4, "nothing was left to do"
+
+
+def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
+    held = list[int]()
+
+    def counted(grads: PerSampleGrads, *_: PerSampleGrads) -> Tensor:
+        held.append(alive(PerSampleGrads))
+        return grads.norms()[:, None]
+
+    autograd_hacks.over(net, X.split(4), loss, counted)
+    autograd_hacks.over(net, X.split(4), loss, counted, against=OTHERS.split(2))
+    assert set(held[:3]) == {1}
+    assert set(held[3:]) == {2}
+
+
+def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    autograd_hacks.over(net, X[:8].split(4), loss, PerSampleGrads.norms, out=path)
+    with pytest.raises(ValueError, match="must not shuffle"):
+        autograd_hacks.over(net, X.flip(0).split(4), loss, PerSampleGrads.norms, out=path)
+    with pytest.raises(ValueError, match="the loader has 1"):
+        autograd_hacks.over(net, X[:4].split(4), loss, PerSampleGrads.norms, out=path)
+    with pytest.raises(ValueError, match="another verb's"):
+        autograd_hacks.over(net, X.split(4), loss, lambda g: g.project(2), out=path)
+    with pytest.raises(ValueError, match="of other weights"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path, only="0.*")
+    net[0].weight.data += 1
+    with pytest.raises(ValueError, match="of other weights"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
+    (tmp_path / "rows.npy.progress").unlink()
+    with pytest.raises(ValueError, match="there is but one"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path)
+    with pytest.raises(ValueError, match=r"ends with \.npy or \.safetensors"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=tmp_path / "rows.pt")
+
+
+def test_refusals(net: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without batches"):
+        autograd_hacks.over(net, [], loss, PerSampleGrads.norms)
+    with pytest.raises(ValueError, match=r"shape \(20,\); expected 4 rows"):
+        autograd_hacks.over(net, X.split(4), loss, lambda g: g.weighted_sum(torch.ones(4))["0.weight"].flatten())
+    with pytest.raises(ValueError, match="out for sums"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True, out=tmp_path / "a.npy")
+    with pytest.raises(ValueError, match="returned a dictionary"):
+        autograd_hacks.over(net, X.split(4), loss, lambda g: g.norms(per_parameter=True), out=tmp_path / "a.npy")
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.over(perceptron(), X.split(4), loss, PerSampleGrads.norms)
+    with autograd_hacks.accumulate(net), pytest.raises(RuntimeError, match="leave accumulate"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)

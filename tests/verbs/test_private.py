@@ -1,0 +1,161 @@
+"""The private step against rows of one backward pass per sample, clipped and added up by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import perceptron
+from oracle import one_backward_per_sample, squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+pytestmark = pytest.mark.usefixtures("double")
+
+EXPECTED, BOUND = 10.0, 2.0
+
+
+def hooked(param_grad: bool = False) -> nn.Module:
+    model = perceptron()
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    return model
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    autograd_hacks.backward(squares(model(x)))
+
+
+def expected(model: nn.Module, x: Tensor, groups: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms, and the sum of the clipped rows over the expected number, without noise."""
+    with autograd_hacks.pause_hooks():
+        rows = {name: own for name, own in one_backward_per_sample(model, squares, x).items() if own is not None}
+    if groups is not None:
+        rows = {name: torch.stack([own[groups == u].sum(0) for u in groups.unique()]) for name, own in rows.items()}
+    norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+    assert (norms > BOUND).any()
+    weights = (BOUND / norms).clamp(max=1) / EXPECTED
+    return norms, {name: torch.tensordot(weights, own, 1) for name, own in rows.items()}
+
+
+def assert_grads(model: nn.Module, sums: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        assert_close(p.grad, sums[name], msg=lambda told, name=name: f"{name}: {told}")
+
+
+def step(model: nn.Module, noise: float = 0.0, **options: Any) -> Tensor:
+    return autograd_hacks.clip_and_noise_(model, BOUND, noise, EXPECTED, **options)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_the_sum_over_the_expected_number(param_grad: bool) -> None:
+    model = hooked(param_grad)
+    for x in torch.randn(2, 6, 4):
+        norms, sums = expected(model, x)
+        backward(model, x)
+        assert_close(step(model), norms)
+        assert_grads(model, sums)
+
+
+def test_noise_is_normal_and_drawn_parameter_by_parameter() -> None:
+    """As Opacus draws it: `torch.normal` of noise · bound for each parameter in order, then divided."""
+    model, x = hooked(), torch.randn(6, 4)
+    _, sums = expected(model, x)
+    backward(model, x)
+    step(model, 1.5, generator=torch.Generator().manual_seed(3))
+    draws = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, sums[name] + torch.normal(0.0, 1.5 * BOUND, p.shape, generator=draws) / EXPECTED)
+
+
+def test_users() -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    users = torch.tensor([7, 3, 7, 3, 9, 9])
+    norms, sums = expected(model, x, users)
+    backward(model, x)
+    assert_close(step(model, groups=users), norms)
+    assert_grads(model, sums)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_sample_that_is_not_finite_contributes_nothing(first: bool, wrong: float) -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    if not first:
+        backward(model, x)
+        step(model)
+    _, sums = expected(model, x[[0, 1, 3, 4, 5]])
+    bad = x.clone()
+    bad[2, 1] = wrong
+    backward(model, bad)
+    norms = step(model)
+    assert norms.isfinite().tolist() == [True, True, False, True, True, True]
+    assert_grads(model, sums)
+    users = torch.tensor([0, 1, 0, 1, 2, 2])
+    _, sums = expected(model, x[[0, 1, 3, 4, 5]], users[[0, 1, 3, 4, 5]])
+    backward(model, bad)
+    assert step(model, groups=users).isfinite().all()
+    assert_grads(model, sums)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_empty_batch_is_noise(first: bool) -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    if not first:
+        backward(model, x)
+        step(model)
+    for groups in (None, torch.zeros(0, dtype=torch.long)):
+        backward(model, x[:0])
+        assert step(model, 1.0, groups=groups, generator=torch.Generator().manual_seed(1)).shape == (0,)
+        draws = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            assert_close(p.grad, torch.normal(0.0, BOUND, p.shape, generator=draws) / EXPECTED)
+
+
+def test_a_parameter_that_no_loss_reached_has_noise() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
+    autograd_hacks.add_hooks(model)
+    backward(model, torch.randn(5, 4))
+    step(model, 1.0)
+    assert model["spare"].weight.grad is not None
+    assert model["spare"].weight.grad.all()
+    assert model["frozen"].weight.grad is None
+
+
+def test_micro_batches() -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    norms, sums = expected(model, x)
+    found = []
+    for part in x.split(4):
+        backward(model, part)
+        found.append(step(model, add=True))
+    assert_close(torch.cat(found), norms)
+    assert_grads(model, sums)
+    with autograd_hacks.accumulate(model):
+        for part in x.split(4):
+            backward(model, part)
+    step(model)
+    assert_grads(model, sums)
+
+
+def test_refusals() -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    backward(model, x)
+    for arguments in ((0, 1.0, 5), (1.0, -1, 5), (1.0, 1.0, 0), (1.0, 1.0, float("inf")), (float("nan"), 1.0, 5)):
+        with pytest.raises(ValueError, match=r"clip_and_noise_ was given .*expected"):
+            autograd_hacks.clip_and_noise_(model, *arguments)
+    with pytest.raises(TypeError, match="expected_batch_size=None; expected a number"):
+        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected \(6,\), one per sample"):
+        step(model, groups=torch.zeros(5, dtype=torch.long))
+    step(model, 1.0)
+    with pytest.raises(NothingRecorded, match="spends more of the budget"):
+        step(model, 1.0)
+    eager = hooked(param_grad=True)
+    backward(eager, x)
+    with pytest.raises(ValueError, match="unclipped gradient"):
+        step(eager, add=True)

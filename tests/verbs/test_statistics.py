@@ -1,0 +1,198 @@
+"""Noise, signal and directions of rows against their formulas on rows of one backward pass per sample."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import perceptron
+from oracle import one_backward_per_sample, squares
+from steps import stepped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
+
+pytestmark = pytest.mark.usefixtures("double")
+
+Rows = dict[str, Tensor]
+
+
+def rows_and_grads(samples: int = 6) -> tuple[Rows, autograd_hacks.PerSampleGrads]:
+    model, x = perceptron(), torch.randn(samples, 4)
+    rows = one_backward_per_sample(model, squares, x)
+    return {name: own for name, own in rows.items() if own is not None}, stepped(model, x)
+
+
+def flat(rows: Rows) -> Tensor:
+    return torch.cat([own.flatten(1) for own in rows.values()], 1)
+
+
+def test_noise_scale() -> None:
+    rows, grads = rows_and_grads()
+    found = grads.noise_scale()
+    covariance = flat(rows).T.cov()
+    assert_close(found.noise, covariance.trace())
+    assert_close(found.signal, flat(rows).mean(0).square().sum() - covariance.trace() / 6)
+    assert_close(found.scale, found.noise / found.signal)
+    each = grads.noise_scale(per_parameter=True)
+    assert list(each) == list(rows)
+    for name, own in rows.items():
+        noise = own.var(0).sum()
+        assert_close(each[name].noise, noise)
+        assert_close(each[name].signal, own.mean(0).square().sum() - noise / 6)
+
+
+def test_noise_scale_is_unbiased_over_pairs() -> None:
+    """Over all pairs of six samples, drawn with replacement, both numbers have the six samples' own in the mean."""
+    rows, grads = rows_and_grads()
+    pairs = [grads.select(torch.tensor([a, b])).noise_scale() for a in range(6) for b in range(6)]
+    mean = flat(rows).mean(0)
+    assert_close(sum(own.noise for own in pairs) / 36, (flat(rows) - mean).square().sum() / 6)
+    assert_close(sum(own.signal for own in pairs) / 36, mean.square().sum())
+
+
+def test_next_to_no_noise_keeps_its_digits() -> None:
+    """Rows that differ in the sixth digit: Σ‖gₙ‖² - N‖ḡ‖² has nothing left in single precision."""
+    model = nn.Linear(40, 3).float()
+    x = torch.randn(1, 40).float() + 1e-6 * torch.randn(8, 40).float()
+    autograd_hacks.add_hooks(model)
+    model(x).sum(1).mean().backward()
+    found = autograd_hacks.per_sample_grads(model).noise_scale()
+    assert_close(found.noise, 3 * x.double().var(0).sum(), rtol=1e-2, atol=0)
+
+
+def test_a_parameter_that_no_loss_reaches_has_no_noise() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
+    each = stepped(model, torch.randn(5, 4)).noise_scale(per_parameter=True)
+    assert each["spare.weight"].noise == each["spare.weight"].signal == 0
+    assert each["used.weight"].noise > 0
+
+
+def test_signal_to_noise() -> None:
+    rows, grads = rows_and_grads()
+    for name, found in grads.snr().items():
+        assert_close(found, rows[name].mean(0).square() / rows[name].var(0))
+    model = nn.Linear(2, 1)
+    autograd_hacks.add_hooks(model)
+    model(torch.tensor([[0.0, 1.0], [0.0, 2.0]])).sum(1).mean().backward()
+    ratios = autograd_hacks.per_sample_grads(model).snr()
+    assert_close(ratios["weight"], torch.tensor([[0.0, 4.5]]))
+    assert ratios["bias"].isinf().all()
+
+
+def test_cosines() -> None:
+    rows, grads = rows_and_grads()
+    unit = flat(rows) / flat(rows).norm(dim=1, keepdim=True)
+    assert_close(grads.cosine(), unit @ unit.mT)
+    assert_close(grads.cosine(grads.select(slice(2))), unit @ unit[:2].mT)
+    v = {name: torch.randn(own.shape[1:]) for name, own in rows.items()}
+    direction = torch.cat([x.flatten() for x in v.values()])
+    assert_close(grads.cosine(v), unit @ direction / direction.norm())
+    silent = grads.scaled(torch.tensor([1.0, 0, 1, 1, 1, 1]))
+    assert not silent.cosine()[1].any()
+    assert not silent.cosine({name: torch.zeros_like(x) for name, x in v.items()}).any()
+
+
+def test_cosines_of_an_outputs_entries() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    autograd_hacks.add_hooks(model)
+    jacobian = autograd_hacks.per_sample_jacobian(model, model(x))
+    kernel = jacobian.gram()
+    lengths = kernel.flatten(2).flatten(0, 1).diagonal().view(4, 2).sqrt()
+    assert_close(jacobian.cosine(), kernel / lengths[:, :, None, None] / lengths)
+    for verb in (jacobian.noise_scale, jacobian.snr, jacobian.variance):
+        with pytest.raises(ValueError, match="over which of them is meant"):
+            verb()
+
+
+def test_scaled_rows() -> None:
+    rows, grads = rows_and_grads()
+    w = torch.randn(6)
+    found, expected = grads.scaled(w), {n: own * w.view(-1, *[1] * (own.ndim - 1)) for n, own in rows.items()}
+    for name, own in found.dense().items():
+        assert_close(own, expected[name])
+    assert_close(found.norms(), flat(expected).norm(dim=1))
+    assert_close(found.gram(grads), flat(expected) @ flat(rows).mT)
+    for name, own in found.variance().items():
+        assert_close(own, expected[name].var(0))
+    users = torch.tensor([0, 1, 0, 1, 2, 2])
+    assert_close(
+        found.group(users).norms(), torch.zeros(3, flat(rows).shape[1]).index_add(0, users, flat(expected)).norm(dim=1)
+    )
+    with pytest.raises(ValueError, match="N = 6"):
+        grads.scaled(torch.ones(5))
+
+
+def test_weights_of_rows_can_be_differentiated() -> None:
+    rows, grads = rows_and_grads()
+    w = torch.randn(6, requires_grad=True)
+    grads.scaled(w).norms().sum().backward()
+    assert_close(w.grad, w.detach().sign() * flat(rows).norm(dim=1))
+
+
+def test_per_parameter() -> None:
+    rows, grads = rows_and_grads()
+    v = {name: torch.randn(own.shape[1:]) for name, own in rows.items()}
+    along, products = grads.dot(v, per_parameter=True), grads.gram(grads.select(slice(2)), per_parameter=True)
+    assert list(along) == list(products) == list(rows)
+    for name, own in rows.items():
+        assert_close(along[name], own.flatten(1) @ v[name].flatten())
+        assert_close(products[name], own.flatten(1) @ own[:2].flatten(1).mT)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    autograd_hacks.add_hooks(model)
+    jacobian = autograd_hacks.per_sample_jacobian(model, model(x))
+    assert_close(sum(jacobian.gram(per_parameter=True).values()), jacobian.gram())
+    w = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    assert_close(sum(jacobian.dot(w, per_parameter=True).values()), jacobian.dot(w))
+
+
+@pytest.fixture
+def tower() -> Iterator[nn.Module]:
+    """Three layers after a step, the first frozen, the last two tied."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[1].weight
+    model[0].requires_grad_(False)
+    with autograd_hacks.add_hooks(model):
+        squares(model(torch.randn(5, 3))).mean().backward()
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("*", ["1.weight", "1.bias", "2.bias"]),
+        ("2.*", ["1.weight", "2.bias"]),
+        (["*.bias"], ["1.bias", "2.bias"]),
+        (("2.bias", "?.weight"), ["1.weight", "2.bias"]),
+    ],
+)
+def test_some_parameters(tower: nn.Module, only: object, names: list[str]) -> None:
+    whole, some = autograd_hacks.per_sample_grads(tower), autograd_hacks.per_sample_grads(tower, only=only)  # type: ignore[arg-type]
+    assert list(some) == names
+    norms = whole.norms(per_parameter=True)
+    assert isinstance(norms, dict)
+    assert_close(some.norms(), torch.stack([norms[name] for name in names]).norm(dim=0))
+
+
+def test_patterns_that_match_nothing(tower: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"'2\.wieght', which matches no parameter; expected .*'1\.weight'"):
+        autograd_hacks.per_sample_grads(tower, only=["*.bias", "2.wieght"])
+    with pytest.raises(ValueError, match=r"'0\.\*', which matches frozen parameters alone"):
+        autograd_hacks.per_sample_grads(tower, only="0.*")
+    with pytest.raises(TypeError, match="expected names of parameters"):
+        autograd_hacks.per_sample_grads(tower, only=[tower[1].weight])  # type: ignore[list-item]
+
+
+def test_what_has_no_noise_scale() -> None:
+    _, grads = rows_and_grads(1)
+    for verb in (grads.noise_scale, grads.snr, grads.variance):
+        with pytest.raises(ValueError, match="needs two of them; these are the gradients of 1"):
+            verb()
+    model = nn.Linear(3, 2)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
+    with pytest.raises(NothingRecorded, match="no gradients of losses"):
+        autograd_hacks.per_sample_grads(model).noise_scale()
