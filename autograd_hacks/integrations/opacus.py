@@ -89,7 +89,7 @@ class DPOptimizer(_DPOptimizer):
             )
         is_told = any(recorded.losses for segment in record.segments for recorded in segment.passes)  # by backward(losses)
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
-        instead = "Clip by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all."
+        instead = "Take clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which knows of the others."
         check_alone(grads, "DPOptimizer.step", instead)
         if len(grads.batches) > 1:
             raise ValueError(

@@ -67,12 +67,19 @@ def test_losses_by_backward() -> None:
             autograd_hacks.backward(F.cross_entropy(model(part), target, reduction="none") / share, loss_type)
         steps.read()
         assert_close(steps.norms, norms)
+    model.zero_grad()
     steps.attach(model)
-    for part in x.split([20, 28]):
-        autograd_hacks.backward(model(part).square().sum(1))
-    with pytest.raises(ValueError, match=r"\[20, 28\] samples"):
-        steps.read()
+    for part, target in zip(x.split([20, 28]), y.split([20, 28])):  # each is as much of the step as the other
+        autograd_hacks.backward(F.cross_entropy(model(part), target, reduction="none") / 2)
+    found = steps.read()
+    mean = torch.cat([p.grad.flatten() for p in model.parameters()])
     steps.detach()
+    rows = [torch.autograd.grad(F.cross_entropy(model(i), j), list(model.parameters())) for i, j in zip(x, y)]
+    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    rows *= torch.tensor([48 / 40] * 20 + [48 / 56] * 28)[:, None]
+    assert_close(steps.norms, rows.norm(dim=1))
+    assert_close(mean, (rows * (MAX_NORM / rows.norm(dim=1)).clamp(max=1)[:, None]).mean(0))
+    assert abs(found["grads/noise"] / rows.var(0).sum().item() - 1) < 1e-4
 
 
 def test_sums() -> None:
