@@ -280,7 +280,8 @@ class Forward(Noting):
         if not any(x.grad_fn is not None for x in outputs):
             return output
         changed = {id(module.get_buffer(name)) for name in begun.unit.buffers}
-        everything = (*module.named_parameters(), *module.named_buffers())
+        seen = ((name, self.record.seen(p)) for name, p in module.named_parameters())
+        everything = (*seen, *module.named_buffers())
         call, graph = self._call(
             path,
             module,

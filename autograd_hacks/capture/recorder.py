@@ -28,7 +28,7 @@ from autograd_hacks.probe.planner import Asked, Planner
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of, version_of, weakly
+from autograd_hacks.support.trees import map_tensors, tensors_of, version_of, weakly
 from autograd_hacks.support.untouched import cuda_devices_of, random_state
 
 Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
@@ -188,30 +188,36 @@ class Recorder:
             self._proven, record.on_arrival = (plan, samples), None
             yield
 
-    def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> None:
-        """The model's forward has ended.  output: None where it has failed"""
+    def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
+        """The model's forward has ended.  Returns what its caller is to get, or None.  output: None where it has failed"""
         if not Switch.on():
-            return
+            return None
         self.forward.is_running = False
         self.forward.reads.leave_all()
         if output is None:
             self.reduction.release()
+        marks, other = self._was_proven and self._proven is None and self.forward.samples is not None, None
+        if marks and self.record.gathered and output is not None:
+            # Behind what fully_shard has hooked, where processes would wait for each other; unless it hooks these, too.
+            output = other = map_tensors(lambda x: x if x.grad_fn is None else x.view_as(x), output)
+            last = list(model._forward_hooks.values())[-1]
+            marks = not getattr(last, "__module__", "").startswith("torch.distributed.fsdp")
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         layouts = self.record.plan.layouts_of_model(model, outputs)
         self.record.returned = list(zip([x.shape for x in outputs], layouts))
         for x, layout in zip(outputs, layouts):
             self.record.outputs[x] = layout, self.forward.samples, version_of(x)
         if self._proven is not None or not self.forward.records():
-            return
-        if self._was_proven and self.forward.samples is not None:
-            for x, layout in zip(outputs, layouts):
-                if layout is not None and layout.fits(x, self.forward.samples):
-                    mark_returned(x, layout, self.forward.samples, self.record.plan)
+            return other
+        for x, layout in zip(outputs, layouts) if marks else ():
+            if layout is not None and layout.fits(x, self.forward.samples or 0):
+                mark_returned(x, layout, self.forward.samples or 0, self.record.plan)
         if self.record.plan.mixed_outputs:
             self.backward.watch_outputs(output)
         # A copy in its place would be no part of the graph of the loss, which may be differentiated by it.
         if self.record.plan.has_doors and self.record.plan.mode == HOOKS:
             watch_doors(doors_of(model, output), self.backward.note_door)
+        return other
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

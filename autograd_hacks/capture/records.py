@@ -222,6 +222,11 @@ class Record:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
         return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
 
+    def seen(self, parameter: Tensor) -> Tensor:
+        """What layers have in a parameter's place: all of it, where processes hold shards."""
+        name = self.names.get(parameter) if self.gathered else None
+        return parameter if name is None else self.gathered.get(name, parameter)
+
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
         """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
         if (grad := self.cut.get(name, parameter).grad) is None:

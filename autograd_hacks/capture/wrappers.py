@@ -93,8 +93,9 @@ class Reduction:
             )
 
     def wrapper_of(self, forwards: Collection[int]) -> DistributedDataParallel | None:
-        """The wrapper that some forwards ran in, by their numbers."""
-        found = (reference() for number, reference in self._forwards if number in forwards)
+        """The wrapper that some forwards ran in, by their numbers; where there are none, the last."""
+        ran = [(n, wrapper) for n, wrapper in self._forwards if n in forwards] if forwards else list(self._forwards)[-1:]
+        found = (reference() for _, reference in ran)
         return next((wrapper for wrapper in found if wrapper is not None), None)
 
 

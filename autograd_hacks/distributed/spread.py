@@ -20,7 +20,8 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.cut import cuts_of, over_samples
-from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
+from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
+from autograd_hacks.errors import NotReduced
 from autograd_hacks.support.parts import Cut
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Spread:
 
     parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
     one alone    needed: modules whose weights are gathered for reading, as `shards` counts them    cuts: of parameters that
-    layers have parts of
+    layers have parts of    runs_again: whether modules are run again for rows
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Spread:
         needed: Sequence[nn.Module] = (),
         shards: Mapping[str, int] | None = None,
         cuts: Mapping[str, Cut] | None = None,
+        runs_again: bool = False,
     ) -> None:
-        self.parameters, self.mesh, self.cuts = parameters, mesh, dict(cuts or {})
+        self.parameters, self.mesh, self.cuts, self._runs_again = parameters, mesh, dict(cuts or {}), runs_again
         self._model, self._needed, self._shards, self._depth = model, needed, dict(shards or {}), 0
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
-        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
+        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts, self._runs_again)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class Spread:
         check_shards(model, self._shards)
         self._depth += 1
         try:
-            with whole(self._needed):
+            with alone(model) if self._runs_again else whole(self._needed):
                 yield
         finally:
             self._depth -= 1
@@ -147,10 +149,11 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
     """The processes that have samples of what was recorded last.  group: see `Where`"""
     parameters, parts = dict(model.named_parameters()), gathering(model)
-    needed = reading_weights(model, recorder.record.plan.reading.names) if parts else []
+    plan = recorder.record.plan
+    needed = parts if plan.units else reading_weights(model, plan.reading.names) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
     cuts = cuts_of(model, recorder.record)
-    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts, bool(plan.units))
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -190,6 +193,12 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     wrapper = recorder.reduction.wrapper_of(_forwards(recorder.record))
     if wrapper is None:
         return None
+    if wrapper._join_config.enable:
+        raise NotReduced(
+            "sums over samples are taken within ddp.join(), where processes may have ended already, and the others would "
+            "wait for them. Give each process as many steps, with empty batches at the end; or take sums of its own "
+            "samples, process_group=False."
+        )
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)
     return _MESHES[wrapper]

@@ -111,7 +111,7 @@ class Cut:
         if axis >= len(self.shape) or not any(place.is_shard(axis) for place in self.places):
             return 0
         places = [_tensors().Shard(0) if place.is_shard(axis) else _tensors().Replicate() for place in self.places]
-        own = Cut(self.mesh, tuple(places), self.shape[axis : axis + 1]).own(torch.arange(self.shape[axis]))
+        own = Cut(self.mesh, tuple(places), self.shape[axis : axis + 1]).own(torch.arange(self.shape[axis], device="cpu"))
         return int(own[0]) if len(own) else 0
 
 

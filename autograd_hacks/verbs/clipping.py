@@ -68,17 +68,13 @@ def clip_grad1_norm_(
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
     ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
     """
-    for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
-        if not isinstance(number, int | float) or isinstance(number, bool):
-            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number")
-        if not number > 0 or (what == "batch_size" and number == inf):
-            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0")
-    _check_scale(scale, scaler)
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def own() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
+        _check_numbers(max_norm, batch_size)
+        _check_scale(scale, scaler)
         return _own(model, recorder, spread, loss_type, error_if_nonfinite, budget, scaler, add, norms)
 
     def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
@@ -99,6 +95,14 @@ def clip_grad1_norm_(
     for key, rows in written.items():  # for the next step
         recorder.pool.give_back(key, rows)
     return lengths
+
+
+def _check_numbers(max_norm: float, batch_size: float | None) -> None:
+    for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number")
+        if not number > 0 or (what == "batch_size" and number == inf):
+            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0")
 
 
 def _own(

@@ -205,7 +205,7 @@ def _run(
     with with_random_state(state):
         outputs = [x for x in tensors_of(model(*given, **options)) if x.requires_grad and x.is_floating_point()]
     if not gradients:
-        gradients += [torch.randn(x.shape, generator=draws).to(x) for x in outputs]
+        gradients += [torch.randn(x.shape, generator=draws, device="cpu").to(x) for x in outputs]
     torch.autograd.backward(outputs, gradients)
 
 

@@ -77,14 +77,14 @@ def verify(
     raises.
     """
     recorder = recorder_of(model)
-    state = random_state(cuda_devices_of(model))
-    if args is None and kwargs is None:
-        args, kwargs, state = _last_step(recorder.record)
     spread = spread_of(model, recorder)
 
     def own() -> None:
+        given = args or (), dict(kwargs or {}), random_state(cuda_devices_of(model))
+        if args is None and kwargs is None:
+            given = _last_step(recorder.record)
         wrong = _with_grad(model, recorder) if spread.mesh is None else []
-        wrong += _with_autograd(model, recorder, args or (), dict(kwargs or {}), state, samples, loss)
+        wrong += _with_autograd(model, recorder, *given, samples, loss)
         if wrong:
             hint = (
                 " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
@@ -165,6 +165,8 @@ def _with_autograd(
             )
         slot = next(iter(places))
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
+        if not samples:
+            return wrong
         if loss is not None:
             _check_loss(loss, output, layouts, samples)
         grads = {slot: _random(outputs[slot].shape, draws).to(part_of(outputs[slot])) for slot in places}

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from oracle import squares
 from steps import assert_right
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -111,23 +109,3 @@ def test_a_layer_that_another_model_trains_keeps_its_gradient(other_hooked: bool
         skipped(x).sum().backward()
         assert shared.weight.grad is None
         autograd_hacks.compute_grad1(skipped, "sum")
-
-
-def test_wrappers_over_processes_are_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        inside, x = nn.Linear(4, 2), torch.randn(3, 4)
-        wrapped = DistributedDataParallel(inside)
-        with pytest.raises(ParamGradSkipped, match="DistributedDataParallel"):
-            autograd_hacks.add_hooks(wrapped, param_grad=False)
-        autograd_hacks.add_hooks(inside, param_grad=False)
-        squares(inside(x)).sum().backward()
-        with pytest.raises(ParamGradSkipped, match="DistributedDataParallel"):
-            wrapped(x)
-        from torch.distributed.fsdp import fully_shard
-
-        sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=dist.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ParamGradSkipped, match="FSDP"):
-            autograd_hacks.add_hooks(sharded, param_grad=False)
-    finally:
-        dist.destroy_process_group()

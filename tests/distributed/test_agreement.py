@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded, PerSampleGradientError, ProcessesDisagree, SamplesMixed, StaleRecord
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import (
+    NothingRecorded,
+    NotReduced,
+    PerSampleGradientError,
+    ProcessesDisagree,
+    SamplesMixed,
+    StaleRecord,
+)
 
 
 def uneven(name: str, each: bool) -> None:
@@ -222,3 +230,77 @@ def two_passes(way: str, param_grad: bool) -> None:
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_pass_that_nobody_has_read_is_not_lost(both: Both, way: str, param_grad: bool) -> None:
     both(two_passes, way, param_grad)
+
+
+def losses_are_proven(way: str) -> None:
+    """Losses of samples are proven after forwards that were, which may be so on one process alone."""
+    for sizes in ([(3, 3), (3, 3), (3, 3), (1, 2), (1, 4)], [(0, 4), (3, 3), (4, 0)]):
+        net = made("mlp")
+        model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
+        autograd_hacks.add_hooks(model, param_grad=False)
+        for step, each in enumerate(sizes):
+            x, y = batch(step, sum(each))
+            _, grads = clipped(made("mlp"), x, y)
+            mine = x[own(each)]
+            autograd_hacks.backward(squares(model(mine), y[own(each)]), "sum")
+            autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=sum(each))
+            for p, expected in zip(model.parameters(), grads.values()):
+                assert_close(whole(p.grad), expected)
+            autograd_hacks.verify(model)
+            model.zero_grad()
+        recorder_of(model).planner.doubts = True  # the next forward is proven
+        x, y = (part[own((4, 4))] for part in batch(0, 8))
+        losses = squares(model(x), y)
+        with pytest.raises(SamplesMixed, match="samples mix in the losses"):
+            autograd_hacks.backward(losses - losses.mean(), "sum")
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards of layers"])
+def test_losses_are_proven_on_some_processes(both: Both, way: str) -> None:
+    both(losses_are_proven, way)
+
+
+def nothing_recorded(way: str) -> None:
+    net = made("mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    for bad in ("record", "number"):
+        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+        if rank and bad == "record":
+            autograd_hacks.clear_backprops(model)
+        mine = NothingRecorded if bad == "record" else ValueError
+        with pytest.raises(mine if rank else ProcessesDisagree):
+            autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
+        model.zero_grad()
+        train_step(model, x, y)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -> None:
+    both(nothing_recorded, way)
+
+
+def joined() -> None:
+    hooked, run, ddp = wrapped(made("mlp"), "inner")
+    autograd_hacks.add_hooks(hooked)
+    (x, y) = (part[own((4, 4))] for part in batch(0, 8))
+    with ddp.join():
+        squares(run(x), y).mean().backward()
+        with pytest.raises(NotReduced, match=r"within ddp\.join\(\)"):
+            autograd_hacks.clip_grad1_norm_(hooked, BOUND)
+
+
+def test_uneven_numbers_of_steps_are_refused_by_name(both: Both) -> None:
+    both(joined)
+
+
+def without_a_probe() -> None:
+    """Modules with parameters that no rule covers are run again then."""
+    model = sharded(made("Attends"), each=True)
+    autograd_hacks.add_hooks(model, probe=False)
+    train(model, "Attends", (4, 4), 2)
+
+
+def test_modules_that_are_run_again(both: Both) -> None:
+    both(without_a_probe)
