@@ -1,4 +1,8 @@
-"""Private training under ``fully_shard``: the same numbers with one, two and four processes
+"""
+Private training over processes
+===============================
+
+Under ``fully_shard``: the same numbers with one, two and four processes.
 
 A network learns handwritten digits by DP-SGD (Abadi et al. 2016, arXiv:1607.00133): batches are drawn at random, each
 sample's gradient is clipped, noise is added to the sum, and that is divided by the expected size of a batch.  Processes hold
@@ -80,7 +84,7 @@ def train(steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[1])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
