@@ -20,7 +20,8 @@ import autograd_hacks
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.trees import tensors_of
 
-TOOLS = "einops numpy scipy tqdm opacus transformers lightning accelerate skorch torchjd laplace-torch".split()
+TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
+TOOLS += ["laplace-torch"]
 """What works together with the library, by the names that pip knows."""
 PAGES = {
     "want.rst": "I want to ...: from a question to the lines",
