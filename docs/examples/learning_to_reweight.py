@@ -135,7 +135,7 @@ furthest = (found - expected).abs().max() / expected.abs().max()
 print(f"{len(batch)} weights: the furthest from autograd's {furthest:.0e} of the largest")
 for name, taken in seconds.items():
     print(f"{name:30}{1e3 * statistics.median(taken):8.1f} ms")
-(plain, _), (learned, weights) = train(False), train(True)
+plain, (learned, weights) = train(False)[0], train(True)
 best = max(range(len(plain)), key=plain.__getitem__)
 print(f"accuracy on {len(test)} images: reweighted {learned[-1]:.3f}; plain {plain[-1]:.3f} at the end")
 print(f"  and {plain[best]:.3f} at its best epoch, {best + 1}, chosen on these images")
