@@ -1,0 +1,139 @@
+"""``python -m autograd_hacks``: what there is, and whether it works here, on one's own model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import autograd_hacks
+from autograd_hacks.support.display import text_table
+from autograd_hacks.support.trees import tensors_of
+
+TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
+TOOLS += ["laplace-torch"]
+"""What works together with the library, by the names that pip knows."""
+PAGES = {
+    "want.rst": "I want to ...: from a question to the lines",
+    "usage.rst": "using it",
+    "integrations": "in other tools",
+    "limits.rst": "what can't be done, and why",
+    "examples": "scripts that run by themselves, each with a picture",
+}
+WHERE = "expected module:function, of a function without arguments that returns a model and the arguments of its forward"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 where the doctor has found something, 2 for arguments that make no sense."""
+    parser = argparse.ArgumentParser("python -m autograd_hacks", description="Per-sample gradients in PyTorch.")
+    parser.add_argument("--version", action="version", version=f"autograd_hacks {autograd_hacks.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="versions and devices, and a check of rows, of your model too")
+    doctor.add_argument(
+        "model", nargs="?", metavar="MODULE:FUNCTION", help="without arguments, returns (model, x) or (model, (x, ...))"
+    )
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        print("\n".join(_overview()))
+        return 0
+    try:
+        model, args = _made_for_the_purpose() if options.model is None else _returned_by(options.model)
+    except ValueError as error:
+        doctor.error(str(error))
+    print("\n".join(_machine()), end="\n\n")
+    return _check(model, args, options.model or "a small model")
+
+
+def _overview() -> Iterator[str]:
+    yield f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one backward pass"
+    yield ""
+    yield "  python -m autograd_hacks doctor                   versions, devices, and whether rows are right here"
+    yield "  python -m autograd_hacks doctor module:function   the same of a model: the function returns (model, x)"
+    yield "  python -c 'import autograd_hacks; help(autograd_hacks.add_hooks)'"
+    yield ""
+    docs = Path(autograd_hacks.__file__).parent.parent / "docs"
+    if not (docs / "want.rst").exists():
+        yield "Pages and examples are in docs/ of the sources, which pip does not install."
+        return
+    yield f"Pages, in {docs}; tox -e gallery makes a site of them:"
+    yield from (f"  {name:14}{says}" for name, says in PAGES.items())
+    yield "Examples:"
+    for script in sorted((docs / "examples").glob("*.py")):
+        if script.name != "common.py":
+            yield f"  python {os.path.relpath(script)}"
+
+
+def _machine() -> Iterator[str]:
+    yield f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}"
+    yield f"torch           {torch.__version__}, {torch.get_num_threads()} threads"
+    yield f"Python          {platform.python_version()}, {platform.platform()}"
+    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    devices += ["MPS"] if torch.backends.mps.is_available() else []
+    yield f"devices         {', '.join(['CPU', *devices])}"
+    yield f"tools           {', '.join(f'{name} {_version(name)}' for name in TOOLS)}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def _made_for_the_purpose() -> tuple[nn.Module, tuple[Any, ...]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draws = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws).to(device),)
+
+
+def _returned_by(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Raises ValueError where ``module:function`` is not there, or returns something else."""
+    module, colon, name = place.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{place!r} names no function; {WHERE}")
+    sys.path.insert(0, os.getcwd())  # as python -m does, and a console script would not
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {module!r} here; {WHERE}")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"module {module!r} has no function {name!r}; {WHERE}")
+    found = function()
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
+        kinds = ", ".join(type(x).__name__ for x in found) if isinstance(found, tuple) else type(found).__name__
+        raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), or (model, (x, mask))")
+    return found[0], found[1] if isinstance(found[1], tuple) else (found[1],)
+
+
+def _check(model: nn.Module, args: tuple[Any, ...], name: str) -> int:
+    """Two steps, and rows against autograd's."""
+    with autograd_hacks.add_hooks(model):
+        try:
+            for _ in range(2):
+                model.zero_grad()
+                with torch.enable_grad():
+                    outputs = [x for x in tensors_of(model(*args)) if x.requires_grad]
+                torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+                autograd_hacks.per_sample_grads(model)
+            autograd_hacks.verify(model, samples=2, args=args)
+            rows = autograd_hacks.describe(model, trained=True).rows
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
+            return 1
+    print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
+    print(f"\n{name}: the per-sample gradients of {len(rows)} parameters are autograd's")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

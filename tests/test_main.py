@@ -1,0 +1,109 @@
+"""``python -m autograd_hacks`` says what there is, and tells a model whose rows are right from one whose samples mix."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autograd_hacks
+from autograd_hacks.__main__ import main
+
+MODELS = """
+import torch
+from torch import nn
+
+def good():
+    return nn.Linear(3, 2), torch.randn(5, 3)
+
+def two():
+    return nn.Bilinear(3, 4, 2), (torch.randn(5, 3), torch.randn(5, 4))
+
+def mixing():
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(5, 3)
+
+def alone():
+    return nn.Linear(3, 2)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "made_up_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "made_up_models", raising=False)
+    return "made_up_models"
+
+
+def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for word in (autograd_hacks.__version__, "doctor", "want.rst", "wrong_labels.py", "pinn.py"):
+        assert word in out
+    assert "common.py" not in out
+
+
+def test_every_page_that_it_names_is_there() -> None:
+    from autograd_hacks.__main__ import PAGES
+
+    docs = Path(__file__).parent.parent / "docs"
+    assert all((docs / name).exists() for name in PAGES)
+
+
+def test_without_the_sources_it_says_where_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(autograd_hacks, "__file__", str(tmp_path / "autograd_hacks" / "__init__.py"))
+    assert main([]) == 0
+    assert "docs/ of the sources" in capsys.readouterr().out
+
+
+def test_as_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "autograd_hacks", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"autograd_hacks {autograd_hacks.__version__}\n"
+
+
+def test_the_doctor_has_a_model_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch ", "Python ", "devices ", "CPU", "opacus", "of 6 parameters are autograd's"):
+        assert word in out
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("good", 2), ("two", 2)])
+def test_the_doctor_verifies_a_model(models: str, name: str, parameters: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{models}:{name}"]) == 0
+    assert f"of {parameters} parameters are autograd's" in capsys.readouterr().out
+
+
+def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{models}:mixing"]) == 1
+    out = capsys.readouterr().out
+    assert "SamplesMixed" in out
+    assert "BatchNorm1d" in out
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("made_up_models", "names no function"),
+        (":good", "names no function"),
+        ("no_such_models:good", "no module 'no_such_models'"),
+        ("made_up_models:other", "no function 'other'"),
+        ("made_up_models:number", "no function 'number'"),
+        ("made_up_models:alone", "returned Linear"),
+    ],
+)
+def test_the_doctor_names_what_it_was_not_given(
+    models: str, place: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", place])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "module:function" in error
