@@ -42,11 +42,11 @@ class EKFAC:
     names: tuple[str, ...]  # of the parameter, or of weight and bias
 
     def matvec(self, v: Tensor) -> Tensor:
-        """The product with v, a tensor of the parameter's shape, or several, (..., *shape)."""
+        """The product with v, a tensor of the parameter's shape, or several, ``(..., *shape)``."""
         return self._scaled(v, self.values)
 
     def solve(self, v: Tensor, damping: float | None = None) -> Tensor:
-        """The product of the inverse of this + λ with v, (..., *shape).
+        """The product of the inverse of this + λ with v, ``(..., *shape)``.
 
         damping: λ > 0; a tenth of the mean of ``values`` unless told
         Raises ValueError for another damping.
@@ -69,8 +69,8 @@ def ekfac_solve(
 ) -> PerSampleGrads | dict[str, Tensor]:
     """(EKFAC + λ)⁻¹ v, parameter by parameter, after ``compute_hess(model, kind='ekfac')`` or `compute_hess_over`.
 
-    v: {name: shape}, a gradient say, or {name: (..., *shape)}, returned alike; or the per-sample gradients of a batch, of
-    which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
+    v: {name: shape}, a gradient say, or ``{name: (..., *shape)}``, returned alike; or the per-sample gradients of a batch,
+    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
     damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told
 
     Raises NothingRecorded for a parameter without EKFAC, ValueError for another damping, or tensors of another shape.

@@ -87,8 +87,9 @@ class DPOptimizer(_DPOptimizer):
             raise NothingRecorded(
                 "DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass."
             )
-        grads = per_sample_grads(self.model, self.loss_reduction if record.segments else None)
-        instead = "Clip by clip_grad1_norm_(model, max_norm, batch_size=expected), and add the same noise on all."
+        is_told = any(recorded.losses for segment in record.segments for recorded in segment.passes)  # by backward(losses)
+        grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
+        instead = "Take clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which knows of the others."
         check_alone(grads, "DPOptimizer.step", instead)
         if len(grads.batches) > 1:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf, isfinite
 from typing import Any
 
@@ -104,7 +103,7 @@ class Steps:
         return found
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
-        parts = per_sample_grads(model, "sum", scale)
+        parts = _parts(model, scale)
         check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = parts.norms() * factor
@@ -127,7 +126,9 @@ class Steps:
 
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
         """Noise, signal and their ratio, of running means."""
-        each = {name: (noise * factor**2, signal * factor**2) for name, (noise, signal) in noise_and_signal(parts).items()}
+        scales = parts.noise_scale(per_parameter=True)
+        assert isinstance(scales, dict)
+        each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
         own = {"": (sum(n for n, _ in each.values()), sum(s for _, s in each.values()))}
         found = {"noise": own[""][0], "signal": own[""][1]}
         for name, new in {**own, **(each if self.per_parameter else {})}.items():
@@ -138,21 +139,15 @@ class Steps:
         return found
 
 
-def noise_and_signal(grads: PerSampleGrads) -> Mapping[str, tuple[float, float]]:
-    """tr Σ and |G|² of each parameter, both unbiased, from the norms of N ≥ 2 rows and that of their mean."""
-    own = getattr(grads, "noise_scale", None)
-    if own is not None:
-        return {name: (float(found.noise), float(found.signal)) for name, found in own(per_parameter=True).items()}
-    samples = grads.samples
-    norms = grads.norms(per_parameter=True)
-    first = next(iter(norms.values()))
-    means = grads.weighted_sum(torch.full_like(first, 1 / samples))
-    found = {}
-    for name, rows in norms.items():
-        square, mean = rows.double().square().mean().item(), means[name].abs().double().square().sum().item()
-        noise = samples / (samples - 1) * (square - mean)
-        found[name] = noise, mean - noise / samples
-    return found
+def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
+    """What each sample brings to ``.grad``."""
+    segments = recorder_of(model).record.segments
+    told = {recorded.losses.loss_type for segment in segments for recorded in segment.passes if recorded.losses}
+    if "mean" not in told:
+        return per_sample_grads(model, "sum", scale)
+    sizes = [segment.batch_size() for segment in segments]  # of backward(losses), whose rows know no share
+    share = torch.cat([torch.full((size,), 1 / max(1, size)) for size in sizes])
+    return per_sample_grads(model, None, scale).scaled(share)
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:

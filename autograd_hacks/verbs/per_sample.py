@@ -28,7 +28,7 @@ def per_sample_grads(
     loss_type, scale: as in `compute_grad1`    process_group: the processes that have the other samples of the batch, a
     ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; None for those of DistributedDataParallel or ``fully_shard``, False
     for this process alone
-    only: names of some parameters, or patterns: '8.*', ['*.weight', 'head.bias']. Verbs are then of these alone
+    only: names of some parameters, or patterns: ``'8.*'``, ``['*.weight', 'head.bias']``. Verbs are then of these alone
 
     Raises what `compute_grad1` raises, and ValueError for a group beside ``fully_shard``, and for a pattern that matches no
     parameter that trains.

@@ -25,11 +25,11 @@ class NoiseScale(NamedTuple):
     noise: Tensor
     """tr Σ, the variance of single samples' gradients, added up over all numbers"""
     signal: Tensor
-    """|G|², the squared length of the gradient that they scatter about; noise may bring it below 0"""
+    """‖G‖², the squared length of the gradient that they scatter about; noise may bring it below 0"""
 
     @property
     def scale(self) -> Tensor:
-        """tr Σ / |G|², a number of samples: batches much smaller are noise in the main, much larger ones gain little."""
+        """tr Σ / ‖G‖², a number of samples: batches much smaller are noise in the main, much larger ones gain little."""
         return self.noise / self.signal
 
 
@@ -68,7 +68,7 @@ class Statistics(Curvature):
         return {name: torch.where(x == 0, x, x / variances[name]) for name, x in squares.items()}
 
     def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
-        """The gradient noise scale tr Σ / |G|², `NoiseScale.scale`, with both numbers, from one batch.
+        """The gradient noise scale tr Σ / ‖G‖², `NoiseScale.scale`, with both numbers, from one batch.
 
         per_parameter: whether to return {name: NoiseScale} instead
         Raises as `variance` does, and NothingRecorded for rows that are no gradients of losses.

@@ -116,6 +116,29 @@ def test_stages_clip_by_the_norms_over_all(both: Both, kind: type[PipelineSchedu
     both(steps, kind)
 
 
+def private() -> None:
+    """One seed on all stages, as scripts set it, and yet no two stages draw the same noise."""
+    one, pipeline = nn.Sequential(*parts()), Pipeline(ScheduleGPipe)
+    (net,), noise = pipeline.stages.values(), list[Tensor]()
+    x, y = torch.randn(N, 3), torch.randn(N, 2)
+    rows = one_backward_per_sample(one, x, y, squares)
+    weights = (BOUND / joint(rows)).clamp(max=1) / 4
+    for scale in (0.0, 1.0):
+        torch.manual_seed(0)
+        pipeline.step(x, y)
+        autograd_hacks.clip_and_noise_(net, BOUND, scale, 4, loss_type="sum")
+        left = [p.grad - torch.tensordot(weights, rows[pipeline.named(name, net)], 1) for name, p in net.named_parameters()]
+        noise.append(torch.cat([own.flatten() for own in left])[:10])
+    assert_close(noise[0], torch.zeros(10), **NEAR)
+    theirs = [torch.zeros(10) for _ in range(WORLD)]
+    dist.all_gather(theirs, noise[1])
+    assert ((theirs[0] - theirs[1]).abs() > 1e-3).all()
+
+
+def test_stages_draw_noise_of_their_own(both: Both) -> None:
+    both(private)
+
+
 def split() -> None:
     pipeline = Pipeline(ScheduleInterleavedZeroBubble)
     for _ in range(2):

@@ -10,6 +10,7 @@ from needed import needed
 from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from trained import of_many
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded
@@ -102,6 +103,23 @@ def private(model: nn.Module, noise: float = 0.0, **options: object) -> DPOptimi
     return DPOptimizer(sgd, model=model, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=4, **options)
 
 
+@pytest.mark.parametrize("told", ["mean", "sum"])
+def test_losses_by_backward(told: str) -> None:
+    model = mlp()
+    optimizer = private(model)
+    found = []
+    for by_backward in (False, True):
+        optimizer.zero_grad()
+        losses = model(torch.ones(4, 3).double().cumsum(0)).square().sum(1)
+        if by_backward:
+            autograd_hacks.backward(losses, told)
+        else:
+            losses.mean().backward()
+        optimizer.pre_step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_close(*found)
+
+
 def test_a_layer_that_opacus_refuses() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -178,6 +196,21 @@ def test_batches_are_not_accumulated() -> None:
         model(torch.randn(4, 3).double()).sum().backward()
     with pytest.raises(NothingRecorded, match="without it"):
         optimizer.step()
+
+
+def test_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = private(model)
+    model(torch.randn(4, 3).double()).sum().backward()
+    monkeypatch.setattr("autograd_hacks.integrations.opacus.per_sample_grads", of_many)
+    with pytest.raises(NotImplementedError, match="clip_and_noise_"):
+        optimizer.step()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="distributed model"):
+            trained(PrivacyEngine, nn.parallel.DistributedDataParallel(conv()))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_it_refuses() -> None:

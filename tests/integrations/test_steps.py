@@ -57,6 +57,31 @@ def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float |
     check(model, after, steps.history, steps.norms, max_norm)
 
 
+def test_losses_by_backward() -> None:
+    model, steps, (x, y) = net(), Steps(MAX_NORM), data()
+    norms = expected(model)[1][0]
+    for sizes, loss_type, share in (([N], "mean", 1), ([4] * 4, "mean", 4), ([6, 10], "sum", N)):
+        model.zero_grad()
+        steps.attach(model)
+        for part, target in zip(x[:N].split(sizes), y[:N].split(sizes)):
+            autograd_hacks.backward(F.cross_entropy(model(part), target, reduction="none") / share, loss_type)
+        steps.read()
+        assert_close(steps.norms, norms)
+    model.zero_grad()
+    steps.attach(model)
+    for part, target in zip(x.split([20, 28]), y.split([20, 28])):  # each is as much of the step as the other
+        autograd_hacks.backward(F.cross_entropy(model(part), target, reduction="none") / 2)
+    found = steps.read()
+    mean = torch.cat([p.grad.flatten() for p in model.parameters()])
+    steps.detach()
+    rows = [torch.autograd.grad(F.cross_entropy(model(i), j), list(model.parameters())) for i, j in zip(x, y)]
+    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    rows *= torch.tensor([48 / 40] * 20 + [48 / 56] * 28)[:, None]
+    assert_close(steps.norms, rows.norm(dim=1))
+    assert_close(mean, (rows * (MAX_NORM / rows.norm(dim=1)).clamp(max=1)[:, None]).mean(0))
+    assert abs(found["grads/noise"] / rows.var(0).sum().item() - 1) < 1e-4
+
+
 def test_sums() -> None:
     model, steps = net(), Steps(MAX_NORM, loss_type="sum")
     check(model, trained(copy.deepcopy(model), steps, 4, summed=True), steps.history, steps.norms)
@@ -84,6 +109,20 @@ def test_an_overflow_is_skipped(unscales: bool) -> None:
     scaler.update()
     assert scaler.get_scale() < 2.0**127
     same(model, before, 0)
+
+
+def test_what_overflows_in_one_parameter_is_skipped_in_all() -> None:
+    model, steps = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), Steps(MAX_NORM)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    steps.attach(model)
+    x = data()[0][:N].clone()
+    x[0] *= 1e10
+    out = model(x)
+    scaler.scale(F.cross_entropy(out, out.argmin(1))).backward()
+    assert [bool(p.grad.isfinite().all()) for p in model.parameters()] == [False, True, False, True]
+    steps.read(scaler)
+    assert not any(p.grad.isfinite().any() for p in model.parameters())
+    steps.detach()
 
 
 def test_the_noise_scale_is_a_ratio_of_running_means() -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from needed import needed
 from torch import Tensor
 from torch.testing import assert_close
+from trained import of_many
 
 import autograd_hacks
 
@@ -85,6 +86,15 @@ def test_a_parameter_that_was_not_reached() -> None:
     losses_of(model).mean().backward()
     jacobian_descent(model, UPGrad())
     assert model.unused.grad is None
+
+
+def test_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = conv()
+    autograd_hacks.add_hooks(model)
+    losses_of(model).mean().backward()
+    monkeypatch.setattr("autograd_hacks.integrations.torchjd.per_sample_grads", of_many)
+    with pytest.raises(NotImplementedError, match="gram_of_all"):
+        jacobian_descent(model, UPGrad())
 
 
 def test_what_is_refused() -> None:

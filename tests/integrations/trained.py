@@ -1,12 +1,15 @@
 """A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
+
+import autograd_hacks
 
 STEPS, N, LR, MAX_NORM = 3, 16, 0.5, 1.5
 
@@ -68,6 +71,13 @@ def check(
         if max_norm is not None:
             assert step["grads/clipped"] == (own > max_norm).float().mean()
     assert not any(layer._forward_hooks for layer in after.modules())  # nothing is left
+
+
+def of_many(*given: Any) -> Any:
+    """`per_sample_grads`, as if other processes had samples too."""
+    grads = autograd_hacks.per_sample_grads(*given)
+    grads.spread.mesh = object()  # type: ignore[assignment]
+    return grads
 
 
 def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
