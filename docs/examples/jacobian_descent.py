@@ -99,8 +99,7 @@ def class_losses(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none") @ share
 
 
-Curve = list[Tensor]
-curves: dict[str, Curve] = {}
+curves: dict[str, list[Tensor]] = {}
 seconds: dict[str, list[float]] = {}
 reached: dict[str, list[Tensor]] = {}  # the weights after the steps that TorchJD takes, too
 compared = min(COMPARED, options.steps)

@@ -118,8 +118,7 @@ def by_groups(data: TensorDataset) -> Iterator[Epoch]:
             start = time.perf_counter()
             users = torch.arange(len(x)).repeat_interleave(OF_A_USER)
             F.cross_entropy(model(x.flatten(0, 1)), y.flatten(), reduction="sum").backward()
-            expected = int(rate * len(data))
-            autograd_hacks.clip_and_noise_(model, MAX_NORM, NOISE, expected, users, noise, loss_type="sum")
+            autograd_hacks.clip_and_noise_(model, MAX_NORM, NOISE, int(rate * len(data)), users, noise, loss_type="sum")
             sgd.step()
             seconds.append(time.perf_counter() - start)
             accountant.step(noise_multiplier=NOISE, sample_rate=rate)
@@ -161,17 +160,14 @@ for (unit, who), curve in curves.items():
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(3, 2))
 for (unit, who), curve in curves.items():
-    color, theirs_ = ("C0" if unit == "by image" else "C1"), who == "Opacus"
-    style: dict[str, Any] = {"linewidth": 7, "alpha": 0.3} if theirs_ else {"linewidth": 1.5, "marker": "."}
-    left.plot([e.epsilon for e in curve], [e.accuracy for e in curve], color=color, label=f"{unit}, {who}", **style)
+    style: dict[str, Any] = {"linewidth": 7, "alpha": 0.3} if who == "Opacus" else {"linewidth": 1.5, "marker": "."}
+    style |= {"color": "C0" if unit == "by image" else "C1", "label": f"{unit}, {who}"}
+    left.plot([epoch.epsilon for epoch in curve], [epoch.accuracy for epoch in curve], **style)
 left.set(xlabel=f"epsilon, for delta = {DELTA}", ylabel="accuracy on images not trained on")
 left.legend()
 left.grid(alpha=0.3)
 names = [f"{unit}\n{who}" for unit, who in ways]
-bars = right.bar(names, list(milliseconds.values()), color=["C0", "C0", "C1", "C1"])
-for bar, (_, who) in zip(bars, ways):
-    bar.set_alpha(0.4 if who == "Opacus" else 1)
-right.bar_label(bars, fmt="%.1f")
+right.bar_label(right.bar(names, list(milliseconds.values()), color=["#a4c6df", "C0", "#ffca9b", "C1"]), fmt="%.1f")
 right.set(ylabel="ms a step")
 right.tick_params("x", labelsize=8)
 save(figure, options, "private_digits.png")
