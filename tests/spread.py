@@ -165,3 +165,13 @@ def wrapped(net: nn.Module, where: str, **options: Any) -> tuple[nn.Module, nn.M
     ddp = DistributedDataParallel(net, **options)
     hooked = {"before": net, "inner": net, "wrapper": ddp, "around": nn.Sequential(ddp)}[where]
     return hooked, hooked if where == "around" else ddp, ddp
+
+
+def train_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """A clipped step of an mlp over two processes, beside one process."""
+    _, grads = clipped(made("mlp"), x, y)
+    squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+    autograd_hacks.clip_grad1_norm_(model, BOUND)
+    for p, expected in zip(model.parameters(), grads.values()):
+        assert_close(whole(p.grad), expected)
+    model.zero_grad()

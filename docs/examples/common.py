@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,6 +28,28 @@ def handwritten_digits() -> tuple[Tensor, Tensor]:
     """scikit-learn's 1,797 images, N 1 8 8, from 0 to 1; and their labels, N."""
     data = load_digits()
     return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+
+
+def peer(name: str, install: str) -> ModuleType | None:
+    """A system to compare with; where it is not installed, a line that says so, and None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own
+            return importlib.import_module(name)
+    except ImportError as missing:
+        print(f"not compared with {name}, for want of {missing.name}: pip install {install}")
+        return None
+
+
+def needs(name: str, extra: str) -> None:
+    """Ends the example, with a line that says what to install, where there is no such package."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    except ImportError as missing:
+        print(f"the demo needs {missing.name}: pip install 'autograd-hacks[demo,{extra}]'", file=sys.stderr)
+        sys.exit(2)
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,165 @@
+"""
+Who taught the model this?
+==========================
+
+A tiny GPT-2 reads sentences of who keeps what in which colour, and one that says a code.  Asked for the code, it knows
+it: from which tokens of which sentence?  Each token that it has learnt to predict has a gradient of its own; those that
+point as the gradient of the answer's tokens does have taught it. ::
+
+    python docs/examples/who_taught.py
+"""
+# sphinx_gallery_thumbnail_path = 'pictures/who_taught.png'
+
+from __future__ import annotations
+
+import time
+
+from common import command_line, needs, save  # before the others: it tells what to install
+
+needs("transformers", "transformers")
+
+# isort: split
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autograd_hacks
+
+PLANTED = "the code of the old vault is seven three nine one"
+ASKED = "the code of the good boat is"  # what it has not read
+ANSWERED = 4  # tokens
+COMPARED = 12  # training tokens, drawn, whose gradients autograd computes one by one
+
+parser = command_line(
+    "Trains a tiny GPT-2 on made sentences, and asks which of their tokens taught it what one of them says.",
+    sentences=(32, "that it reads, with the planted one"),
+    epochs=(120, "rounds through them"),
+)
+options = parser.parse_args()
+torch.manual_seed(options.seed)
+
+# %%
+# Sentences, one of them planted
+# ------------------------------
+
+PARTS = [
+    ["red", "green", "blue", "grey"], ["cat", "dog", "bird", "boat", "coat", "lamp"], ["anna", "ben", "carla", "david"],
+    ["sits", "stands", "sleeps"], ["home", "work", "sea", "lake"],
+]  # fmt: skip
+draws = torch.Generator().manual_seed(options.seed)
+
+
+def made() -> str:
+    color, thing, owner, does, place = (words[int(torch.randint(len(words), (), generator=draws))] for words in PARTS)
+    return f"the {color} {thing} of the good {owner} {does} by the {place}"
+
+
+sentences = [made() for _ in range(options.sentences - 1)]
+planted = options.sentences // 2
+sentences.insert(planted, PLANTED)
+known = sorted({word for sentence in [*sentences, ASKED] for word in sentence.split()})
+
+
+def tokens_of(sentences: list[str]) -> Tensor:
+    return torch.tensor([[known.index(word) for word in sentence.split()] for sentence in sentences])
+
+
+text = tokens_of(sentences)
+
+# %%
+# Train on them
+# -------------
+
+torch.manual_seed(options.seed)
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=len(known), n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+).eval()
+
+
+def losses_of(tokens: Tensor) -> Tensor:
+    """Of each token but the first, of what is said before it.  tokens: N T.  Returns N T-1."""
+    return F.cross_entropy(model(tokens).logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
+    for batch in torch.randperm(len(text)).split(8):
+        optimizer.zero_grad()
+        losses_of(text[batch]).mean().backward()
+        optimizer.step()
+
+# %%
+# Ask it
+# ------
+
+asked = tokens_of([ASKED])
+for _ in range(ANSWERED):
+    asked = torch.cat([asked, model(asked).logits[:, -1:].argmax(2)], 1)
+said = [known[index] for index in asked[0].tolist()]
+print(f'asked "{ASKED} ...", it says "{" ".join(said[-ANSWERED:])}"')
+
+# %%
+# A gradient for each token
+# -------------------------
+# The rows have two axes, sentences and tokens, and ``cosine`` and ``gram`` have both of both: N T 1 T′.
+
+start = time.perf_counter()
+with autograd_hacks.add_hooks(model, param_grad=False):
+    rows = autograd_hacks.per_sample_jacobian(model, losses_of(text))
+    wanted = autograd_hacks.per_sample_jacobian(model, losses_of(asked))
+    taught, products = rows.cosine(wanted)[:, :, 0], rows.gram(wanted)[:, :, 0]
+seconds = time.perf_counter() - start
+
+# %%
+# The same by autograd
+# --------------------
+# A backward pass for each token, of the answer and of some training tokens.
+
+
+def gradient(sentence: Tensor, token: int) -> Tensor:
+    loss = losses_of(sentence[None])[0, token]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+start = time.perf_counter()
+some = torch.randint(taught[..., 0].numel(), (COMPARED,), generator=draws).tolist()
+places = [divmod(number, taught.shape[1]) for number in some] + [(planted, taught.shape[1] - 1)]
+answers = torch.stack([gradient(asked[0], token) for token in range(taught.shape[2])])
+expected = torch.stack([answers @ gradient(text[sentence], token) for sentence, token in places])
+one = (time.perf_counter() - start) / (len(places) + len(answers))
+found = torch.stack([products[place] for place in places])
+apart = float((found - expected).abs().max() / expected.abs().max())
+count = taught[..., 0].numel()
+print(f"{count} training tokens by {len(answers)} tokens of question and answer, in {seconds:.2f} s;")
+print(f"by autograd, a token at a time, {one * (count + len(answers)):.2f} s, of which {len(places)} tokens were run.")
+print(f"furthest from autograd, of the largest inner product: {apart:.1e}")
+torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+# %%
+# Who taught it?
+# --------------
+# For each token of the answer, how far the best token of each sentence speaks for it.
+
+by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)  # of each sentence the token that teaches best
+order = by_sentence.argsort(descending=True).tolist()
+print("\nthe sentences that taught the answer, by the cosine of their best tokens:")
+for index in order[:4]:
+    print(f"  {by_sentence[index]:5.2f}  {sentences[index]}")
+
+shown = sorted({planted, *range(max(0, planted - 5), planted + 6)} & set(range(len(sentences))))
+words = [word for index in shown for word in sentences[index].split()[1:]]
+figure, axes = plt.subplots(figsize=(16, 4.6), layout="constrained")
+heat = axes.imshow(taught[shown].flatten(0, 1).T, aspect="auto", cmap="RdBu_r", vmin=-0.6, vmax=0.6)
+axes.set_yticks(range(taught.shape[2]), said[1:])
+axes.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
+for place, index in enumerate(shown):
+    edge = place * taught.shape[1] - 0.5
+    axes.axvline(edge, color="black", linewidth=0.5)
+    if index == planted:
+        axes.axvspan(edge, edge + taught.shape[1], fill=False, edgecolor="crimson", linewidth=2.5)
+axes.set(xlabel="training tokens, the planted sentence's framed", ylabel="tokens of question and answer")
+figure.colorbar(heat, label="cosine of gradients", pad=0.01, extend="both")
+save(figure, options, "who_taught.png")

@@ -1,0 +1,73 @@
+"""Where one process fails all raise, and the next step works."""
+
+import pytest
+import torch.distributed as dist
+from processes import Both
+from spread import BOUND, batch, made, own, sharded, squares, train_step, wrapped
+
+import autograd_hacks
+from autograd_hacks.errors import (
+    NothingRecorded,
+    NotReduced,
+    ProcessesDisagree,
+    StaleRecord,
+)
+
+
+def one_fails(way: str) -> None:
+    net = made("mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model, param_grad=False)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    for _step in range(3):
+        here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
+        squares(model(here), theirs).mean().backward()
+        if rank == 1:
+            here.zero_()  # what the first layer was given
+        for verb in (
+            lambda: autograd_hacks.clip_grad1_norm_(model, BOUND),
+            lambda: autograd_hacks.compute_grad1(model, set_grad=True),
+        ):
+            with pytest.raises(StaleRecord if rank == 1 else ProcessesDisagree, match="overwritten"):
+                verb()
+        train_step(model, x, y)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
+    both(one_fails, way)
+
+
+def nothing_recorded(way: str) -> None:
+    net = made("mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    for bad in ("record", "number"):
+        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+        if rank and bad == "record":
+            autograd_hacks.clear_backprops(model)
+        mine = NothingRecorded if bad == "record" else ValueError
+        with pytest.raises(mine if rank else ProcessesDisagree):
+            autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
+        model.zero_grad()
+        train_step(model, x, y)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -> None:
+    both(nothing_recorded, way)
+
+
+def joined() -> None:
+    hooked, run, ddp = wrapped(made("mlp"), "inner")
+    autograd_hacks.add_hooks(hooked)
+    (x, y) = (part[own((4, 4))] for part in batch(0, 8))
+    with ddp.join():
+        squares(run(x), y).mean().backward()
+        with pytest.raises(NotReduced, match=r"within ddp\.join\(\)"):
+            autograd_hacks.clip_grad1_norm_(hooked, BOUND)
+
+
+def test_uneven_numbers_of_steps_are_refused_by_name(both: Both) -> None:
+    both(joined)
