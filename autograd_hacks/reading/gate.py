@@ -15,7 +15,7 @@ from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
 from autograd_hacks.reading.certificate import check_sum
-from autograd_hacks.reading.guards import check_hooked, check_seen, readable_segments
+from autograd_hacks.reading.guards import check_hooked, check_known, check_seen, readable_segments
 from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.untouched import outside_inference, without_autocast
@@ -46,6 +46,7 @@ def read(
         segment.read = True  # or tried to be
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
+    check_known(model, record)
     with telling_of_lists(record):
         return _read(parameters, record, loss_type, scaling, lazily)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
     OTHER_MODES,
     HigherOrderError,
@@ -45,6 +46,19 @@ def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: R
         raise NothingRecorded(
             f"these were not in the model at add_hooks, or were frozen then: {'; '.join(unhooked or unwatched)}. Call "
             "autograd_hacks.add_hooks(model) again, and repeat the step."
+        )
+
+
+def check_known(model: nn.Module, record: Record) -> None:
+    """Raises where layers had tensors in the place of shards that aren't known to be these: a miss is not "not reached"."""
+    known = set(record.names.values()) if gathering(model) else set()
+    passes = (recorded for segment in record.segments for recorded in segment.passes)
+    strange = [name for recorded in passes for name in recorded.calls_of if known and name not in known]
+    if strange or (known and record.unseen.keys() - known):
+        raise NothingRecorded(
+            "fully_shard has gathered parameters that the hooks don't know: a part of the model was called by itself before "
+            "the model was, or parameters were made anew since. Call autograd_hacks.add_hooks(model) again, then the model "
+            "itself, and repeat the step."
         )
 
 

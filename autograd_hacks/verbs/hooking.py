@@ -24,6 +24,7 @@ def add_hooks(
     hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
     recorder = recorder_of(model)
     recorder.prove, recorder.together, recorder.backward.settle = prove, together, settle
+    recorder.record.gathered = {}  # the next forward learns what stands in the place of shards
     return hooked
 
 

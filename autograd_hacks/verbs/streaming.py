@@ -19,7 +19,7 @@ from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecor
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import readable_segments
+from autograd_hacks.reading.guards import check_known, readable_segments
 from autograd_hacks.reading.scale import check_scale
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
@@ -190,6 +190,7 @@ class _Stream:
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
+        check_known(self.model, self.record)
         readable_segments(dict(self.model.named_parameters()), self.record)
         self.record.plan.unread = False
         return {what: self._whole(what, found) for what, found in self._found.items() if found}

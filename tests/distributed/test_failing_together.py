@@ -71,3 +71,31 @@ def joined() -> None:
 
 def test_uneven_numbers_of_steps_are_refused_by_name(both: Both) -> None:
     both(joined)
+
+
+def called_by_itself() -> None:
+    """What layers had in the place of shards is missed with an error, and never taken for what the loss didn't reach."""
+    model, (x, y) = sharded(made("mlp"), each=True), batch(0, 8)
+    model(x[own((4, 4))])  # so that all know who is whose
+    autograd_hacks.add_hooks(model)
+    model[0](x[own((4, 4))]).square().sum(1).mean().backward()
+    for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
+        with pytest.raises(NothingRecorded, match="gathered parameters that the hooks don't know"):
+            read(model)
+    with pytest.raises(NothingRecorded, match="don't know"):
+        autograd_hacks.clip_grad1_norm_(model, BOUND)
+    with pytest.raises(NothingRecorded, match="don't know"), autograd_hacks.streaming(model):
+        model[0](x[own((4, 4))]).square().sum(1).mean().backward()
+    model.zero_grad()
+    train_step(model, x, y)
+    autograd_hacks.add_hooks(model)
+    train_step(model, x, y)
+    model[0](x[own((4, 4))]).square().sum(1).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    rows = model[0].weight.grad1
+    assert rows.shape == (4, 5, 3)
+    assert model[3].weight.grad1 is None
+
+
+def test_parts_that_are_called_by_themselves(both: Both) -> None:
+    both(called_by_itself)
