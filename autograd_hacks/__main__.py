@@ -94,7 +94,7 @@ def _made_for_the_purpose() -> tuple[nn.Module, tuple[Any, ...]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draws = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws).to(device),)
+    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),)
 
 
 def _returned_by(place: str) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -146,7 +146,7 @@ def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
     if "mean" not in told:
         return per_sample_grads(model, "sum", scale)
     sizes = [segment.batch_size() for segment in segments]  # of backward(losses), whose rows know no share
-    share = torch.cat([torch.full((size,), 1 / max(1, size)) for size in sizes])
+    share = torch.cat([torch.full((size,), 1 / max(1, size), device="cpu") for size in sizes])
     return per_sample_grads(model, None, scale).scaled(share)
 
 

@@ -108,7 +108,7 @@ def test_private_training_gives_the_same_numbers_however_many_processes(tmp_path
     if sys.platform == "linux":
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     printed = []
-    for count in (1, 2, 4):
+    for count in (1, 4):  # 2 as well, by tox -e processes
         spawn = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         command = [sys.executable, *spawn, script, "--steps", "20"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings, check=False)
