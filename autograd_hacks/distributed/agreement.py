@@ -112,14 +112,14 @@ def together(model: nn.Module, recorder: Recorder, known: Known) -> Iterator[Non
         return
     is_new = not record.gathered
     if not summed([is_due or is_new], mesh)[0]:
-        record.shards = versions_of_shards(model)
+        record.shards = versions_of_shards(dict(model.named_parameters()))
         yield
         return
     settings, asked = _settings(model, recorder), isinstance(known, Asked)
     if is_new:
         learn(model, recorder)
     recorder.planner.gather = _of_parts(model, record)
-    record.shards = versions_of_shards(model)
+    record.shards = versions_of_shards(dict(model.named_parameters()))
 
     def agree(signature: object, plan: Plan, samples: int) -> Plan:
         nonlocal asked

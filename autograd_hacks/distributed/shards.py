@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autograd_hacks.capture.recorder import Recorder
@@ -123,14 +124,14 @@ def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     return list(needed.values())
 
 
-def versions_of_shards(model: nn.Module) -> dict[str, int]:
+def versions_of_shards(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """How often each shard has been overwritten, by the parameter's name."""
-    return {name: version_of(local_of(p)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+    return {name: version_of(local_of(p)) for name, p in parameters.items() if hasattr(p, "to_local")}
 
 
-def check_shards(model: nn.Module, before: dict[str, int]) -> None:
+def check_shards(parameters: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
     """Raises StaleRecord where weights that rows depend on have changed since the forward."""
-    now = versions_of_shards(model)
+    now = versions_of_shards(parameters)
     changed = [name for name, version in before.items() if now.get(name) != version]
     if changed:
         raise StaleRecord(

@@ -63,11 +63,19 @@ class Spread:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """A context in which rows may be read.  All processes at once where that takes the values of sharded weights."""
+        if self._needed:
+            check_shards(self.parameters, self._shards)
+        with self.weights():
+            yield
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """A context in which sharded weights that rows need are gathered, once for all inside; around what may fail on one
+        process, so that no other waits for it there."""
         model = None if self._model is None else self._model()
         if self._depth or not self._needed or model is None:
             yield
             return
-        check_shards(model, self._shards)
         self._depth += 1
         try:
             with alone(model) if self._runs_again else whole(self._needed):

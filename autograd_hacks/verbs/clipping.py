@@ -80,16 +80,19 @@ def clip_grad1_norm_(
     def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
         return [found[0].samples, *(name in found[0].reached for name in names)]
 
-    (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
-    weights = (max_norm / lengths).clamp(max=1)  # 1 for a gradient of zeros
-    if scaler is not None and scaler.is_enabled():  # every optimizer's step is to be skipped, whichever parameter overflowed
-        weights = weights.where(lengths.isfinite(), torch.nan)
-    if batch_size is not None:
-        weights = weights / batch_size
-    elif grads.loss_type == "mean":
-        weights = weights / max(1, samples)
-    reached = {name for name, count in zip(names, reaching) if count}
-    set_grads(model, grads.weighted_sum(weights, budget // 4), reached, add)
+    with spread.weights():
+        (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
+        weights = (max_norm / lengths).clamp(max=1)  # 1 for a gradient of zeros
+        if (
+            scaler is not None and scaler.is_enabled()
+        ):  # each optimizer's step is to be skipped, whichever parameter overflowed
+            weights = weights.where(lengths.isfinite(), torch.nan)
+        if batch_size is not None:
+            weights = weights / batch_size
+        elif grads.loss_type == "mean":
+            weights = weights / max(1, samples)
+        sums = grads.weighted_sum(weights, budget // 4)
+    set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add)
     for segment in recorder.record.segments:
         segment.replaced = True
     for key, rows in written.items():  # for the next step

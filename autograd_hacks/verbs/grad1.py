@@ -49,16 +49,16 @@ def compute_grad1(
     def counts(found: dict[str, Form | None]) -> list[int]:
         return [_samples(found), *(found[name] is not None for name in names)]
 
-    forms, (samples, *reaching) = spread.agreed(
-        lambda: _written(model, recorder, spread, loss_type, scale, set_grad), counts, 1 + len(names)
-    )
-    if not set_grad:
-        return
-    is_mean, parameters = recorder.record.reduction(loss_type) == "mean", dict(model.named_parameters())
-    share = 1 / max(1, samples) if is_mean else 1.0
-    with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
-        reached = {name for name, count in zip(names, reaching) if count}
-        totals = spread.settled((name, _total(forms[name], parameters[name], share)) for name in names if name in reached)
+    with spread.weights():
+        forms, (samples, *reaching) = spread.agreed(
+            lambda: _written(model, recorder, spread, loss_type, scale, set_grad), counts, 1 + len(names)
+        )
+        if not set_grad:
+            return
+        own, reached = spread.parameters, {name for name, count in zip(names, reaching) if count}
+        share = 1 / max(1, samples) if recorder.record.reduction(loss_type) == "mean" else 1.0
+        with switches_kept(), torch.no_grad(), without_autocast(own.values()), spread.reading():
+            totals = spread.settled((name, _total(forms[name], own[name], share)) for name in names if name in reached)
     set_grads(model, {name: totals.get(name) for name in names}, reached)
     for segment in recorder.record.segments if not recorder.param_grad.wanted else ():
         segment.replaced = True
@@ -77,7 +77,7 @@ def _written(
     set_grad: bool,
 ) -> dict[str, Form | None]:
     """Sets ``grad1``, and returns the forms that it was made of."""
-    parameters, seen = dict(model.named_parameters()), recorder.record.parameters_of(model)
+    parameters, seen = spread.parameters, recorder.record.parameters_of(model)
     try:
         check_ordinary(recorder.record, "grad1")
         if set_grad:

@@ -140,7 +140,11 @@ class PerSampleGrads(Hinting, Statistics):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        w, _ = self.spread.agreed(lambda: self._by_row(w, several=True))
+        with self.spread.weights():
+            w, _ = self.spread.agreed(lambda: self._by_row(w, several=True))
+            return self._weighted(w, budget)
+
+    def _weighted(self, w: Tensor, budget: int) -> dict[str, Tensor]:
         with self.reading():
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}

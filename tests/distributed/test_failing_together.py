@@ -1,6 +1,7 @@
 """Where one process fails all raise, and the next step works."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import Both
 from spread import BOUND, batch, made, own, sharded, squares, train_step, wrapped
@@ -39,22 +40,26 @@ def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
 
 
 def nothing_recorded(way: str) -> None:
-    net = made("mlp")
+    net = made("Recurs" if way == "shards that rows need" else "mlp")
     model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
     autograd_hacks.add_hooks(model)
     (x, y), rank = batch(0, 8), dist.get_rank()
-    for bad in ("record", "number"):
+    for bad in ("record", "number") if way != "shards that rows need" else ("record", "number", "weights"):
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
         if rank and bad == "record":
             autograd_hacks.clear_backprops(model)
-        mine = NothingRecorded if bad == "record" else ValueError
+        if rank and bad == "weights":
+            with torch.no_grad():
+                model.head.bias.to_local().add_(0)  # type: ignore[operator, union-attr]
+        mine = {"record": NothingRecorded, "number": ValueError, "weights": StaleRecord}[bad]
         with pytest.raises(mine if rank else ProcessesDisagree):
             autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
         model.zero_grad()
-        train_step(model, x, y)
+        if way != "shards that rows need":
+            train_step(model, x, y)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards"])
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
 def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -> None:
     both(nothing_recorded, way)
 
