@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.attached import Hook, drop, guard, own_hooks
 from autograd_hacks.capture.recorder import Recorder
@@ -21,6 +22,7 @@ from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import EXPAND, HOOKS, MODES, Plan
 from autograd_hacks.probe.planner import Planner
 from autograd_hacks.rules.table import parts_of_composites, rule_for
+from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch
 
@@ -187,19 +189,25 @@ def recorder_of(model: nn.Module) -> Recorder:
     return recorder
 
 
-class Hooked:
+class Hooked(Shown):
     """What `add_hooks` returns: a context that removes the hooks it added."""
 
     def __init__(self, model: nn.Module, before: tuple[Planner, bool, bool] | None) -> None:
         self._model, self._before = model, before  # the settings that the model had, where it had hooks
 
-    def __repr__(self) -> str:
+    def table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
         if recorder is None:
-            return f"<hooks of a {kind}, removed>"
+            return Table(f"<hooks of a {kind}, removed>")
         layers, batch_dim = len(recorder.layers), recorder.planner.batch_dim
         mode, wanted = recorder.planner.mode, recorder.param_grad.wanted
-        return f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, mode={mode!r}, param_grad={wanted}>"
+        title = f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, mode={mode!r}, param_grad={wanted}>"
+        parameters = list(self._model.parameters())
+        rows = [("modules", str(layers))]
+        for what, own in (("trained", True), ("frozen", False)):
+            rows.append((what, _counted([p for p in parameters if p.requires_grad == own])))
+        settings = [("batch_dim", repr(batch_dim)), ("mode", mode), ("param_grad", str(wanted))]
+        return Table(title, [("of the model", type(self._model).__name__), *rows, *settings, *recorder.record.cells()])
 
     def __enter__(self) -> None:
         pass
@@ -211,6 +219,12 @@ class Hooked:
         elif recorder is not None and self._before is not None:
             planner, recorder.param_grad.wanted, recorder.pool.reuse = self._before
             recorder.plan_by(planner)
+
+
+def _counted(parameters: list[nn.Parameter]) -> str:
+    known = [p for p in parameters if not is_lazy(p)]
+    more = f", {len(parameters) - len(known)} of unknown size" if len(known) < len(parameters) else ""
+    return f"{len(parameters)} parameters, {sum(p.numel() for p in known)} numbers{more}"
 
 
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

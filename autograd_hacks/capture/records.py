@@ -14,10 +14,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
-from autograd_hacks.errors import BatchSizeError, NothingRecorded
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import local_of, version_of
 from autograd_hacks.support.untouched import RandomState
@@ -210,6 +211,21 @@ class Record:
                 "backward pass), whose rows mean different things. Accumulate them apart."
             )
         return next(iter(found), None)
+
+    def cells(self) -> list[tuple[str, str]]:
+        """What there is to read, for people: in words, and in bytes."""
+        passes = [recorded for segment in self.segments for recorded in segment.passes]
+        if not passes:
+            why = "no backward pass yet" if self.forwards else "no forward pass yet"
+            return [("recorded", self.why_empty or why)]
+        received = [(call, grads) for recorded in passes for call, grads in recorded.received.items()]
+        kept = [x for call, grads in received for x in (*(x for x, _ in call.versions), *grads.at) if x is not None]
+        try:
+            size = f"{sum(segment.batch_size() for segment in self.segments if segment.passes)} samples"
+        except PerSampleGradientError:
+            size = "numbers of samples that disagree"
+        count = f"{len(passes)} backward pass{'es' * (len(passes) > 1)}"
+        return [("recorded", f"{size}, {count}"), ("holds", with_unit(bytes_of(kept)))]
 
     def reduction(self, loss_type: str | None) -> str:
         """How all passes' losses were reduced.  Raises ValueError where they differ.  loss_type: what the reader says"""

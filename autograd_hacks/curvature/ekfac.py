@@ -21,6 +21,7 @@ from autograd_hacks.curvature.kronecker import with_ones
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Dense, Form, Outer, group
+from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -29,8 +30,8 @@ SHARE = 0.1
 """The damping unless told, of the mean eigenvalue: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
 
 
-@dataclass(frozen=True)
-class EKFAC:
+@dataclass(frozen=True, repr=False)
+class EKFAC(Shown):
     """(Q_B ⊗ Q_A) diag(S) (Q_B ⊗ Q_A)ᵀ, for a parameter of shape (O, ...), seen as a matrix O I.
 
     With ``kfac_bias='joint'`` it is that of a weight with its bias for a last column, O (I + 1), and both have it.
@@ -40,6 +41,14 @@ class EKFAC:
     b: Tensor  # Q_B, O O
     values: Tensor  # S, O I
     names: tuple[str, ...]  # of the parameter, or of weight and bias
+
+    def table(self) -> Table:
+        parts = [("a", "eigenvectors of inputs", self.a), ("b", "eigenvectors of gradients at outputs", self.b)]
+        parts.append(("values", "eigenvalues", self.values))
+        rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in parts]
+        size = " × ".join(map(str, self.values.shape))
+        title = f"EKFAC of {', '.join(self.names)}: {size}, {with_unit(bytes_of(x for *_, x in parts))}"
+        return Table(title, [("", "what", "shape", "holds"), *rows])
 
     def matvec(self, v: Tensor) -> Tensor:
         """The product with v, a tensor of the parameter's shape, or several, ``(..., *shape)``."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch.nn as nn
 
@@ -13,7 +12,7 @@ from autograd_hacks.forms import Form
 from autograd_hacks.probe.plan import EXPAND, HOOKS, Plan, static_units
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.display import text_table
+from autograd_hacks.support.display import Shown, Table, kinds_of, with_unit
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 
@@ -31,11 +30,11 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         samples = "" if self.samples is None else str(self.samples)
-        return self.parameter, self.layer, self.how, self.form, samples, _with_unit(self.bytes)
+        return self.parameter, self.layer, self.how, self.form, samples, with_unit(self.bytes)
 
 
-@dataclass(frozen=True)
-class Description:
+@dataclass(frozen=True, repr=False)
+class Description(Shown):
     """What `describe` returns.  It prints as a table, in a terminal and in a notebook.
 
     rows: one for each parameter, in the order of ``named_parameters``    note: why the last backward pass can't be read, or
@@ -45,16 +44,10 @@ class Description:
     rows: Sequence[Row]
     note: str
 
-    def __str__(self) -> str:
-        table = text_table([HEADER, *(row.cells() for row in self.rows)])
-        return "\n".join([table, *([self.note] if self.note else [])])
+    def table(self) -> Table:
+        return Table("", [HEADER, *(row.cells() for row in self.rows)], self.note, is_whole=True)
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{cell}</th>" for cell in HEADER)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows)
-        return f"<table><tr>{head}</tr>{body}</table><p>{escape(self.note)}</p>"
+    __repr__ = Shown.__str__
 
 
 def describe(model: nn.Module, trained: bool = False) -> Description:
@@ -88,8 +81,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
             rows.append(Row(name, type(layer).__name__, how))
         else:
             size = form.samples * parameter.numel() * parameter.element_size()
-            kinds = dict.fromkeys(type(leaf).__name__ for leaf in form.leaves())
-            rows.append(Row(name, type(layer).__name__, how, " + ".join(kinds), form.samples, size))
+            rows.append(Row(name, type(layer).__name__, how, kinds_of(form), form.samples, size))
     return Description(rows, note)
 
 
@@ -133,13 +125,3 @@ def _how(
         parts.insert(0, f"rule {rule.name}")
     scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
     return " and ".join(parts) + scaled
-
-
-def _with_unit(size: int | None) -> str:
-    if size is None:
-        return ""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000  # type: ignore[assignment]  # a float from here on
-    return f"{size:.3g} GB"

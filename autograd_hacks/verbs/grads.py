@@ -15,7 +15,7 @@ from torch import Tensor
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import BUDGET, Form, group
-from autograd_hacks.support.display import Hinting
+from autograd_hacks.support.display import Hinting, Shown, Table, table_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
 from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
@@ -23,7 +23,7 @@ from autograd_hacks.verbs.rounds import by_rows, second_moments
 from autograd_hacks.verbs.statistics import Statistics
 
 
-class PerSampleGrads(Hinting, Statistics):
+class PerSampleGrads(Hinting, Shown, Statistics):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -87,9 +87,13 @@ class PerSampleGrads(Hinting, Statistics):
     def values(self) -> ValuesView[Form]:
         return self._forms.values()
 
-    def __repr__(self) -> str:
+    def table(self) -> Table:
         size = sum(form.shape.numel() for form in self.values())
-        return f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
+        title = f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
+        shapes = {name: (self.samples, *self.entries, *form.shape) for name, form in self.items()}
+        return table_of(title, self._forms, shapes, {name: ", not reached" for name in self if name not in self.reached})
+
+    __repr__ = Shown.__str__
 
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""

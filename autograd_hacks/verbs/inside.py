@@ -17,6 +17,7 @@ from autograd_hacks.probe.copies import copies
 from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.rules.squares import kind_of
+from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
@@ -24,7 +25,7 @@ from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 
-class NormsInside:
+class NormsInside(Shown):
     """Norms of per-sample gradients from inside a compiled graph; see `norms_inside`, which makes it."""
 
     def __init__(self, model: nn.Module, param_grad: bool) -> None:
@@ -36,8 +37,13 @@ class NormsInside:
             if (kind := kind_of(layer)) is not None:
                 put_tap(layer, Tap(self._basin, kind, path, place))
 
-    def __repr__(self) -> str:
-        return f"<norms inside a {type(self.model).__name__}: {len(self._layers)} layers>"
+    def table(self) -> Table:
+        title = f"<norms inside a {type(self.model).__name__}: {len(self._layers)} layers>"
+        rows = [
+            (path, type(layer).__name__, str(sum(p.numel() for p in layer.parameters(recurse=False))))
+            for path, layer in self._layers.items()
+        ]
+        return Table(title, [("layer", "kind", "numbers"), *rows])
 
     @contextmanager
     def batch(self, samples: int) -> Iterator[None]:

@@ -21,6 +21,7 @@ from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, readable_segments
 from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import without_autocast
@@ -91,7 +92,7 @@ def streaming(
         streamed.found = stream.end()
 
 
-class Streamed:
+class Streamed(Shown):
     """What `streaming` has found, after the context's end.
 
     norms: N    dot: N    gram: (N, N)    projection: (N, dim)    samples: N
@@ -99,6 +100,10 @@ class Streamed:
 
     def __init__(self) -> None:
         self.found: dict[str, Tensor] = {}
+
+    def table(self) -> Table:
+        found = [f"{name} of shape {tuple(x.shape)}" for name, x in self.found.items()]
+        return Table(f"<streaming has taken {', '.join(found) or 'nothing yet'}>")
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ("norms", "dot", "gram", "projection") and "found" in vars(self):

@@ -55,7 +55,7 @@ def test_it_prints_in_a_terminal_and_in_a_notebook() -> None:
     assert "No forms to show: this Sequential has no hooks" in text
     html = description._repr_html_()
     assert html.count("<tr>") == 5
-    assert "<td>BatchNorm1d</td>" in html
+    assert ">BatchNorm1d</td>" in html
 
 
 def test_it_says_what_is_refused_and_why() -> None:
