@@ -199,7 +199,8 @@ def test_forms_say_what_they_are() -> None:
     weight, bias = grads["0.weight"], grads["0.bias"]
     assert repr(weight) == f"Scaled of Outer: 6 rows of shape {tuple(weight.shape)}, holds 216 B, 480 B written out"
     assert repr(bias[:2]) == f"Scaled of Dense: 2 rows of shape {tuple(bias.shape)}, holds 40 B, 40 B written out"
-    assert repr(autograd_hacks.forms.Dense(torch.ones(3, 4, 5))) == "Dense: 3 rows of shape (4, 5), holds 240 B, 240 B written out"
+    dense = autograd_hacks.forms.Dense(torch.ones(3, 4, 5))
+    assert repr(dense) == "Dense: 3 rows of shape (4, 5), holds 240 B, 240 B written out"
     for form in grads.values():
         for leaf in form.leaves():
             assert repr(leaf).startswith(f"{type(leaf).__name__}: 6 rows")
