@@ -27,6 +27,7 @@ PAGES = {
     "want.rst": "I want to ...: from a question to the lines",
     "usage.rst": "using it",
     "integrations": "in other tools",
+    "errors.rst": "what errors say",
     "limits.rst": "what can't be done, and why",
     "examples": "scripts that run by themselves, each with a picture",
 }

@@ -1,10 +1,40 @@
-"""What the library raises.  Every message says where, what was given, what was expected and how to mend it."""
+"""What the library raises.  Every message says where, what was given, what was expected and how to mend it, and ends with
+the page that explains it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 import torch.nn as nn
+
+_POINTER = re.compile(r'\nSee docs/[^"\n]+, "[^"\n]+"\.')
+
+
+def see(section: str, page: str = "errors.rst") -> str:
+    """The end of a message: where more is said.  page: in docs/"""
+    return f'\nSee docs/{page}, "{section}".'
+
+
+ON_HOOKS = see("The model has no hooks")
+ON_PASSES = see("Several backward passes")
+ON_REDUCTION = see("How the loss is reduced")
+ON_PROCESSES = see("Several processes")
+ON_MODES = see("Which mode", "derivatives.rst")
+ON_SCALERS = see("A GradScaler", "usage.rst")
+ON_DATA_SETS = see("A whole data set", "reductions.rst")
 
 
 class PerSampleGradientError(RuntimeError):
     """Base of the errors below: the per-sample gradients that were asked for do not exist or can't be known."""
+
+    explained: ClassVar[tuple[str, ...]] = ("Nothing was recorded",)
+    """What `see` is told, where the message names no page itself."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        pointer = _POINTER.search(text)  # in the middle, where the message has become a part of another
+        return _POINTER.sub("", text) + (pointer[0] if pointer else see(*self.explained))
 
 
 class NothingRecorded(PerSampleGradientError):
@@ -14,53 +44,79 @@ class NothingRecorded(PerSampleGradientError):
 class UnsupportedLayer(PerSampleGradientError):
     """A trainable parameter belongs to a layer that no rule covers."""
 
+    explained = ("No rule for a layer",)
+
 
 class BatchSizeError(PerSampleGradientError):
     """The layers disagree on the number of samples, or an input has no batch axis."""
+
+    explained = ("Another number of samples",)
 
 
 class SamplesMixed(PerSampleGradientError):
     """A layer's output for one sample depends on the others, so that samples have no gradients of their own."""
 
+    explained = ("Samples that mix",)
+
 
 class StaleRecord(PerSampleGradientError):
     """A tensor that the record refers to was overwritten after the layer read it."""
+
+    explained = ("Something was overwritten",)
 
 
 class UnseenGradient(PerSampleGradientError):
     """Gradient has reached a parameter by a way that no hook sees, so that its rows would be incomplete."""
 
+    explained = ("Gradient by another way",)
+
 
 class ProbeFailed(PerSampleGradientError):
     """The model could not run with some samples of the batch in the place of others, which tells where they are."""
+
+    explained = ("A model that can't be probed",)
 
 
 class VerificationFailed(PerSampleGradientError):
     """`verify` has found per-sample gradients that are not autograd's."""
 
+    explained = ("Rows that are wrong",)
+
 
 class HigherOrderError(PerSampleGradientError):
     """A backward pass ran with ``create_graph=True``, and rows would miss terms of higher order: see ``add_hooks``."""
+
+    explained = "Which mode", "derivatives.rst"
 
 
 class BlockTooLarge(PerSampleGradientError):
     """A block of the Gauss-Newton matrix would take more memory than it may."""
 
+    explained = "What can be had", "curvature.rst"
+
 
 class ParamGradSkipped(PerSampleGradientError):
     """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
+
+    explained = ("No ordinary gradients",)
 
 
 class NotReduced(PerSampleGradientError):
     """``.grad`` would hold what this process's samples give, where DistributedDataParallel reduces it over all processes."""
 
+    explained = ("Several processes",)
+
 
 class ProcessesDisagree(PerSampleGradientError):
     """Processes that work on one batch can't go on together: one has failed, or they have hooked the model differently."""
 
+    explained = ("Several processes",)
+
 
 class ShardedParameters(PerSampleGradientError):
     """Processes hold parts of a parameter that trains."""
+
+    explained = ("Several processes",)
 
 
 OTHER_MODES = (
@@ -74,3 +130,16 @@ OTHER_MODES = (
 def where(path: str, layer: nn.Module) -> str:
     """A layer's name for people: its path in the model and its type."""
     return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"
+
+
+@contextmanager
+def needed(extra: str) -> Iterator[None]:
+    """A context for importing what only a part of the library needs.  extra: brings it, in setup.cfg"""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'what the extra "{extra}" brings is not installed: {error}. Run pip install ".[{extra}]" in a clone of the '
+            "library, or install what is missing by itself." + see("A tool is not installed"),
+            name=error.name,
+        ) from error

@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Record
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_PASSES, NothingRecorded
 from autograd_hacks.support.display import Shown, Table
 
 
@@ -56,7 +56,7 @@ class Accumulation(Shown):
         if record.accumulating:
             raise RuntimeError(
                 "accumulate: this model is accumulating already. Leave that context first, or end it: "
-                "autograd_hacks.accumulate(model).stop()."
+                "autograd_hacks.accumulate(model).stop()." + ON_PASSES
             )
         record.clear()
         record.accumulating, self._record = True, record
@@ -69,7 +69,7 @@ class Accumulation(Shown):
         record = recorder_of(self._model).record
         if not record.accumulating:
             raise RuntimeError(
-                "accumulate: this model is not accumulating, so there is nothing to stop. Call start() first."
+                "accumulate: this model is not accumulating, so there is nothing to stop. Call start() first." + ON_PASSES
             )
         record.accumulating = False
 

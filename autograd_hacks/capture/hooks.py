@@ -17,7 +17,7 @@ from autograd_hacks.capture.attached import Hook, drop, guard, own_hooks
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.plan import EXPAND, HOOKS, MODES, Plan
 from autograd_hacks.probe.planner import Planner
@@ -68,16 +68,20 @@ def add_hooks(
     ProbeFailed where it can't run the probe, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"add_hooks was given an object of type {type(model).__name__}; expected a torch.nn.Module" + ON_HOOKS
+        )
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("add_hooks was given a scripted module, which takes no hooks; expected the module it was made from")
+        raise TypeError(
+            "add_hooks was given a scripted module, which takes no hooks; expected the module it was made from" + ON_HOOKS
+        )
     check_hookable(model)
     if mode not in MODES:
-        raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}")
+        raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}" + ON_MODES)
     if mode == EXPAND and not probe:
         raise ValueError(
             'add_hooks(mode="expand", probe=False): each read gets a copy of the weights for each sample, and the probe '
-            "finds where the samples are there. Leave probe out."
+            "finds where the samples are there. Leave probe out." + ON_MODES
         )
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
@@ -179,12 +183,14 @@ def clear_backprops(model: nn.Module) -> None:
 def recorder_of(model: nn.Module) -> Recorder:
     """The model's records.  Raises NothingRecorded where it has no hooks, TypeError where it is no module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, the one that add_hooks was given; got {type(model).__name__}")
+        raise TypeError(
+            f"expected a torch.nn.Module, the one that add_hooks was given; got {type(model).__name__}" + ON_HOOKS
+        )
     recorder = _recorder_of(model)
     if recorder is None:
         raise NothingRecorded(
             f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks on this very object, before the "
-            "forward pass; a copy of a hooked model, a part of it or a wrapper around it counts as another."
+            "forward pass; a copy of a hooked model, a part of it or a wrapper around it counts as another." + ON_HOOKS
         )
     return recorder
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.calls import OutputGrads, RecordedCall
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
@@ -76,7 +76,7 @@ class Pass:
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
                 f"loss_type is {loss_type!r}, but by {self.losses.what} it was {self.losses.loss_type!r}. Leave "
-                "loss_type out: the scale is known."
+                "loss_type out: the scale is known." + ON_REDUCTION
             )
         return self.losses.loss_type
 
@@ -231,7 +231,9 @@ class Record:
         """How all passes' losses were reduced.  Raises ValueError where they differ.  loss_type: what the reader says"""
         found = {recorded.reduction(loss_type) for segment in self.segments for recorded in segment.passes}
         if len(found) > 1:
-            raise ValueError("some of the accumulated losses were means and some were sums; reduce all in one way")
+            raise ValueError(
+                "some of the accumulated losses were means and some were sums; reduce all in one way" + ON_REDUCTION
+            )
         return found.pop()
 
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:

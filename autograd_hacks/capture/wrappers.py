@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autograd_hacks.errors import NotReduced, ShardedParameters, where
+from autograd_hacks.errors import ON_PROCESSES, NotReduced, ShardedParameters, where
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
@@ -133,7 +133,7 @@ def check_hookable(model: nn.Module) -> None:
 def _over_devices(what: str) -> str:
     return (
         f"{what} runs in torch.nn.DataParallel, as copies on several devices at a time, whose calls the hooks can't put "
-        "together. Use one device, or torch.nn.parallel.DistributedDataParallel."
+        "together. Use one device, or torch.nn.parallel.DistributedDataParallel." + ON_PROCESSES
     )
 
 

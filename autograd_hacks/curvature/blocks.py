@@ -25,7 +25,7 @@ from autograd_hacks.curvature.kronecker import (
 )
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import NothingRecorded, UnsupportedLayer
+from autograd_hacks.errors import ON_PASSES, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -107,7 +107,7 @@ def compute_hess_over(
     """
     record = recorder_of(model).record
     if record.accumulating:
-        raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first")
+        raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first" + ON_PASSES)
     if kind == "ekfac" and isinstance(loader, Iterator):
         raise ValueError(
             "compute_hess_over(kind='ekfac') takes all batches twice; expected a DataLoader or a list, no iterator"

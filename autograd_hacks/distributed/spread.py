@@ -21,7 +21,7 @@ from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.cut import cuts_of, over_samples
 from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
-from autograd_hacks.errors import NotReduced
+from autograd_hacks.errors import ON_PROCESSES, NotReduced
 from autograd_hacks.support.parts import Cut
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if isinstance(group, DeviceMesh | dist.ProcessGroup) and sharded:
         raise ValueError(
             "process_group was given for a model that fully_shard has cut, whose sums go to the processes that hold the "
-            "parts. Leave it out; or give process_group=False, for the sums of this process's samples alone."
+            "parts. Leave it out; or give process_group=False, for the sums of this process's samples alone." + ON_PROCESSES
         )
     if isinstance(group, DeviceMesh):
         return group
@@ -192,7 +192,7 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if group is not None:
         raise TypeError(
             f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
-            "of this process alone, or None for those of all processes that the model runs on"
+            "of this process alone, or None for those of all processes that the model runs on" + ON_PROCESSES
         )
     if sharded:
         first: Any = sharded[0]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn as nn
-from accelerate import Accelerator
 
+from autograd_hacks.errors import needed
 from autograd_hacks.integrations.steps import Steps
+
+with needed("accelerate"):
+    from accelerate import Accelerator
 
 
 class AcceleratedSteps(Steps):

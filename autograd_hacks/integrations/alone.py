@@ -1,5 +1,6 @@
 """Integrations work on one process."""
 
+from autograd_hacks.errors import ON_PROCESSES
 from autograd_hacks.verbs.grads import PerSampleGrads
 
 
@@ -8,5 +9,5 @@ def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
     if grads.spread.mesh is not None or grads.spread.cuts:
         raise NotImplementedError(
             f"{what}: the model shares its batches, or its layers, with other processes, and this would add up "
-            f"those of one process alone. {instead} See the page on many processes."
+            f"those of one process alone. {instead}" + ON_PROCESSES
         )

@@ -6,16 +6,19 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
-from laplace.utils import Kron
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import pause_hooks
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess
+from autograd_hacks.errors import needed
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import per_sample_grads
+
+with needed("laplace"):
+    from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+    from laplace.utils import Kron
 
 
 class _Backend(CurvatureInterface):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-
+from autograd_hacks.errors import needed
 from autograd_hacks.integrations.steps import Steps
+
+with needed("lightning"):
+    import lightning.pytorch as pl
 
 
 class GradsCallback(Steps, pl.Callback):

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from opacus import PrivacyEngine as _PrivacyEngine
-from opacus.optimizers import DPOptimizer as _DPOptimizer
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import NothingRecorded, needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
+
+with needed("opacus"):
+    from opacus import PrivacyEngine as _PrivacyEngine
+    from opacus.optimizers import DPOptimizer as _DPOptimizer
 
 
 class DPOptimizer(_DPOptimizer):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from skorch.callbacks import Callback
 
+from autograd_hacks.errors import needed
 from autograd_hacks.integrations.steps import Steps
+
+with needed("skorch"):
+    from skorch.callbacks import Callback
 
 
 class GradsCallback(Callback):

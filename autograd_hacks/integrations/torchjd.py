@@ -7,21 +7,24 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torchjd.aggregation import (
-    Aggregator,
-    ConstantWeighting,
-    GramianWeightedAggregator,
-    MeanWeighting,
-    RandomWeighting,
-    SumWeighting,
-    WeightedAggregator,
-    Weighting,
-)
 
+from autograd_hacks.errors import needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
+
+with needed("torchjd"):
+    from torchjd.aggregation import (
+        Aggregator,
+        ConstantWeighting,
+        GramianWeightedAggregator,
+        MeanWeighting,
+        RandomWeighting,
+        SumWeighting,
+        WeightedAggregator,
+        Weighting,
+    )
 
 BY_NUMBER = ConstantWeighting, MeanWeighting, RandomWeighting, SumWeighting
 """Weightings that ask how many rows there are, and nothing else."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
-
+from autograd_hacks.errors import needed
 from autograd_hacks.integrations.steps import Steps, mean_of
+
+with needed("transformers"):
+    from transformers import TrainerCallback
 
 
 class GradsCallback(Steps, TrainerCallback):

@@ -13,6 +13,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
+    ON_PASSES,
     OTHER_MODES,
     HigherOrderError,
     NothingRecorded,
@@ -132,7 +133,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise NothingRecorded(
                 "an earlier backward pass, which nobody has read, is in .grad too, and its rows were thrown away when the "
                 f"last one came: those of the last are not all of .grad. {_MICRO_BATCHES} .grad between them (zero_grad), "
-                "or the record (autograd_hacks.clear_backprops(model))."
+                "or the record (autograd_hacks.clear_backprops(model))." + ON_PASSES
             )
         if recorded.ambiguous:
             raise NothingRecorded(
@@ -153,6 +154,7 @@ def check_sets_all(record: Record, what: str) -> None:
         raise NothingRecorded(
             f"an earlier backward pass, which nobody has read, was thrown away when the last one came, and .grad as {what} "
             f"sets it would be without it. {_MICRO_BATCHES} the record between them: autograd_hacks.clear_backprops(model)."
+            + ON_PASSES
         )
 
 

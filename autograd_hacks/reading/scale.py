@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from autograd_hacks.capture.records import Announcement, Record
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.probe.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
@@ -18,7 +18,7 @@ def check_loss_type(loss_type: str | None) -> None:
     if loss_type is not None and loss_type not in LOSS_TYPES:
         raise ValueError(
             f"loss_type is {loss_type!r}; expected 'mean' or 'sum', whichever the loss does over the batch, or None after "
-            "autograd_hacks.backward(losses)"
+            "autograd_hacks.backward(losses)" + ON_REDUCTION
         )
 
 
@@ -29,9 +29,13 @@ def check_scale(scale: float | Tensor) -> None:
         or not isinstance(value, int | float | Tensor)
         or (isinstance(value, Tensor) and value.numel() != 1)
     ):
-        raise TypeError(f"scale is {scale!r}; expected the number that the loss was multiplied by, GradScaler.get_scale()")
+        raise TypeError(
+            f"scale is {scale!r}; expected the number that the loss was multiplied by, GradScaler.get_scale()" + ON_REDUCTION
+        )
     if not 0 < float(value) < float("inf"):
-        raise ValueError(f"scale is {float(value)}; expected a number above 0, which the loss was multiplied by")
+        raise ValueError(
+            f"scale is {float(value)}; expected a number above 0, which the loss was multiplied by" + ON_REDUCTION
+        )
 
 
 def check_ordinary(record: Record, what: str) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hashlib import _Hash
 
+from autograd_hacks.errors import ON_DATA_SETS
+
 _KINDS = {
     torch.float32: ("<f4", "F32"),
     torch.float64: ("<f8", "F64"),
@@ -37,15 +39,21 @@ class RowFile:
     def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
         self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
         if self.path.suffix not in (".npy", ".safetensors"):
-            raise ValueError(f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors")
+            raise ValueError(
+                f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors" + ON_DATA_SETS
+            )
         if self.path.exists() != self._notes.exists():
             raise ValueError(
                 f"of {self.path} and {self._notes} there is but one, so that it can't be gone on with; delete it"
+                + ON_DATA_SETS
             )
         fresh = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
         self.known: dict[str, Any] = json.loads(self._notes.read_text()) if self._notes.exists() else fresh
         if self.known["origin"] != origin:
-            raise ValueError(f"{self.path} holds rows of other weights, or of other checkpoints; delete it, or name another")
+            raise ValueError(
+                f"{self.path} holds rows of other weights, or of other checkpoints; delete it, or name another"
+                + ON_DATA_SETS
+            )
 
     def append(self, rows: Tensor, seen: str) -> None:
         """Writes the rows of one more batch.  seen: what tells this batch and all before from others"""
@@ -58,7 +66,7 @@ class RowFile:
         if [shape, dtype] != [known["shape"], known["dtype"]]:
             raise ValueError(
                 f"{self.path} holds {known['dtype']} rows of shape {tuple(known['shape'])}, and these are {dtype} of "
-                f"{tuple(shape)}: another verb's; delete it, or name another"
+                f"{tuple(shape)}: another verb's; delete it, or name another" + ON_DATA_SETS
             )
         before = known["rows"] * prod(shape) * rows.element_size()
         self.known = known | {"rows": known["rows"] + len(rows), "batches": known["batches"] + 1, "seen": seen}

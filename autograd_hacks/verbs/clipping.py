@@ -11,7 +11,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_PASSES, ON_SCALERS, NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
@@ -149,12 +149,13 @@ def check_adds(recorder: Recorder) -> None:
             "clip_grad1_norm_ was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
             "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "
             "where layers are called by themselves; or run all micro-batches within accumulate(model) and clip once."
+            + ON_PASSES
         )
     if any(segment.replaced for segment in segments):
         raise NothingRecorded(
             "clip_grad1_norm_(add=True): the last backward pass was put into .grad already, and would be added "
             "once more. Run another forward and backward pass before; within accumulate(model), which keeps all passes, "
-            "clip once, at its end."
+            "clip once, at its end." + ON_PASSES
         )
 
 
@@ -165,17 +166,17 @@ def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> 
         raise ValueError(
             f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself, scaler=scaler: .grad then "
             "has the scale in it, and scaler.step() divides by that. For a loss that you have multiplied yourself clip to "
-            "max_norm * scale, and divide by the scale afterwards: p.grad /= scale."
+            "max_norm * scale, and divide by the scale afterwards: p.grad /= scale." + ON_SCALERS
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler")
+        raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler" + ON_SCALERS)
     # Whose optimizers they are is not known: the scaler keeps nothing of them but numbers.
     states = scaler._per_optimizer_states.values() if scaler is not None and scaler.is_enabled() else ()
     if any(state["stage"] is OptState.UNSCALED for state in states):
         raise RuntimeError(
             "clip_grad1_norm_ was given a scaler after its unscale_(optimizer), so that scaler.step(optimizer) would not "
             "divide by the scale, which .grad will have in it again. Call unscale_ after clip_grad1_norm_, or not at all. "
-            "If it was for another model's optimizer, step that one first, or clip before its unscale_."
+            "If it was for another model's optimizer, step that one first, or clip before its unscale_." + ON_SCALERS
         )
 
 

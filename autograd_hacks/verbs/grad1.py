@@ -9,6 +9,7 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Spread, spread_of
+from autograd_hacks.errors import ON_SCALERS
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
@@ -102,7 +103,7 @@ def _check_unscaled(scale: float | Tensor) -> None:
         raise ValueError(
             f"compute_grad1(set_grad=True) was given scale={float(scale)}, after which .grad has no scale in it, and "
             "scaler.step() would divide by that once more. Leave scale out: rows and .grad then have the scale in them, as "
-            ".grad has it after any backward pass, and scaler.step() is right."
+            ".grad has it after any backward pass, and scaler.step() is right." + ON_SCALERS
         )
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.records import Announcement
+from autograd_hacks.errors import ON_REDUCTION
 from autograd_hacks.reading.apart import check_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
@@ -25,11 +26,13 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     losses is not the number of samples that the hooked layers saw; the record is empty then, and ``param.grad`` filled.
     """
     if not isinstance(losses, Tensor):
-        raise TypeError(f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample")
+        raise TypeError(
+            f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample" + ON_REDUCTION
+        )
     if losses.ndim != 1:
         raise ValueError(
             f"backward was given losses of shape {tuple(losses.shape)}; expected a vector of N losses, one for each sample. "
-            "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)."
+            "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)." + ON_REDUCTION
         )
     check_loss_type(loss_type)
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")

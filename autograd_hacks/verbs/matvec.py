@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import refuse_curvature
-from autograd_hacks.errors import BlockTooLarge, NothingRecorded
+from autograd_hacks.errors import BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import Form
 from autograd_hacks.verbs.everyone import Everyone
 
@@ -164,7 +164,8 @@ class Curvature(Everyone):
         damping: λ ≥ 0    Vectors are laid out as `to_vector` and `from_vector` say.
         Raises ImportError without scipy, ValueError for another damping.
         """
-        from scipy.sparse.linalg import LinearOperator
+        with needed("curvature"):
+            from scipy.sparse.linalg import LinearOperator
 
         self._check_alone("as_linear_operator")
         damping = _number("as_linear_operator", damping)

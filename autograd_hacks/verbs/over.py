@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.row_files import RowFile, digest_of
 from autograd_hacks.verbs.arguments import kind_of
@@ -63,9 +64,11 @@ def over(
     """
     record = recorder_of(model).record
     if record.accumulating:
-        raise RuntimeError("over reads batch by batch; leave accumulate(model) first")
+        raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
     if out is not None and total:
-        raise ValueError("over was given out for sums; expected it for rows. Save what is returned: torch.save(sums, path)")
+        raise ValueError(
+            "over was given out for sums; expected it for rows. Save what is returned: torch.save(sums, path)" + ON_DATA_SETS
+        )
     file = None
     if out is not None:
         origin = digest_of(model.state_dict(), checkpoints, only)
@@ -85,6 +88,7 @@ def over(
                         raise ValueError(
                             f"{file.path} holds rows of other batches, or of these in another order. A loader that is gone "
                             "on with must not shuffle: DataLoader(data, shuffle=False). Or delete the file to begin anew."
+                            + ON_DATA_SETS
                         )
                     continue
             piece: dict[str, Tensor] = {}
@@ -94,7 +98,9 @@ def over(
                 piece = {name: x + piece[name] for name, x in own.items()} if piece else own
             if file is not None:
                 if is_dict:
-                    raise ValueError("over was given out, and verb returned a dictionary; expected one tensor of N rows")
+                    raise ValueError(
+                        "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
+                    )
                 file.append(piece[""], seen)
             elif total and found:
                 found = [{name: found[0][name] + x for name, x in piece.items()}]
@@ -104,9 +110,10 @@ def over(
     if file is not None and batches < file.known["batches"]:
         raise ValueError(
             f"{file.path} holds rows of {file.known['batches']} batches; the loader has {batches}. Delete the file"
+            + ON_DATA_SETS
         )
     if not batches:
-        raise ValueError("over was given a loader without batches")
+        raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
     if file is not None:
         return file.rows()
     joined = {name: torch.cat([piece[name] for piece in found]) if not total else x for name, x in found[0].items()}
@@ -171,6 +178,7 @@ def _of_process(out: str | os.PathLike[str]) -> str:
         if "{rank}" not in path and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 f"out is {path!r} on each of several processes; expected a name with {{rank}} in it: rows-{{rank}}.npy"
+                + ON_DATA_SETS
             )
     return path.replace("{rank}", str(rank))
 

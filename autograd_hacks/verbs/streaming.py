@@ -15,7 +15,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
-from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, where
+from autograd_hacks.errors import ON_PASSES, BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
@@ -78,6 +78,7 @@ def streaming(
     if record.accumulating:
         raise RuntimeError(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"
+            + ON_PASSES
         )
     record.clear()
     streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale)
@@ -149,7 +150,7 @@ class _Stream:
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
         if self._gate.segment.passes[0] is not current:
-            raise RuntimeError("a second backward pass has begun inside streaming(model), which is for one")
+            raise RuntimeError("a second backward pass has begun inside streaming(model), which is for one" + ON_PASSES)
         if current.higher_order:
             raise HigherOrderError("streaming takes no quantities of a backward pass with create_graph=True")
         if name in self._taken:

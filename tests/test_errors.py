@@ -1,0 +1,94 @@
+"""Every error that a newcomer meets ends with the page that explains it, and the page is there."""
+
+import ast
+import importlib
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from autograd_hacks import errors
+from autograd_hacks.errors import PerSampleGradientError, see
+
+ROOT = Path(__file__).parent.parent
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PerSampleGradientError)]
+POINTER = re.compile(r'\nSee docs/([\w/]+\.rst), "([^"\n]+)"\.')
+
+
+def pages() -> set[tuple[str, str]]:
+    """Every page with every title in it."""
+    title = re.compile(r"^(\S.*)\n([=\-~])\2+$", re.M)
+    docs = ROOT / "docs"
+    texts = {path.relative_to(docs).as_posix(): path.read_text() for path in docs.rglob("*.rst")}
+    return {(page, found[1]) for page, text in texts.items() for found in title.finditer(text) if len(found[1]) > 1}
+
+
+def calls_of_see() -> list[tuple[str, str]]:
+    """The pages that messages name, as the sources have them."""
+    found = []
+    for path in (ROOT / "autograd_hacks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "see":
+                told = [own.value for own in node.args if isinstance(own, ast.Constant)]
+                found += [(told[1] if told[1:] else "errors.rst", told[0])] if told else []
+    return found
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_the_page_of_each_error_is_there(kind: type[PerSampleGradientError]) -> None:
+    found = POINTER.findall(str(kind("something is wrong")))
+    assert len(found) == 1
+    assert found[0] in pages()
+
+
+def test_pages_that_messages_name_are_there() -> None:
+    named = calls_of_see()
+    assert len(named) >= 8
+    assert not set(named) - pages()
+
+
+def test_the_page_that_is_not_there_is_noticed() -> None:
+    assert ("errors.rst", "Samples that mix") in pages()
+    assert ("errors.rst", "Samples that blend") not in pages()
+
+
+def test_a_pointer_stands_once_and_last() -> None:
+    inner = errors.SamplesMixed("a mixes b")
+    assert str(inner) == 'a mixes b\nSee docs/errors.rst, "Samples that mix".'
+    outer = errors.SamplesMixed(f"{inner} And more.")
+    assert str(outer) == 'a mixes b And more.\nSee docs/errors.rst, "Samples that mix".'
+    several = errors.ProcessesDisagree(f"process 0: {inner}; process 1: {errors.StaleRecord('old')}")
+    assert str(several) == 'process 0: a mixes b; process 1: old\nSee docs/errors.rst, "Samples that mix".'
+    own = errors.NothingRecorded("no hooks" + see("The model has no hooks"))
+    assert str(own) == 'no hooks\nSee docs/errors.rst, "The model has no hooks".'
+    assert str(pickle.loads(pickle.dumps(own))) == str(own)
+    assert str(errors.NothingRecorded()).startswith("\nSee docs/")
+
+
+def test_every_error_has_a_section_with_its_name() -> None:
+    page = (ROOT / "docs" / "errors.rst").read_text()
+    for kind in CLASSES[1:]:
+        assert f"`autograd_hacks.errors.{kind.__name__}`" in page
+
+
+TOOLS = ["accelerate", "laplace", "lightning", "opacus", "skorch", "torchjd", "transformers"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_is_not_installed(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.split(".")[0] == tool:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, tool, None)
+    monkeypatch.delitem(sys.modules, f"autograd_hacks.integrations.{tool}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf'pip install "\.\[{tool}\]"') as raised:
+        importlib.import_module(f"autograd_hacks.integrations.{tool}")
+    assert (raised.value.name or "").split(".")[0] == tool
+    assert POINTER.findall(str(raised.value)) == [("errors.rst", "A tool is not installed")]
+
+
+def test_every_integration_says_what_it_needs() -> None:
+    folder = ROOT / "autograd_hacks" / "integrations"
+    assert sorted(path.stem for path in folder.glob("*.py") if "with needed(" in path.read_text()) == TOOLS
