@@ -24,6 +24,7 @@ TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightnin
 TOOLS += ["laplace-torch"]
 """What works together with the library, by the names that pip knows."""
 PAGES = {
+    "first_steps.ipynb": "the first ten minutes, in a notebook",
     "want.rst": "I want to ...: from a question to the lines",
     "usage.rst": "using it",
     "integrations": "in other tools",
@@ -67,7 +68,7 @@ def _overview() -> Iterator[str]:
         yield "Pages and examples are in docs/ of the sources, which pip does not install."
         return
     yield f"Pages, in {docs}; tox -e gallery makes a site of them:"
-    yield from (f"  {name:14}{says}" for name, says in PAGES.items())
+    yield from (f"  {name:18}{says}" for name, says in PAGES.items())
     yield "Examples:"
     for script in sorted((docs / "examples").glob("*.py")):
         if script.name != "common.py":

@@ -18,6 +18,7 @@ project = "autograd_hacks"
 copyright = "2026, the autograd_hacks developers"
 release = importlib.metadata.version("autograd-hacks")
 extensions = [
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
@@ -63,7 +64,10 @@ import torch.nn.functional as F
 import autograd_hacks
 _ = torch.manual_seed(0)
 """
-exclude_patterns = ["_build", "_generated", "examples"]
+exclude_patterns = ["_build", "_generated", "examples", "gallery/*.ipynb"]
+# The notebook is run by every build, and fails it where a cell fails.
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_show_tb = "force", True, True
+nb_execution_timeout = 120
 nitpicky = False
 
 

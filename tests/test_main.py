@@ -41,7 +41,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    for word in (autograd_hacks.__version__, "doctor", "want.rst", "wrong_labels.py", "pinn.py"):
+    pages = ["first_steps.ipynb", "want.rst", "errors.rst"]
+    for word in (autograd_hacks.__version__, "doctor", *pages, "wrong_labels.py", "pinn.py"):
         assert word in out
     assert "common.py" not in out
 

@@ -45,7 +45,7 @@ class Accumulation(Shown):
         begun = self._record is not None or record.accumulating
         so_far = f"{len(record.segments)} forward{'s' * (len(record.segments) != 1)} so far"
         says = so_far if record.accumulating else "ended" if begun else "not begun"
-        return Table(f"<accumulate of a {kind}, {says}>", [("of the model", kind), *record.cells()] if begun else ())
+        return Table(f"<accumulate of a {kind}, {says}>", [("what", "so far"), *record.cells()] if begun else ())
 
     def start(self) -> None:
         """From here on rows are appended.  What was recorded before is thrown away.

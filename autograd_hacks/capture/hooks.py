@@ -213,7 +213,7 @@ class Hooked(Shown):
         for what, own in (("trained", True), ("frozen", False)):
             rows.append((what, _counted([p for p in parameters if p.requires_grad == own])))
         settings = [("batch_dim", repr(batch_dim)), ("mode", mode), ("param_grad", str(wanted))]
-        return Table(title, [("of the model", type(self._model).__name__), *rows, *settings, *recorder.record.cells()])
+        return Table(title, [("setting", "value"), *rows, *settings, *recorder.record.cells()])
 
     def __enter__(self) -> None:
         pass

@@ -1,6 +1,7 @@
 """Tables and progress bars, for people."""
 
 import importlib.util
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,7 +23,11 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
     """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken."""
     if total == 1 or importlib.util.find_spec("tqdm") is None:
         return items
-    from tqdm.auto import tqdm
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets, which gets a bar of letters
+        from tqdm.auto import tqdm
 
     bar: Iterable[Item] = tqdm(items, desc=what, unit=unit, total=total, delay=_DELAY)
     return bar
@@ -60,7 +65,7 @@ class Hinting:
 
 _LONGEST = 25
 """Rows of a table that is not shortened."""
-_CELL = "text-align: left; white-space: pre-wrap"
+_CELL = "text-align: left; vertical-align: top; padding: 0.15em 1em 0.15em 0; white-space: "
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,17 @@ class Table:
     def html(self) -> str:
         """For a notebook, in the colours that it has."""
         lines = [
-            "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+            "<tr>" + "".join(_cell(tag, cell) for cell in cells) + "</tr>"
             for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shown() if self.rows else ())
         ]
         table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>" if lines else ""
         before, after = (f"<p>{escape(x)}</p>".replace("\n", "<br>") if x else "" for x in (self.title, self.note))
         return f'<div style="overflow-x: auto">{before}{table}{after}</div>'
+
+
+def _cell(tag: str, text: str) -> str:
+    space = "pre" if len(text) <= 40 else "pre-wrap; min-width: 16em"  # what is long goes on below
+    return f'<{tag} style="{_CELL}{space}">{escape(text)}</{tag}>'
 
 
 class Shown:

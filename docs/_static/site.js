@@ -1,6 +1,6 @@
 // Tables that have no room are stacked: see site.css.
 function stack() {
-  for (const table of document.querySelectorAll("table.docutils:not(.sides)")) {
+  for (const table of document.querySelectorAll("table.docutils:not(.sides), .cell_output table")) {
     table.classList.remove("stacked");
     const room = table.parentElement.clientWidth;
     if (!room || table.scrollWidth <= room + 1) continue;
