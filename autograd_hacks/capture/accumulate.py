@@ -36,7 +36,7 @@ class Accumulation(Shown):
         self._model = model
         self._record: Record | None = None
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         kind = type(self._model).__name__
         try:
             record = recorder_of(self._model).record

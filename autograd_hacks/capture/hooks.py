@@ -201,7 +201,7 @@ class Hooked(Shown):
     def __init__(self, model: nn.Module, before: tuple[Planner, bool, bool] | None) -> None:
         self._model, self._before = model, before  # the settings that the model had, where it had hooks
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
         if recorder is None:
             return Table(f"<hooks of a {kind}, removed>")

@@ -42,7 +42,7 @@ class EKFAC(Shown):
     values: Tensor  # S, O I
     names: tuple[str, ...]  # of the parameter, or of weight and bias
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         parts = [("a", "eigenvectors of inputs", self.a), ("b", "eigenvectors of gradients at outputs", self.b)]
         parts.append(("values", "eigenvalues", self.values))
         rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in parts]

@@ -80,7 +80,7 @@ class Table:
     note: str = ""
     is_whole: bool = False
 
-    def _shown(self) -> Sequence[Sequence[str]]:
+    def _shortened(self) -> Sequence[Sequence[str]]:
         header, *rows = self.rows
         if self.is_whole or len(rows) <= _LONGEST:
             return self.rows
@@ -90,14 +90,14 @@ class Table:
 
     def text(self) -> str:
         """For a terminal."""
-        table = [text_table(self._shown())] if self.rows else []
+        table = [text_table(self._shortened())] if self.rows else []
         return "\n".join(part for part in (self.title, *table, self.note) if part)
 
     def html(self) -> str:
         """For a notebook, in the colours that it has."""
         lines = [
             "<tr>" + "".join(_cell(tag, cell) for cell in cells) + "</tr>"
-            for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shown() if self.rows else ())
+            for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shortened() if self.rows else ())
         ]
         table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>" if lines else ""
         before, after = (f"<p>{escape(x)}</p>".replace("\n", "<br>") if x else "" for x in (self.title, self.note))
@@ -115,23 +115,23 @@ class Shown:
     Nothing is computed for it, nothing changed, and nothing raised.
     """
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
-    def _table(self) -> Table:
+    def _shown(self) -> Table:
         try:
-            return self.table()
+            return self._table()
         except Exception as error:  # a form of a user's own, or half made, must not stop a debugger that shows it
             return Table(f"{type(self).__name__}, which can't be shown ({type(error).__name__}: {error})")
 
     def __repr__(self) -> str:
-        return self._table().title
+        return self._shown().title
 
     def __str__(self) -> str:
-        return self._table().text()
+        return self._shown().text()
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self._shown().html()
 
 
 class Rows(Hinting, Shown):
@@ -150,7 +150,7 @@ class Rows(Hinting, Shown):
         def like(self) -> Tensor: ...
         def leaves(self) -> Iterable["Rows"]: ...
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         kinds = "" if [*self.leaves()] == [self] else f" of {kinds_of(self)}"
         size = f"{holds(self)}, {with_unit(written_bytes(self))} written out"
         title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
@@ -186,11 +186,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     """What tensors take, memory that several of them see counting once."""
     memory: dict[object, tuple[int, dict[object, int]]] = {}
     for x in map(local_of, tensors):
-        if x.layout != torch.strided:
-            parts = (x._indices(), x._values()) if x.layout == torch.sparse_coo else ()
-            memory[id(x)] = sum(part.nbytes for part in parts), {}
+        try:
+            storage = x.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
+            count = x.numel() if x.layout == torch.strided else x._nnz()
+            indices = x._indices().nbytes if x.layout == torch.sparse_coo else 0
+            memory[id(x)] = count * x.element_size() + indices, {}
             continue
-        storage = x.untyped_storage()
         _, seen = memory.setdefault(storage._cdata, (storage.nbytes(), {}))
         seen[x.storage_offset(), x.numel()] = x.numel() * x.element_size()
     return sum(min(size, sum(seen.values())) if seen else size for size, seen in memory.values())

@@ -44,7 +44,7 @@ class Description(Shown):
     rows: Sequence[Row]
     note: str
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         return Table("", [HEADER, *(row.cells() for row in self.rows)], self.note, is_whole=True)
 
     __repr__ = Shown.__str__

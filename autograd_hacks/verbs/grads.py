@@ -87,7 +87,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
     def values(self) -> ValuesView[Form]:
         return self._forms.values()
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         size = sum(form.shape.numel() for form in self.values())
         title = f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
         shapes = {name: (self.samples, *self.entries, *form.shape) for name, form in self.items()}

@@ -37,7 +37,7 @@ class NormsInside(Shown):
             if (kind := kind_of(layer)) is not None:
                 put_tap(layer, Tap(self._basin, kind, path, place))
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         title = f"<norms inside a {type(self.model).__name__}: {len(self._layers)} layers>"
         rows = [
             (path, type(layer).__name__, str(sum(p.numel() for p in layer.parameters(recurse=False))))

@@ -102,7 +102,7 @@ class Streamed(Shown):
     def __init__(self) -> None:
         self.found: dict[str, Tensor] = {}
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         found = [f"{name} of shape {tuple(x.shape)}" for name, x in self.found.items()]
         return Table(f"<streaming has taken {', '.join(found) or 'nothing yet'}>")
 

@@ -73,7 +73,7 @@ def test_bytes_count_memory_once() -> None:
 
 def test_what_can_not_be_shown_says_so_and_raises_nothing() -> None:
     class Broken(Shown):
-        def table(self) -> Table:
+        def _table(self) -> Table:
             raise AttributeError("half made")
 
     thing = Broken()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Scale
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autograd_hacks
 from autograd_hacks import forms
@@ -175,6 +176,19 @@ def test_any_form_can_be_shown(name: str) -> None:
         assert "can't be shown" not in says, says
         assert type(form).__name__ in says
     assert len(str(form).split("\n")) < 35
+
+
+def test_inside_of_transforms() -> None:
+    said: list[str] = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        said.append(repr(Dense(x)))
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(loss))(torch.zeros(5, 3, 2))
+    with FakeTensorMode():
+        said.append(repr(Dense(torch.zeros(3, 2))))
+    assert said == ["Dense: 3 rows of shape (2,), holds 24 B, 24 B written out"] * 2
 
 
 def test_rows_that_are_run_again_are_said_to_be() -> None:
