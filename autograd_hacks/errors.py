@@ -22,6 +22,10 @@ ON_REDUCTION = see("How the loss is reduced")
 ON_PROCESSES = see("Several processes")
 ON_MODES = see("Which mode", "derivatives.rst")
 ON_SCALERS = see("A GradScaler", "usage.rst")
+ON_VERBS = see("What the gradients say", "reductions.rst")
+ON_OUTPUTS = see("Rows of outputs", "reductions.rst")
+ON_CLIPPING = see("Clipping", "reductions.rst")
+ON_CURVATURE = see("What can be had", "curvature.rst")
 ON_DATA_SETS = see("A whole data set", "reductions.rst")
 
 

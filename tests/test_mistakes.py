@@ -170,6 +170,45 @@ def a_scale() -> None:
     autograd_hacks.clip_grad1_norm_(model, 1.0, scale=2.0)
 
 
+def gradients() -> autograd_hacks.PerSampleGrads:
+    model = hooked()
+    model(X).sum().backward()
+    return autograd_hacks.per_sample_grads(model)
+
+
+def a_direction_that_is_a_list() -> None:
+    gradients().dot([X])  # type: ignore[call-overload]
+
+
+def too_few_weights() -> None:
+    gradients().weighted_sum(torch.ones(3))
+
+
+def groups_of_floats() -> None:
+    gradients().group(torch.ones(4))
+
+
+def a_variance_of_outputs() -> None:
+    model = hooked()
+    autograd_hacks.per_sample_jacobian(model, model(X)).variance()
+
+
+def chunks_of_none() -> None:
+    model = hooked()
+    autograd_hacks.per_sample_jacobian(model, model(X), chunk_size=0)
+
+
+def clipping_to_nothing() -> None:
+    model = hooked()
+    model(X).sum().backward()
+    autograd_hacks.clip_grad1_norm_(model, max_norm=0.0)
+
+
+def another_curvature() -> None:
+    model = hooked()
+    autograd_hacks.backprop_hess(model(X), hess_type="Cross")
+
+
 MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (no_hooks, errors.NothingRecorded, "The model has no hooks"),
     (no_model, TypeError, "The model has no hooks"),
@@ -193,6 +232,13 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (nothing_to_step_by, errors.ParamGradSkipped, "No ordinary gradients"),
     (factors_of_a_norm, errors.UnsupportedLayer, "No rule for a layer"),
     (a_block_too_large, errors.BlockTooLarge, "What can be had"),
+    (a_direction_that_is_a_list, TypeError, "What the gradients say"),
+    (too_few_weights, ValueError, "What the gradients say"),
+    (groups_of_floats, TypeError, "What the gradients say"),
+    (a_variance_of_outputs, ValueError, "What the gradients say"),
+    (chunks_of_none, ValueError, "Rows of outputs"),
+    (clipping_to_nothing, ValueError, "Clipping"),
+    (another_curvature, ValueError, "What can be had"),
     (a_scale, ValueError, "A GradScaler"),
 ]
 

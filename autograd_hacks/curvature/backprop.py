@@ -10,7 +10,7 @@ from autograd_hacks.capture.graph import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.curvature.roots import ROOTS, directions
 from autograd_hacks.distributed.cut import refuse_curvature
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.parts import is_part
@@ -71,25 +71,34 @@ def backprop_hess(
 def _check_arguments(output: Tensor, hess_type: str, samples: int | None, generator: torch.Generator | None) -> None:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise TypeError(f"backprop_hess was given {kind}; expected the model's output, a floating-point tensor")
+        raise TypeError(
+            f"backprop_hess was given {kind}; expected the model's output, a floating-point tensor" + ON_CURVATURE
+        )
     if hess_type not in ROOTS:
-        raise ValueError(f"backprop_hess was given hess_type={hess_type!r}; expected one of {', '.join(map(repr, ROOTS))}")
+        raise ValueError(
+            f"backprop_hess was given hess_type={hess_type!r}; expected one of {', '.join(map(repr, ROOTS))}" + ON_CURVATURE
+        )
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"backprop_hess was given generator={generator!r}; expected a torch.Generator, seeded by manual_seed"
+            + ON_CURVATURE
         )
     if samples is not None and (not isinstance(samples, SupportsIndex) or isinstance(samples, bool)):
-        raise TypeError(f"backprop_hess was given samples={samples!r}; expected a whole number, or None for an exact root")
+        raise TypeError(
+            f"backprop_hess was given samples={samples!r}; expected a whole number, or None for an exact root" + ON_CURVATURE
+        )
     if samples is not None and index(samples) < 1:
-        raise ValueError(f"backprop_hess was given samples={samples}; expected 1 or more, or None for an exact root")
+        raise ValueError(
+            f"backprop_hess was given samples={samples}; expected 1 or more, or None for an exact root" + ON_CURVATURE
+        )
     if output.ndim not in (2, 3):
         raise ValueError(
             f"backprop_hess was given an output of shape {tuple(output.shape)}; expected (N, C), or (N, T, C) with T "
             "positions. Bring classes to the last axis and positions to one: output.flatten(2).mT for (N, C, H, W); and a "
-            "single output to (N, 1): output[:, None]."
+            "single output to (N, 1): output[:, None]." + ON_CURVATURE
         )
     if 0 in output.shape[1:]:
-        raise ValueError(f"backprop_hess was given an output of shape {tuple(output.shape)}, without entries")
+        raise ValueError(f"backprop_hess was given an output of shape {tuple(output.shape)}, without entries" + ON_CURVATURE)
     if not output.requires_grad:
         raise NothingRecorded(
             "backprop_hess was given an output without a graph, detached or made under torch.no_grad. Give it what the "

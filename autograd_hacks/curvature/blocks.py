@@ -25,7 +25,7 @@ from autograd_hacks.curvature.kronecker import (
 )
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import ON_PASSES, NothingRecorded, UnsupportedLayer
+from autograd_hacks.errors import ON_CURVATURE, ON_PASSES, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -111,6 +111,7 @@ def compute_hess_over(
     if kind == "ekfac" and isinstance(loader, Iterator):
         raise ValueError(
             "compute_hess_over(kind='ekfac') takes all batches twice; expected a DataLoader or a list, no iterator"
+            + ON_CURVATURE
         )
     accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     record.clear()
@@ -126,7 +127,7 @@ def compute_hess_over(
 
     sweep(accumulator.add)
     if not accumulator.batch:
-        raise ValueError("compute_hess_over was given a loader without samples; expected some batches")
+        raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
     accumulator.end()
     if kind == "ekfac":
         values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
@@ -141,7 +142,9 @@ def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str])
     first = {id(model.get_parameter(name)): name for name in known}
     unknown = [name for name in wanted if name not in by_alias or id(by_alias[name]) not in first]
     if unknown:
-        raise ValueError(f"compute_hess was given parameters {unknown}; expected some of those that train: {list(known)}")
+        raise ValueError(
+            f"compute_hess was given parameters {unknown}; expected some of those that train: {list(known)}" + ON_CURVATURE
+        )
     chosen = {first[id(by_alias[name])] for name in wanted}
     return [name for name in known if name in chosen]
 
@@ -159,11 +162,15 @@ class _Accumulator:
         kfac_bias: str,
     ) -> None:
         if kind not in ATTRIBUTES:
-            raise ValueError(f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}")
+            raise ValueError(
+                f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}" + ON_CURVATURE
+            )
         if kfac_approx not in APPROXIMATIONS:
-            raise ValueError(f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}")
+            raise ValueError(
+                f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}" + ON_CURVATURE
+            )
         if kfac_bias not in BIASES:
-            raise ValueError(f"compute_hess was given kfac_bias={kfac_bias!r}; expected one of {BIASES}")
+            raise ValueError(f"compute_hess was given kfac_bias={kfac_bias!r}; expected one of {BIASES}" + ON_CURVATURE)
         check_limit(limit)
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit = model, kfac_approx, limit
@@ -270,7 +277,9 @@ class _Accumulator:
         if not reached:
             return
         if any(grads[name].like.is_complex() for name in reached):
-            raise TypeError("compute_hess: parameters are complex; curvature is there for real parameters alone")
+            raise TypeError(
+                "compute_hess: parameters are complex; curvature is there for real parameters alone" + ON_CURVATURE
+            )
         sizes, shapes = {}, {name: grads[name].shape for name in reached}
         if self.kind == "full":
             sizes = {f"of {name}": shape.numel() ** 2 for name, shape in shapes.items()}

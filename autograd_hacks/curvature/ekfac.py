@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autograd_hacks.curvature.kronecker import with_ones
 from autograd_hacks.distributed.spread import Spread
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.forms import Dense, Form, Outer, group
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
@@ -61,7 +61,7 @@ class EKFAC(Shown):
         Raises ValueError for another damping.
         """
         if damping is not None and not (damping > 0 and isfinite(damping)):
-            raise ValueError(f"solve was given damping={damping!r}; expected a number above 0")
+            raise ValueError(f"solve was given damping={damping!r}; expected a number above 0" + ON_CURVATURE)
         return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
 
     def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
@@ -97,6 +97,7 @@ def ekfac_solve(
     if apart := [(name, names) for name, names in wanted.items() if any(other not in v for other in names)]:
         raise ValueError(
             f"ekfac_solve was given {apart[0][0]!r} alone, and {' and '.join(apart[0][1])} have one block; give both"
+            + ON_CURVATURE
         )
     if isinstance(v, PerSampleGrads):
         with v.reading():
@@ -109,6 +110,7 @@ def ekfac_solve(
         if not isinstance(x, Tensor) or x.shape[x.ndim - len(shape) :] != shape:
             raise ValueError(
                 f"ekfac_solve was given {kind_of(x)} for {name!r}; expected shape {tuple(shape)}, or (..., that)"
+                + ON_CURVATURE
             )
     return _solved(known, v, parameters, damping)
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.errors import ON_VERBS
+
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
 
@@ -31,28 +33,45 @@ def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Coll
 
 def check_dim(what: str, dim: object) -> None:
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates")
+        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates" + ON_VERBS)
     if dim < 1:
-        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more")
+        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more" + ON_VERBS)
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Raises for what is no direction in the space of the parameters, {name: shape}."""
     if not isinstance(v, Mapping):
-        raise TypeError(f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters")
+        raise TypeError(
+            f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters" + ON_VERBS
+        )
     missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
     if missing or extra:
         raise ValueError(
             f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
             f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
-            "of model.named_parameters()."
+            "of model.named_parameters()." + ON_VERBS
         )
     for name, shape in shapes.items():
         own = v[name]
         if not isinstance(own, Tensor) or own.shape != shape or not (own.is_floating_point() or own.is_complex()):
             raise ValueError(
                 f"dot was given {kind_of(own)} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
+                + ON_VERBS
             )
+
+
+def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
+    """Raises for what does not say the group of each of the samples.  groups: how many there are; None for any"""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"group was given {kind_of(ids)}; expected a tensor of N integers" + ON_VERBS)
+    if ids.shape != (samples,):
+        raise ValueError(
+            f"group was given ids of shape {tuple(ids.shape)}; expected ({samples},), one per sample" + ON_VERBS
+        )
+    if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
+        raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows" + ON_VERBS)
+    if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
+        raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)
 
 
 @dataclass(frozen=True)
@@ -86,10 +105,12 @@ class Axes:
         axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
         expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
         if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and has_complex)):
-            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}")
+            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
         before = w.ndim - len(own)
         if before not in range(1 + several) or w.shape[before:] != own:
-            raise ValueError(f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples")
+            raise ValueError(
+                f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples" + ON_VERBS
+            )
         return w.movedim(before, -1).flatten(before) if self.entries else w
 
 
@@ -122,7 +143,9 @@ def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]
     patterns = [only] if isinstance(only, str) else list(only)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"only has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'")
+            raise TypeError(
+                f"only has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'" + ON_VERBS
+            )
     first = {id(p): name for name, p in reversed(named) if name in known}  # of those that have several
     chosen = set[str]()
     for pattern in patterns:
@@ -132,7 +155,7 @@ def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]
             close = get_close_matches(pattern, list(known), 3, 0.4) or list(known)[:5]
             given = f"{pattern!r}, which matches " + ("frozen parameters alone" if matching else "no parameter")
             raise ValueError(
-                f"only was given {given}; expected names of those that train, {', '.join(map(repr, close))} say"
+                f"only was given {given}; expected names of those that train, {', '.join(map(repr, close))} say" + ON_VERBS
             )
         chosen |= found
     return [name for name in known if name in chosen]

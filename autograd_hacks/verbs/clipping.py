@@ -11,7 +11,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import ON_PASSES, ON_SCALERS, NothingRecorded
+from autograd_hacks.errors import ON_CLIPPING, ON_PASSES, ON_SCALERS, NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
@@ -103,9 +103,9 @@ def clip_grad1_norm_(
 def _check_numbers(max_norm: float, batch_size: float | None) -> None:
     for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number")
+            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number" + ON_CLIPPING)
         if not number > 0 or (what == "batch_size" and number == inf):
-            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0")
+            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0" + ON_CLIPPING)
 
 
 def _own(
@@ -131,7 +131,9 @@ def _own(
         assert isinstance(of_model, Tensor)
         norms = over_stages(of_model, recorder.record)
     elif not isinstance(norms, Tensor) or norms.shape != (grads.samples,):
-        raise ValueError(f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {grads.samples}, one for each sample")
+        raise ValueError(
+            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {grads.samples}, one for each sample" + ON_CLIPPING
+        )
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(

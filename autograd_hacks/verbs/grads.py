@@ -13,12 +13,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread
-from autograd_hacks.errors import StaleRecord
+from autograd_hacks.errors import ON_VERBS, StaleRecord
 from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting, Shown, Table, table_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import autocast_to, outside_inference
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, kind_of, name_among
+from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, check_ids, kind_of, name_among
 from autograd_hacks.verbs.rounds import by_rows, second_moments
 from autograd_hacks.verbs.statistics import Statistics
 
@@ -173,12 +173,14 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         """
         other = self if other is None else other
         if not isinstance(other, PerSampleGrads):
-            raise TypeError(f"gram was given {type(other).__name__}; expected the PerSampleGrads of another batch")
+            raise TypeError(
+                f"gram was given {type(other).__name__}; expected the PerSampleGrads of another batch" + ON_VERBS
+            )
         if self._model != other._model or self.keys() != other.keys():
             raise ValueError(
                 "gram was given the gradients of another model, or of other parameters: inner products are taken between "
                 "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
-                "trained."
+                "trained." + ON_VERBS
             )
         with self.reading(), other.reading():
             if per_parameter:
@@ -217,17 +219,10 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         in the order of the ids
         Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
         """
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"group was given {kind_of(ids)}; expected a tensor of N integers")
-        if ids.shape != (self.samples,):
-            raise ValueError(f"group was given ids of shape {tuple(ids.shape)}; expected ({self.samples},), one per sample")
-        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
-            raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows")
+        check_ids(ids, groups, self.samples)
         if groups is None:
             known, ids = ids.unique(return_inverse=True)
             groups = len(known)
-        elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
-            raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})")
         ids = self._axes.of_samples(ids, groups)
         forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
         return self.with_forms(forms, groups)
@@ -242,6 +237,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         if not isinstance(index, slice | Tensor) or (isinstance(index, Tensor) and index.ndim != 1):
             raise TypeError(
                 f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
+                + ON_VERBS
             )
         if isinstance(index, slice):
             index = torch.tensor(range(self.samples)[index], dtype=torch.long, device="cpu")

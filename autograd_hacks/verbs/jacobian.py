@@ -18,7 +18,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.distributed.spread import Spread
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
@@ -228,13 +228,16 @@ def _check_arguments(output: Tensor, chunk_size: int | None) -> None:
         complex_ = " View a complex output as real numbers: torch.view_as_real(output)." if _is_complex(output) else ""
         raise TypeError(
             f"{WHAT} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{complex_}"
+            + ON_OUTPUTS
         )
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
-        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None")
+        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None" + ON_OUTPUTS)
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None")
+        raise ValueError(
+            f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None" + ON_OUTPUTS
+        )
     if 0 in output.shape[1:]:
-        raise ValueError(f"{WHAT} was given an output of shape {tuple(output.shape)}, without entries")
+        raise ValueError(f"{WHAT} was given an output of shape {tuple(output.shape)}, without entries" + ON_OUTPUTS)
     if not output.requires_grad:
         raise NothingRecorded(
             f"{WHAT} was given an output without a graph, detached or made under torch.no_grad. Give it what the model "

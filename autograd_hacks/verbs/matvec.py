@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import refuse_curvature
-from autograd_hacks.errors import BlockTooLarge, NothingRecorded, needed
+from autograd_hacks.errors import ON_CURVATURE, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import Form
 from autograd_hacks.verbs.everyone import Everyone
 
@@ -107,10 +107,11 @@ class Curvature(Everyone):
                 f"natural_gradient was given no damping. JᵀJ / N has rank {self._axes.rows} at most, a row for each pass "
                 "and sample, and can't be inverted without. Add λ > 0 to it, natural_gradient(v, damping=1e-2) say, and try "
                 "powers of ten: large makes the step v / λ, small follows the curvature of these samples alone."
+                + ON_CURVATURE
             )
         damping = _number("natural_gradient", damping)
         if not damping > 0:
-            raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0")
+            raise ValueError(f"natural_gradient was given damping={damping!r}; expected a number above 0" + ON_CURVATURE)
         self._check_real()
         check_limit(limit)
         if (size := 8 * self._axes.rows**2) > limit:
@@ -154,6 +155,7 @@ class Curvature(Everyone):
         if vector.shape != (size,):
             raise ValueError(
                 f"from_vector was given shape {tuple(vector.shape)}; expected ({size},), a number per parameter"
+                + ON_CURVATURE
             )
         parts = vector.split([form.shape.numel() for form in self.values()])
         return {name: part.view(form.shape) for part, (name, form) in zip(parts, self.items())}
@@ -170,7 +172,9 @@ class Curvature(Everyone):
         self._check_alone("as_linear_operator")
         damping = _number("as_linear_operator", damping)
         if not damping >= 0:
-            raise ValueError(f"as_linear_operator was given damping={damping!r}; expected 0 or a number above it")
+            raise ValueError(
+                f"as_linear_operator was given damping={damping!r}; expected 0 or a number above it" + ON_CURVATURE
+            )
         self._check_real()
         like = next(iter(self.values())).like
         size = sum(form.shape.numel() for form in self.values())
@@ -189,20 +193,22 @@ class Curvature(Everyone):
         refuse_curvature(bool(self.cuts))
         for name, form in self.items():
             if form.like.is_complex():
-                raise TypeError(f"parameter {name!r} is complex; curvature is there for real parameters alone")
+                raise TypeError(
+                    f"parameter {name!r} is complex; curvature is there for real parameters alone" + ON_CURVATURE
+                )
 
 
 def _number(what: str, damping: Any) -> float:
     """A damping as a number."""
     is_number = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
     if not is_number or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
-        raise ValueError(f"{what} was given damping={damping!r}; expected a number")
+        raise ValueError(f"{what} was given damping={damping!r}; expected a number" + ON_CURVATURE)
     return float(damping)
 
 
 def check_limit(limit: object) -> None:
     if not isinstance(limit, int | float) or isinstance(limit, bool):
-        raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')")
+        raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')" + ON_CURVATURE)
 
 
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:

@@ -13,7 +13,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_CLIPPING, NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support.parts import cut_as
@@ -125,6 +125,7 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
     if grouped not in (0, processes):
         raise ValueError(
             f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
+            + ON_CLIPPING
         )
     if groups is None or spread.mesh is None:
         return
@@ -132,7 +133,7 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
     if (counts > 1).any():
         raise ValueError(
             f"clip_and_noise_: several processes have samples of groups {known[counts > 1].tolist()[:10]}, each of which "
-            "would clip its own part. Send all of a group's samples to one process."
+            "would clip its own part. Send all of a group's samples to one process." + ON_CLIPPING
         )
 
 
@@ -169,7 +170,7 @@ def _of_all(spread: Spread, model: nn.Module, generator: torch.Generator | None)
 def _check_numbers(**numbers: float) -> None:
     for what, number in numbers.items():
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise TypeError(f"clip_and_noise_ was given {what}={number!r}; expected a number")
+            raise TypeError(f"clip_and_noise_ was given {what}={number!r}; expected a number" + ON_CLIPPING)
         least = "0 or more" if what == "noise_multiplier" else "a number larger than 0"
         if not (number > 0 or (number == 0 and what == "noise_multiplier")) or (number == inf and what != "max_norm"):
-            raise ValueError(f"clip_and_noise_ was given {what}={number}; expected {least}")
+            raise ValueError(f"clip_and_noise_ was given {what}={number}; expected {least}" + ON_CLIPPING)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import ON_VERBS, NothingRecorded
 from autograd_hacks.forms import BUDGET, Form, scale
 from autograd_hacks.verbs.matvec import Curvature
 from autograd_hacks.verbs.rounds import by_rows, second_moments
@@ -128,11 +128,13 @@ class Statistics(Curvature):
         if self._axes.entries:
             raise ValueError(
                 f"{what}: these are the gradients of {self._axes}, and over which of them is meant can't be known. Take "
-                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry."
+                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_VERBS
             )
         samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
         if samples < 2:
-            raise ValueError(f"{what}: a variance over samples needs two of them; these are the gradients of {samples}")
+            raise ValueError(
+                f"{what}: a variance over samples needs two of them; these are the gradients of {samples}" + ON_VERBS
+            )
         return samples
 
     def _means(self, samples: int, budget: int) -> dict[str, Tensor]:
