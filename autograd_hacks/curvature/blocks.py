@@ -30,7 +30,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
-from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.per_sample import grads_of
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
 """What parameters get, by kind; for 'ekfac' ``ekfac`` besides."""
@@ -117,21 +117,22 @@ def compute_hess_over(
     record.clear()
     total = len(loader) if isinstance(loader, Sized) else None
 
-    def sweep(add: Callable[[], None]) -> None:
+    def sweep(into: _Accumulator | Eigenvalues) -> None:
         for batch in progress(loader, "curvature", "batch", total):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = model(given) if forward is None else forward(model, given)
             backprop_hess(output, hess_type, samples, generator)
-            add()
+            into.spread = spread_of(model, recorder_of(model))
+            into.add()
 
-    sweep(accumulator.add)
+    sweep(accumulator)
     if not accumulator.batch:
         raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
     accumulator.end()
     if kind == "ekfac":
         values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
-        sweep(values.add)
+        sweep(values)
         values.end()
 
 
@@ -189,7 +190,8 @@ class _Accumulator:
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
         """last: what there is to add"""
-        _, counts = self.spread.agreed(last, lambda _: self._counts(), 1 + 2 * len(self.names))
+        with self.spread.weights():
+            _, counts = self.spread.agreed(last, lambda _: self._counts(), 1 + 2 * len(self.names))
         means = self.means if self.spread.mesh is None else self._of_all(*counts)
         for name in self.names:
             mean = means.get(name)
@@ -236,8 +238,7 @@ class _Accumulator:
     @torch.no_grad()
     def add(self) -> None:
         """The passes of `backprop_hess` that are in the record."""
-        grads = per_sample_grads(self.model)
-        self.spread = grads.spread
+        grads = grads_of(self.model, recorder_of(self.model), self.spread)
         if grads.hess_type is None:
             raise NothingRecorded(
                 "the record holds an ordinary backward pass. Run backprop_hess(output) in its place; or take the empirical "

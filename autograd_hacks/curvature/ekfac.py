@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.kronecker import with_ones
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
@@ -24,7 +25,7 @@ from autograd_hacks.forms import Dense, Form, Outer, group
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.per_sample import grads_of
 
 SHARE = 0.1
 """The damping unless told, of the mean eigenvalue: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
@@ -134,7 +135,7 @@ class Eigenvalues:
 
     def __init__(self, model: nn.Module, names: Sequence[str], joint: Mapping[str, str], spread: Spread) -> None:
         """joint: {bias: weight} of those that have one block"""
-        self._model, self._spread, self._batch = model, spread, 0
+        self._model, self.spread, self._batch = model, spread, 0
         self._names = {weight: (weight, bias) for bias, weight in joint.items()}
         factors = {name: vars(model.get_parameter(name)).get("kfac") for name in names}
         self._vectors = {name: (self._of(ab[0]), self._of(ab[1])) for name, ab in factors.items() if ab is not None}
@@ -142,12 +143,12 @@ class Eigenvalues:
 
     def _of(self, factor: Tensor) -> Tensor:
         """Its eigenvectors, alike on all processes."""
-        return self._spread.firsts(torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype).contiguous())
+        return self.spread.firsts(torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype).contiguous())
 
     @torch.no_grad()
     def add(self) -> None:
         """The passes of `backprop_hess` that are in the record."""
-        grads = per_sample_grads(self._model)
+        grads = grads_of(self._model, recorder_of(self._model), self.spread)
         with grads.reading():
             for name, (a, b) in self._vectors.items():
                 parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
@@ -158,8 +159,9 @@ class Eigenvalues:
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
         """last: what there is to add"""
-        _, (batch,) = self._spread.agreed(last, lambda _: [self._batch], 1)
-        for name, total in self._spread.summed(self._sums).items():
+        with self.spread.weights():
+            _, (batch,) = self.spread.agreed(last, lambda _: [self._batch], 1)
+        for name, total in self.spread.summed(self._sums).items():
             a, b = self._vectors[name]
             names = self._names.get(name, (name,))
             for each in names:

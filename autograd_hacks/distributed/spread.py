@@ -34,6 +34,9 @@ Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
 
 T = TypeVar("T")
 
+_GATHERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose weights are gathered for reading."""
+
 
 class Spread:
     """Of one batch: the processes that have its samples.
@@ -54,17 +57,21 @@ class Spread:
         runs_again: bool = False,
     ) -> None:
         self.parameters, self.mesh, self.cuts, self._runs_again = parameters, mesh, dict(cuts or {}), runs_again
-        self._model, self._needed, self._shards, self._depth = model, needed, dict(shards or {}), 0
+        self._model, self._needed, self._shards = model, needed, dict(shards or {})
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
         return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts, self._runs_again)
 
+    def check(self) -> None:
+        """Raises StaleRecord where sharded weights that rows need have changed since the forward."""
+        if self._needed:
+            check_shards(self.parameters, self._shards)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """A context in which rows may be read.  All processes at once where that takes the values of sharded weights."""
-        if self._needed:
-            check_shards(self.parameters, self._shards)
+        self.check()
         with self.weights():
             yield
 
@@ -73,15 +80,15 @@ class Spread:
         """A context in which sharded weights that rows need are gathered, once for all inside; around what may fail on one
         process, so that no other waits for it there."""
         model = None if self._model is None else self._model()
-        if self._depth or not self._needed or model is None:
+        if not self._needed or model is None or model in _GATHERED:
             yield
             return
-        self._depth += 1
+        _GATHERED.add(model)
         try:
             with alone(model) if self._runs_again else whole(self._needed):
                 yield
         finally:
-            self._depth -= 1
+            _GATHERED.discard(model)
 
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import whole_sum
-from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import BlockTooLarge, NotReduced
 from autograd_hacks.forms import Dense, Form
+from autograd_hacks.verbs.readable import Readable
 from autograd_hacks.verbs.whole import Whole
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 LIMIT = 2**30
 """Bytes of other processes' rows, unless told another number."""
 
 
-class Everyone(Whole):
+class Everyone(Readable, Whole):
     """Rows of which other processes have more."""
 
     samples: int
-    spread: Spread
 
     @abstractmethod
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """J R."""
-
-    @abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
-        """A context in which forms may be read."""
 
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
         """⟨gₙ, g′ₘ⟩ of this process's samples with those of all processes, (N, M), M in the order of the processes.
@@ -47,17 +38,16 @@ class Everyone(Whole):
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186), for projected rows.
         """
         if dim is not None:
-            own = self.project(dim, seed)
-            return own @ self.spread.everyones(own).mT
+            with self.summing(lambda: self.project(dim, seed)) as (own, _):
+                return own @ self.spread.everyones(own).mT
         size = max((form.shape.numel() * form.like.element_size() for form in self.values()), default=0)
-        count = self.spread.agreed(lambda: None, lambda _: [self.samples], 1)[1][0]
-        if count * size > limit:
-            raise BlockTooLarge(
-                f"the rows of all {count:.0f} samples have {count * size / 2**20:,.0f} MiB for the largest parameter, which "
-                f"each process would be sent; the limit is {limit / 2**20:,.0f} MiB. Project them, gram_of_all(dim=4096), "
-                "or raise limit."
-            )
-        with self.reading():
+        with self.summing(lambda: None, lambda _: [self.samples], 1) as (_, (count,)):
+            if count * size > limit:
+                raise BlockTooLarge(
+                    f"the rows of all {count:.0f} samples have {count * size / 2**20:,.0f} MiB for the largest parameter, "
+                    f"which each process would be sent; the limit is {limit / 2**20:,.0f} MiB. Project them, "
+                    "gram_of_all(dim=4096), or raise limit."
+                )
             return whole_sum(self, self.cuts, lambda own: self._with_all(own, int(count)))
 
     def _with_all(self, forms: Mapping[str, Form], count: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
-from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Literal, overload
 
@@ -13,11 +12,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import Spread
-from autograd_hacks.errors import ON_VERBS, StaleRecord
+from autograd_hacks.errors import ON_VERBS
 from autograd_hacks.forms import BUDGET, Form, group
 from autograd_hacks.support.display import Hinting, Shown, Table, table_of
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.support.untouched import autocast_to, outside_inference
 from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, check_ids, kind_of, name_among
 from autograd_hacks.verbs.rounds import by_rows, second_moments
 from autograd_hacks.verbs.statistics import Statistics
@@ -144,12 +142,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
         Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
         """
-        with self.spread.weights():
-            w, _ = self.spread.agreed(lambda: self._by_row(w, several=True))
-            return self._weighted(w, budget)
-
-    def _weighted(self, w: Tensor, budget: int) -> dict[str, Tensor]:
-        with self.reading():
+        with self.summing(lambda: self._by_row(w, several=True)) as (w, _):
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
             own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
@@ -195,8 +188,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         w: N, ones unless told
         Raises as `weighted_sum` does.
         """
-        w = None if w is None else self._by_row(w)
-        with self.reading():
+        with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
@@ -265,25 +257,6 @@ class PerSampleGrads(Hinting, Shown, Statistics):
     @property
     def entries(self) -> tuple[int, ...]:
         return self._axes.entries
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """A context in which the gradients are what they were when they were taken."""
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:
-                raise StaleRecord(
-                    f"what the per-sample gradients of {name!r} are made of, a tensor of shape {tuple(tensor.shape)}, was "
-                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
-                    "them before that, or give the layer a copy: x.clone()."
-                )
-        with outside_inference(), self.spread.reading(), ExitStack() as contexts:
-            for device in {form.like.device for form in self.values()}:
-                contexts.enter_context(autocast_to(None, device))
-            try:
-                yield
-            finally:
-                for form in self.values():
-                    form.release()
 
     def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
         return self._axes.by_row(w, several, any(form.like.is_complex() for form in self.values()))

@@ -76,8 +76,8 @@ class Curvature(Everyone):
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """JᵀJ v / N, in what forms add up in: single precision at the least."""
         self._check_real()
-        count = self.spread.agreed(lambda: None, lambda _: [self.batch], 1)[1][0]
-        return self._transposed(self.dot(v) / max(1, count))
+        with self.summing(lambda: None, lambda _: [self.batch], 1) as (_, (count,)):
+            return self._transposed(self.dot(v) / max(1, count))
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""

@@ -42,7 +42,7 @@ def grads_of(
     model: nn.Module,
     recorder: Recorder,
     spread: Spread,
-    loss_type: str | None,
+    loss_type: str | None = None,
     scale: float | Tensor = 1.0,
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ class Statistics(Curvature):
             raise NothingRecorded(
                 "noise_scale: these are the rows of backprop_hess, and no gradients of losses. Run loss.backward() instead."
             )
-        samples = self._count("noise_scale")
-        with self.reading():
+        with self._counted("noise_scale") as samples:
             own = self._each_norms(by_rows(self, self.samples, lambda name, form: form.norms(budget), budget))
             squares = self.spread.summed({name: norms.double().square().sum() for name, norms in own.items()})
             means = self._means(samples, budget)
@@ -123,27 +123,27 @@ class Statistics(Curvature):
         w = self._by_row(w)
         return self.with_forms({name: scale(form, w.to(form.like.device)) for name, form in self.items()}, self.samples)
 
-    def _count(self, what: str) -> int:
-        """How many samples all processes have."""
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[int]:
+        """A context for sums over all samples; how many all processes have."""
         if self._axes.entries:
             raise ValueError(
                 f"{what}: these are the gradients of {self._axes}, and over which of them is meant can't be known. Take "
                 "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_VERBS
             )
-        samples = int(self.spread.agreed(lambda: self.samples, lambda own: [own], 1)[1][0])
-        if samples < 2:
-            raise ValueError(
-                f"{what}: a variance over samples needs two of them; these are the gradients of {samples}" + ON_VERBS
-            )
-        return samples
+        with self.summing(lambda: self.samples, lambda own: [own], 1) as (_, (count,)):
+            if count < 2:
+                raise ValueError(
+                    f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_VERBS
+                )
+            yield int(count)
 
     def _means(self, samples: int, budget: int) -> dict[str, Tensor]:
         ones = {name: form.new_sums(self.samples) + 1 / samples for name, form in self.items()}
         return self.spread.settled((name, form.weighted_sum(ones[name], budget)) for name, form in self.items())
 
     def _mean_and_variance(self, what: str, budget: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        samples = self._count(what)
-        with self.reading():
+        with self._counted(what) as samples:
             means = self._means(samples, budget)
             own = self._own(means)
             found = self.spread.settled(second_moments(self, self.samples, None, own, budget).items())

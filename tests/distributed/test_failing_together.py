@@ -1,12 +1,17 @@
 """Where one process fails all raise, and the next step works."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from processes import Both
 from spread import BOUND, batch, made, own, sharded, squares, train_step, wrapped
+from torch import Tensor
 
 import autograd_hacks
+from autograd_hacks import PerSampleGrads
 from autograd_hacks.errors import (
     NothingRecorded,
     NotReduced,
@@ -104,3 +109,71 @@ def called_by_itself() -> None:
 
 def test_parts_that_are_called_by_themselves(both: Both) -> None:
     both(called_by_itself)
+
+
+SUMS: dict[str, Callable[[PerSampleGrads], object]] = {
+    "weighted_sum": lambda grads: grads.weighted_sum(torch.ones(grads.samples, dtype=torch.float64)),
+    "second_moment": lambda grads: grads.second_moment(),
+    "variance": lambda grads: grads.variance(),
+    "snr": lambda grads: grads.snr(),
+    "noise_scale": lambda grads: grads.noise_scale(),
+    "fisher_matvec": lambda grads: grads.fisher_matvec(
+        {name: torch.ones(form.shape).double() for name, form in grads.items()}
+    ),
+    "gram_of_all": lambda grads: grads.gram_of_all(),
+    "gram_of_all, projected": lambda grads: grads.gram_of_all(dim=4),
+}
+
+CHANGED = "(overwritten|has changed since)"
+
+
+def spoilt(model: nn.Module, x: Tensor) -> None:
+    """Overwrites what rows are made of: what the first layer was given, or a weight."""
+    with torch.no_grad():
+        model.head.bias.to_local().add_(0) if hasattr(model, "head") else x.zero_()  # type: ignore[operator, union-attr]
+
+
+def sums_fail(way: str) -> None:
+    net = made("Recurs" if way == "shards that rows need" else "mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
+    squares(model(here), theirs).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    for verb in SUMS.values():
+        verb(grads)
+    if rank:
+        spoilt(model, here)
+    for verb in SUMS.values():
+        with pytest.raises(StaleRecord if rank else ProcessesDisagree, match=CHANGED):
+            verb(grads)
+
+
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
+def test_where_one_process_can_not_add_up_all_raise(both: Both, way: str) -> None:
+    both(sums_fail, way)
+
+
+def curvature_fails(kind: str, way: str) -> None:
+    net = made("Recurs" if way == "shards that rows need" else "mlp")
+    model = wrapped(net, "inner")[2] if way == "replicas" else sharded(net)
+    autograd_hacks.add_hooks(model)
+    (x, _), rank = batch(0, 8), dist.get_rank()
+    names = [name for name, p in model.named_parameters() if kind == "diag" or p.ndim > 1]
+    for fails in (True, False):
+        here = x[own((4, 4))].clone()
+        autograd_hacks.backprop_hess(model(here), "LeastSquares")
+        if fails and rank:
+            spoilt(model, here)
+        if not fails:
+            autograd_hacks.compute_hess(model, kind, parameters=names)
+            continue
+        with pytest.raises(StaleRecord if rank else ProcessesDisagree, match=CHANGED):
+            autograd_hacks.compute_hess(model, kind, parameters=names)
+        autograd_hacks.clear_backprops(model)
+
+
+@pytest.mark.parametrize(("kind", "way"), [("ekfac", "replicas"), ("ekfac", "shards"), ("diag", "shards that rows need")])
+def test_where_one_process_has_no_curvature_all_raise(both: Both, kind: str, way: str) -> None:
+    both(curvature_fails, kind, way)
