@@ -26,6 +26,8 @@ _KINDS = {
 """What rows may be, as ``.npy`` and ``.safetensors`` call it."""
 _HEADER = 512
 """Bytes in front of the rows, so that the header can be written anew."""
+SAME = 1e-2
+"""How far the rows of one batch may be from themselves, on another day or machine, for their length."""
 KEY = "rows"
 """The tensor's name in a ``.safetensors`` file."""
 
@@ -79,6 +81,20 @@ class RowFile:
         draft = self._notes.with_name(self._notes.name + ".draft")
         draft.write_text(json.dumps(self.known))
         draft.replace(self._notes)
+
+    def check_last(self, rows: Tensor) -> None:
+        """Raises ValueError where the file ends with other rows than these.  rows: those of the last batch, taken anew"""
+        shape = [self.known["rows"], *self.known["shape"]]
+        if list(rows.shape[1:]) == shape[1:] and str(rows.dtype) == self.known["dtype"] and len(rows) <= shape[0]:
+            last, rows = self.rows()[shape[0] - len(rows) :].double(), rows.detach().cpu().double()
+            apart = (rows - last).nan_to_num().norm()
+            if torch.equal(rows.isnan(), last.isnan()) and apart <= SAME * last.nan_to_num().norm():
+                return
+        raise ValueError(
+            f"{self.path} holds other rows of the last batch in it than this call makes: by another verb, or another loss, or "
+            "by a model with dropout, which says something else each time: model.eval(). Delete it, or name another"
+            + ON_DATA_SETS
+        )
 
     def _dtype(self) -> torch.dtype:
         return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])

@@ -31,7 +31,7 @@ AT_MOST = 24  # configurations of a class, spread over all that there are
 
 def configurations(info: Any, training: bool) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
     found = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=False, training=training)
-    every = max(1, len(found) // AT_MOST)
+    every = -(-len(found) // AT_MOST)
     for given in itertools.islice(found, 0, None, every):
         if given.forward_input is None:
             continue
