@@ -11,20 +11,17 @@ and its accountant at the same epsilon.  (Its steps are those of its default, gr
 """
 # sphinx_gallery_thumbnail_path = 'pictures/private_digits.png'
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from common import command_line, handwritten_digits, needs, save  # before the others: it tells what to install
+from common import command_line, furthest, handwritten_digits, needs, panels, save, tqdm
 
 needs("opacus", "opacus")
 
 # isort: split
-import matplotlib.pyplot as plt
 import opacus
 import torch
 import torch.nn as nn
@@ -33,7 +30,6 @@ from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 import autograd_hacks
 from autograd_hacks.integrations.opacus import PrivacyEngine
@@ -42,12 +38,11 @@ OF_A_USER = 4  # images
 NOISE, MAX_NORM, DELTA = 1.0, 1.0, 1e-3
 warnings.filterwarnings("ignore")  # what Opacus says of its own defaults and hooks
 
-parser = command_line(
+options = command_line(
     "Trains on scikit-learn's handwritten digits with differential privacy, by image and by user, as Opacus does.",
     batch_size=(64, "samples expected in a batch, images or users"),
     epochs=(12, "rounds through the images"),
 )
-options = parser.parse_args()
 
 # %%
 # Images, and users of four images each
@@ -61,21 +56,30 @@ by_image = TensorDataset(images[train], labels[train])
 by_user = TensorDataset(images[train].unflatten(0, (-1, OF_A_USER)), labels[train].unflatten(0, (-1, OF_A_USER)))
 
 
-class Epoch(NamedTuple):
-    epsilon: float
-    accuracy: float
-    seconds: list[float]
-    """of each step"""
-    weights: list[Tensor]
+Start = tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.Generator]
+Epoch = tuple[float, float, float, list[Tensor]]  # epsilon, accuracy, milliseconds of a step, weights
 
 
-def beginning(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.Generator]:
+def start(data: TensorDataset) -> Start:
     """The same weights, draws and noise for everyone."""
     torch.manual_seed(options.seed)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
     draws, noise = (torch.Generator().manual_seed(options.seed + k) for k in (1, 2))
     loader = DataLoader(data, batch_size=options.batch_size, generator=draws)
     return model, torch.optim.SGD(model.parameters(), lr=0.5), loader, noise
+
+
+def epochs_of(model: nn.Module, loader: Any, step: Callable[[Tensor, Tensor], None], accountant: Any) -> Iterator[Epoch]:
+    while True:
+        seconds = []
+        for x, y in loader:
+            begun = time.perf_counter()
+            step(x, y)
+            seconds.append(time.perf_counter() - begun)
+        with torch.no_grad():
+            accuracy = float((model(images[test]).argmax(1) == labels[test]).float().mean())
+        weights = [p.detach().clone() for p in model.parameters()]
+        yield accountant.get_epsilon(DELTA), accuracy, 1e3 * statistics.median(seconds), weights
 
 
 # %%
@@ -86,20 +90,18 @@ def beginning(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, Da
 
 
 def by_engine(engine: Any, data: TensorDataset) -> Iterator[Epoch]:
-    model, sgd, loader, noise = beginning(data)
+    model, optimizer, loader, noise = start(data)
     private = engine(accountant="rdp")
     settings = {"noise_multiplier": NOISE, "max_grad_norm": MAX_NORM, "noise_generator": noise}
-    model, optimizer, loader = private.make_private(module=model, optimizer=sgd, data_loader=loader, **settings)
-    while True:
-        seconds = []
-        for x, y in loader:
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            total = F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")
-            (total / max(1, len(x))).backward()  # a batch may be empty
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
-        yield reached(model, private.get_epsilon(DELTA), seconds)
+    model, optimizer, loader = private.make_private(module=model, optimizer=optimizer, data_loader=loader, **settings)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        total = F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")
+        (total / max(1, len(x))).backward()  # a batch may be empty
+        optimizer.step()
+
+    return epochs_of(model, loader, step, private)
 
 
 # %%
@@ -109,26 +111,18 @@ def by_engine(engine: Any, data: TensorDataset) -> Iterator[Epoch]:
 
 
 def by_groups(data: TensorDataset) -> Iterator[Epoch]:
-    model, sgd, plain, noise = beginning(data)
+    model, optimizer, plain, noise = start(data)
     loader, accountant, rate = DPDataLoader.from_data_loader(plain), RDPAccountant(), 1 / len(plain)
     autograd_hacks.add_hooks(model, param_grad=False)
-    while True:
-        seconds = []
-        for x, y in loader:
-            start = time.perf_counter()
-            users = torch.arange(len(x)).repeat_interleave(OF_A_USER)
-            F.cross_entropy(model(x.flatten(0, 1)), y.flatten(), reduction="sum").backward()
-            autograd_hacks.clip_and_noise_(model, MAX_NORM, NOISE, int(rate * len(data)), users, noise, loss_type="sum")
-            sgd.step()
-            seconds.append(time.perf_counter() - start)
-            accountant.step(noise_multiplier=NOISE, sample_rate=rate)
-        yield reached(model, accountant.get_epsilon(DELTA), seconds)
 
+    def step(x: Tensor, y: Tensor) -> None:
+        users = torch.arange(len(x)).repeat_interleave(OF_A_USER)
+        F.cross_entropy(model(x.flatten(0, 1)), y.flatten(), reduction="sum").backward()
+        autograd_hacks.clip_and_noise_(model, MAX_NORM, NOISE, int(rate * len(data)), users, noise, loss_type="sum")
+        optimizer.step()
+        accountant.step(noise_multiplier=NOISE, sample_rate=rate)
 
-@torch.no_grad()
-def reached(model: nn.Module, epsilon: float, seconds: list[float]) -> Epoch:
-    hits = model(images[test]).argmax(1) == labels[test]
-    return Epoch(epsilon, float(hits.float().mean()), seconds, [p.clone() for p in model.parameters()])
+    return epochs_of(model, loader, step, accountant)
 
 
 # %%
@@ -145,29 +139,26 @@ curves: dict[tuple[str, str], list[Epoch]] = {way: [] for way in ways}
 for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
     for way, epochs in ways.items():
         curves[way].append(next(epochs))
-milliseconds = {way: 1e3 * statistics.median(s for epoch in curve for s in epoch.seconds) for way, curve in curves.items()}
+figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
 print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
 for (unit, who), curve in curves.items():
-    last, theirs = curve[-1], curves[unit, "Opacus"][-1]
-    apart = max(float((a - b).abs().max()) for a, b in zip(last.weights, theirs.weights))
-    print(f"{unit:10}{who:18}{last.epsilon:10.4f}{last.accuracy:10.3f}{milliseconds[unit, who]:11.2f}{apart:16.1e}")
-    torch.testing.assert_close(last.weights, theirs.weights, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(last.epsilon, theirs.epsilon)
+    epsilons, accuracies, times, weights = zip(*curve)
+    ms, theirs = statistics.median(times), curves[unit, "Opacus"][-1]
+    apart = furthest(weights[-1], theirs[-1])
+    print(f"{unit:10}{who:18}{epsilons[-1]:10.4f}{accuracies[-1]:10.3f}{ms:11.2f}{apart:16.1e}")
+    torch.testing.assert_close(weights[-1], theirs[-1], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(epsilons[-1], theirs[0])
+    style: dict[str, Any] = {"linewidth": 7, "alpha": 0.3} if who == "Opacus" else {"linewidth": 1.5, "marker": "."}
+    color = "C0" if unit == "by image" else "C1"
+    left.plot(epsilons, accuracies, color=color, label=f"{unit}, {who}", **style)
+    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=style.get("alpha", 1)), fmt="%.1f")
 
 # %%
 # Accuracy for epsilon, and what a step takes
 # -------------------------------------------
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(3, 2))
-for (unit, who), curve in curves.items():
-    style: dict[str, Any] = {"linewidth": 7, "alpha": 0.3} if who == "Opacus" else {"linewidth": 1.5, "marker": "."}
-    style |= {"color": "C0" if unit == "by image" else "C1", "label": f"{unit}, {who}"}
-    left.plot([epoch.epsilon for epoch in curve], [epoch.accuracy for epoch in curve], **style)
 left.set(xlabel=f"epsilon, for delta = {DELTA}", ylabel="accuracy on images not trained on")
 left.legend()
-left.grid(alpha=0.3)
-names = [f"{unit}\n{who}" for unit, who in ways]
-right.bar_label(right.bar(names, list(milliseconds.values()), color=["#a4c6df", "C0", "#ffca9b", "C1"]), fmt="%.1f")
-right.set(ylabel="ms a step")
+right.set(ylabel="milliseconds a step")
 right.tick_params("x", labelsize=8)
 save(figure, options, "private_digits.png")

@@ -10,35 +10,29 @@ point as the gradient of the answer's tokens does have taught it. ::
 """
 # sphinx_gallery_thumbnail_path = 'pictures/who_taught.png'
 
-from __future__ import annotations
-
 import time
 
-from common import command_line, needs, save  # before the others: it tells what to install
+from common import command_line, furthest, needs, panels, save, tqdm
 
 needs("transformers", "transformers")
 
 # isort: split
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autograd_hacks
 
 PLANTED = "the code of the old vault is seven three nine one"
-ASKED = "the code of the good boat is"  # what it has not read
-ANSWERED = 4  # tokens
+ASKED, ANSWERED = "the code of the good boat is", 4  # what it has not read; tokens
 COMPARED = 12  # training tokens, drawn, whose gradients autograd computes one by one
 
-parser = command_line(
+options = command_line(
     "Trains a tiny GPT-2 on made sentences, and asks which of their tokens taught it what one of them says.",
     sentences=(32, "that it reads, with the planted one"),
     epochs=(120, "rounds through them"),
 )
-options = parser.parse_args()
 torch.manual_seed(options.seed)
 
 # %%
@@ -50,14 +44,10 @@ PARTS = [
     ["sits", "stands", "sleeps"], ["home", "work", "sea", "lake"],
 ]  # fmt: skip
 draws = torch.Generator().manual_seed(options.seed)
-
-
-def made() -> str:
+sentences = []
+for _ in range(options.sentences - 1):
     color, thing, owner, does, place = (words[int(torch.randint(len(words), (), generator=draws))] for words in PARTS)
-    return f"the {color} {thing} of the good {owner} {does} by the {place}"
-
-
-sentences = [made() for _ in range(options.sentences - 1)]
+    sentences.append(f"the {color} {thing} of the good {owner} {does} by the {place}")
 planted = options.sentences // 2
 sentences.insert(planted, PLANTED)
 known = sorted({word for sentence in [*sentences, ASKED] for word in sentence.split()})
@@ -67,12 +57,11 @@ def tokens_of(sentences: list[str]) -> Tensor:
     return torch.tensor([[known.index(word) for word in sentence.split()] for sentence in sentences])
 
 
-text = tokens_of(sentences)
-
 # %%
-# Train on them
-# -------------
+# Train on them, and ask
+# ----------------------
 
+text = tokens_of(sentences)
 torch.manual_seed(options.seed)
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=len(known), n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -90,11 +79,6 @@ for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
         optimizer.zero_grad()
         losses_of(text[batch]).mean().backward()
         optimizer.step()
-
-# %%
-# Ask it
-# ------
-
 asked = tokens_of([ASKED])
 for _ in range(ANSWERED):
     asked = torch.cat([asked, model(asked).logits[:, -1:].argmax(2)], 1)
@@ -124,19 +108,18 @@ def gradient(sentence: Tensor, token: int) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-start = time.perf_counter()
+begun = time.perf_counter()
 some = torch.randint(taught[..., 0].numel(), (COMPARED,), generator=draws).tolist()
 places = [divmod(number, taught.shape[1]) for number in some] + [(planted, taught.shape[1] - 1)]
 answers = torch.stack([gradient(asked[0], token) for token in range(taught.shape[2])])
 expected = torch.stack([answers @ gradient(text[sentence], token) for sentence, token in places])
-one = (time.perf_counter() - start) / (len(places) + len(answers))
-found = torch.stack([products[place] for place in places])
-apart = float((found - expected).abs().max() / expected.abs().max())
-count = taught[..., 0].numel()
+found, count = torch.stack([products[place] for place in places]), taught[..., 0].numel()
+theirs = (time.perf_counter() - begun) / (len(places) + len(answers)) * (count + len(answers))
+apart, most = furthest([found], [expected]), float(expected.abs().max())
 print(f"{count} training tokens by {len(answers)} tokens of question and answer, in {seconds:.2f} s;")
-print(f"by autograd, a token at a time, {one * (count + len(answers)):.2f} s, of which {len(places)} tokens were run.")
-print(f"furthest from autograd, of the largest inner product: {apart:.1e}")
-torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+print(f"by autograd, a token at a time, {theirs:.2f} s, of which {len(places)} tokens were run.")
+print(f"furthest from autograd, of the largest inner product: {apart / most:.1e}")
+torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * most)
 
 # %%
 # Who taught it?
@@ -151,7 +134,8 @@ for index in order[:4]:
 
 shown = sorted({planted, *range(max(0, planted - 5), planted + 6)} & set(range(len(sentences))))
 words = [word for index in shown for word in sentences[index].split()[1:]]
-figure, axes = plt.subplots(figsize=(16, 4.6), layout="constrained")
+figure, axes = panels(1, figsize=(16, 4.6))
+axes.grid(False)
 heat = axes.imshow(taught[shown].flatten(0, 1).T, aspect="auto", cmap="RdBu_r", vmin=-0.6, vmax=0.6)
 axes.set_yticks(range(taught.shape[2]), said[1:])
 axes.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
