@@ -14,7 +14,7 @@ import copy
 import math
 import statistics
 
-from common import command_line, handwritten_digits, panels, peer, save, tqdm
+from common import command_line, handwritten_digits, panels, peer, save, small_cnn, tqdm
 
 # isort: split
 import theirs
@@ -25,24 +25,19 @@ import autograd_hacks
 from autograd_hacks.integrations.steps import Steps
 
 options = command_line(
-    "Trains a network on scikit-learn's handwritten digits, and measures how large a batch should be.",
     batch_size=(64, "images in a batch"),
     epochs=(12, "rounds through the images"),
-    draws=(3200, "images for each point of the picture, at least 20 batches"),
+    draws=(3200, "images for each point of the picture, and a 160th of that in batches"),
 )
-torch.manual_seed(options.seed)
 
 # %%
 # Train, with the callback
 # ------------------------
-# ``Steps`` is what the callbacks for Hugging Face's Trainer, Lightning, accelerate and skorch call (:doc:`/integrations/index`):
-# here from a plain loop, which may stop and look again at what the model was.
+# ``Steps`` is what the callbacks for Hugging Face's Trainer, Lightning, accelerate and skorch are made of
+# (:doc:`/integrations/index`).  Here a plain loop calls it: it shows when, and keeps the model to look at again.
 
 images, labels = handwritten_digits()
-model = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-)  # fmt: skip
+model = small_cnn(options.seed)
 loss = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 steps = Steps(per_parameter=True, smoothing=0.95)
@@ -68,7 +63,7 @@ steps.detach()
 
 def square(model: nn.Module, size: int) -> float:
     """|g|², by autograd, of the mean gradients of drawn batches; its mean."""
-    draws = [torch.randint(len(images), (size,)) for _ in range(20 + options.draws // size)]
+    draws = [torch.randint(len(images), (size,)) for _ in range(options.draws // 160 + options.draws // size)]
     found = [torch.autograd.grad(loss(model(images[own]), labels[own]), list(model.parameters())) for own in draws]
     return statistics.mean(sum(float(g.square().sum()) for g in own) for own in found)
 
@@ -100,5 +95,5 @@ left.axhline(options.batch_size, color="gray", linestyle=":", label="this run's 
 left.set(xlabel="steps", ylabel="noise scale, in images")
 left.legend(fontsize=8)
 right.set(xlabel="batch size B, in images (dotted: the noise scale)", ylabel="squared length of a batch's gradient")
-right.legend(fontsize=8, loc="lower left")
+right.legend(fontsize=8, loc="upper right")
 save(figure, options, "batch_size.png")

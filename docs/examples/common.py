@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import time
@@ -12,11 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
 try:
     import matplotlib.pyplot as plt
@@ -27,6 +23,11 @@ except ImportError as missing:
     print(f"the demo needs {missing.name}: pip install 'autograd-hacks[demo]'", file=sys.stderr)
     sys.exit(2)
 
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
 torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
 
 
@@ -36,12 +37,30 @@ def handwritten_digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
 
 
+def rotated(images: Tensor, angle: float) -> Tensor:
+    """The images, N 1 H W, turned by an angle in degrees."""
+    a = math.radians(angle)
+    turn = torch.tensor([[math.cos(a), -math.sin(a), 0], [math.sin(a), math.cos(a), 0]])
+    return F.grid_sample(
+        images, F.affine_grid(turn.expand(len(images), 2, 3), list(images.shape), False), align_corners=False
+    )
+
+
 def with_wrong_labels(true: Tensor, share: float, seed: int) -> Tensor:
     """The labels, of which a share is drawn anew among the nine others.  true: N"""
     draws, given = torch.Generator().manual_seed(seed), true.clone()
     chosen = torch.randperm(len(true), generator=draws)[: round(share * len(true))]
     given[chosen] = (true[chosen] + torch.randint(1, 10, (len(chosen),), generator=draws)) % 10
     return given
+
+
+def small_cnn(seed: int) -> nn.Module:
+    """For the digits: two convolutions and two linear layers; the same weights for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
 
 
 def train(
@@ -117,15 +136,24 @@ def positive(text: str) -> int:
     return number
 
 
-def command_line(description: str, **numbers: tuple[float, str]) -> argparse.Namespace:
+def command_line(**numbers: tuple[float, str]) -> argparse.Namespace:
     """What was chosen.  numbers: {option: (default, what it says)}; those that count something are at least 1"""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    about = (sys.modules["__main__"].__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(description="".join(about[1:2]), formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes")
     for name, (default, says) in numbers.items():
         kind, letter = (positive, "N") if isinstance(default, int) else (float, "R")
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, metavar=letter, help=says)
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     return parser.parse_args()
+
+
+def reliability(p: Tensor, labels: Tensor, count: int = 6) -> tuple[Tensor, float]:
+    """Confidence and accuracy in bins of equally many samples, 2 count; and their mean distance, the calibration error."""
+    confidence, guess = p.max(1)
+    both = torch.stack([confidence, (guess == labels).float()])
+    bins = torch.stack([both[:, own].mean(1) for own in confidence.argsort().tensor_split(count)], 1)
+    return bins, float((bins[0] - bins[1]).abs().mean())
 
 
 def panels(count: int = 2, **settings: Any) -> tuple[Figure, Any]:

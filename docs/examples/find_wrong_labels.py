@@ -34,7 +34,6 @@ import autograd_hacks
 PLANTED, RATE = 0.1, 0.1  # the share of labels that are made wrong; the learning rate
 
 options = command_line(
-    "Ranks scikit-learn's handwritten digits by their influence on themselves, to find labels that were made wrong.",
     images=(1797, "of the digits"),
     epochs=(12, "rounds through them; TracIn looks at the weights after each third"),
 )
@@ -121,7 +120,8 @@ if "kronfluence's EK-FAC" in scores:
 # Below, the images with the highest scores by EK-FAC, in red those whose label was made wrong.
 
 figure = plt.figure(figsize=(11, 7), layout="constrained")
-above, below = figure.subfigures(2, height_ratios=(3, 2))
+parts: Any = figure.subfigures(2, height_ratios=(3, 2))
+above, below = parts
 left, right = above.subplots(1, 2)
 looks = (("gray", "-", 1.5), ("C0", "-", 1.5), ("C1", "-", 1.5), ("C0", ":", 3), ("C1", ":", 3))
 for (name, own), (color, line, width) in zip(scores.items(), looks):

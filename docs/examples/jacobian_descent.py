@@ -32,10 +32,7 @@ from autograd_hacks.integrations.torchjd import jacobian_descent
 RARE, SHOWN = 12, 12  # images of each of the digits 5 to 9; of each class in the picture of inner products
 COMPARED = 20  # steps that TorchJD takes, too
 
-options = command_line(
-    "Trains on scikit-learn's handwritten digits, five of them rare, by the mean and by UPGrad of the classes' losses.",
-    steps=(150, "of each way"),
-)
+options = command_line(steps=(150, "of each way"))
 
 # %%
 # Five digits are rare

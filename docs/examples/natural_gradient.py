@@ -25,8 +25,6 @@ from torch import Tensor
 import autograd_hacks
 
 options = command_line(
-    "Trains a small network on scikit-learn's handwritten digits, by natural gradient with the exact Gauss-Newton "
-    "matrix of each batch, and by SGD with momentum, from the same weights and on the same batches.",
     batch_size=(64, "images in a batch"),
     epochs=(6, "rounds through the images"),
     sgd_rate=(0.1, "learning rate of SGD, momentum 0.9"),

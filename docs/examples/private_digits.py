@@ -11,13 +11,11 @@ and its accountant at the same epsilon.  (Its steps are those of its default, gr
 """
 # sphinx_gallery_thumbnail_path = 'pictures/private_digits.png'
 
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from common import command_line, furthest, handwritten_digits, needs, panels, save, tqdm
+from common import command_line, follow, furthest, handwritten_digits, needs, panels, save
 
 needs("opacus", "opacus")
 
@@ -34,12 +32,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import autograd_hacks
 from autograd_hacks.integrations.opacus import PrivacyEngine
 
-OF_A_USER = 4  # images
-NOISE, MAX_NORM, DELTA = 1.0, 1.0, 1e-3
+OF_A_USER, NOISE, MAX_NORM, DELTA = 4, 1.0, 1.0, 1e-3  # images of a user, and what privacy asks for
 warnings.filterwarnings("ignore")  # what Opacus says of its own defaults and hooks
 
 options = command_line(
-    "Trains on scikit-learn's handwritten digits with differential privacy, by image and by user, as Opacus does.",
     batch_size=(64, "samples expected in a batch, images or users"),
     epochs=(12, "rounds through the images"),
 )
@@ -55,31 +51,16 @@ test, train = slice(0, 357), slice(357, None)
 by_image = TensorDataset(images[train], labels[train])
 by_user = TensorDataset(images[train].unflatten(0, (-1, OF_A_USER)), labels[train].unflatten(0, (-1, OF_A_USER)))
 
-
-Start = tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.Generator]
-Epoch = tuple[float, float, float, list[Tensor]]  # epsilon, accuracy, milliseconds of a step, weights
+Training = tuple[nn.Module, Any, Callable[[Tensor, Tensor], None], Any]  # model, loader, step, accountant
 
 
-def start(data: TensorDataset) -> Start:
+def start(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.Generator]:
     """The same weights, draws and noise for everyone."""
     torch.manual_seed(options.seed)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
     draws, noise = (torch.Generator().manual_seed(options.seed + k) for k in (1, 2))
     loader = DataLoader(data, batch_size=options.batch_size, generator=draws)
     return model, torch.optim.SGD(model.parameters(), lr=0.5), loader, noise
-
-
-def epochs_of(model: nn.Module, loader: Any, step: Callable[[Tensor, Tensor], None], accountant: Any) -> Iterator[Epoch]:
-    while True:
-        seconds = []
-        for x, y in loader:
-            begun = time.perf_counter()
-            step(x, y)
-            seconds.append(time.perf_counter() - begun)
-        with torch.no_grad():
-            accuracy = float((model(images[test]).argmax(1) == labels[test]).float().mean())
-        weights = [p.detach().clone() for p in model.parameters()]
-        yield accountant.get_epsilon(DELTA), accuracy, 1e3 * statistics.median(seconds), weights
 
 
 # %%
@@ -89,10 +70,12 @@ def epochs_of(model: nn.Module, loader: Any, step: Callable[[Tensor, Tensor], No
 # once: that works for ``Linear``, which adds a sample's positions up.
 
 
-def by_engine(engine: Any, data: TensorDataset) -> Iterator[Epoch]:
+def by_engine(engine: Any, data: TensorDataset) -> Training:
     model, optimizer, loader, noise = start(data)
-    private = engine(accountant="rdp")
-    settings = {"noise_multiplier": NOISE, "max_grad_norm": MAX_NORM, "noise_generator": noise}
+    private, settings = (
+        engine(accountant="rdp"),
+        {"noise_multiplier": NOISE, "max_grad_norm": MAX_NORM, "noise_generator": noise},
+    )
     model, optimizer, loader = private.make_private(module=model, optimizer=optimizer, data_loader=loader, **settings)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -101,7 +84,7 @@ def by_engine(engine: Any, data: TensorDataset) -> Iterator[Epoch]:
         (total / max(1, len(x))).backward()  # a batch may be empty
         optimizer.step()
 
-    return epochs_of(model, loader, step, private)
+    return model, loader, step, private
 
 
 # %%
@@ -110,7 +93,7 @@ def by_engine(engine: Any, data: TensorDataset) -> Iterator[Epoch]:
 # ``groups`` says whose each image is.  The accountant and the draws are Opacus', the loop is one's own.
 
 
-def by_groups(data: TensorDataset) -> Iterator[Epoch]:
+def by_groups(data: TensorDataset) -> Training:
     model, optimizer, plain, noise = start(data)
     loader, accountant, rate = DPDataLoader.from_data_loader(plain), RDPAccountant(), 1 / len(plain)
     autograd_hacks.add_hooks(model, param_grad=False)
@@ -122,43 +105,48 @@ def by_groups(data: TensorDataset) -> Iterator[Epoch]:
         optimizer.step()
         accountant.step(noise_multiplier=NOISE, sample_rate=rate)
 
-    return epochs_of(model, loader, step, accountant)
+    return model, loader, step, accountant
 
-
-# %%
-# Train, in turn
-# --------------
-
-ways = {
-    ("by image", "Opacus"): by_engine(opacus.PrivacyEngine, by_image),
-    ("by image", "autograd_hacks"): by_engine(PrivacyEngine, by_image),
-    ("by user", "Opacus"): by_engine(opacus.PrivacyEngine, by_user),
-    ("by user", "autograd_hacks"): by_groups(by_user),
-}
-curves: dict[tuple[str, str], list[Epoch]] = {way: [] for way in ways}
-for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
-    for way, epochs in ways.items():
-        curves[way].append(next(epochs))
-figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
-print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
-for (unit, who), curve in curves.items():
-    epsilons, accuracies, times, weights = zip(*curve)
-    ms, theirs = statistics.median(times), curves[unit, "Opacus"][-1]
-    apart = furthest(weights[-1], theirs[-1])
-    print(f"{unit:10}{who:18}{epsilons[-1]:10.4f}{accuracies[-1]:10.3f}{ms:11.2f}{apart:16.1e}")
-    torch.testing.assert_close(weights[-1], theirs[-1], rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(epsilons[-1], theirs[0])
-    style: dict[str, Any] = {"linewidth": 7, "alpha": 0.3} if who == "Opacus" else {"linewidth": 1.5, "marker": "."}
-    color = "C0" if unit == "by image" else "C1"
-    left.plot(epsilons, accuracies, color=color, label=f"{unit}, {who}", **style)
-    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=style.get("alpha", 1)), fmt="%.1f")
 
 # %%
 # Accuracy for epsilon, and what a step takes
 # -------------------------------------------
 
+figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
+weights: dict[tuple[str, str], list[Tensor]] = {}
+print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
+
+
+def train_by(
+    unit: str, who: str, color: str, model: nn.Module, loader: Any, step: Callable[..., None], accountant: Any
+) -> None:
+    def epoch() -> None:
+        for x, y in loader:
+            step(x, y)
+
+    @torch.no_grad()
+    def look() -> tuple[float, float]:
+        hits = model(images[test]).argmax(1) == labels[test]
+        return accountant.get_epsilon(DELTA), float(hits.float().mean())
+
+    seconds, seen = follow(f"{unit}, {who}", epoch, options.epochs, look)
+    weights[unit, who] = [p.detach().clone() for p in model.parameters()]
+    ms = 1e3 * float(torch.tensor(seconds).diff().median()) / len(loader)
+    apart = furthest(weights[unit, who], weights[unit, "Opacus"])
+    print(f"{unit:10}{who:18}{seen[-1][0]:10.4f}{seen[-1][1]:10.3f}{ms:11.2f}{apart:16.1e}")
+    torch.testing.assert_close(weights[unit, who], weights[unit, "Opacus"], rtol=1e-3, atol=1e-5)
+    theirs = who == "Opacus"
+    left.plot(*zip(*seen[1:]), color=color, lw=7 if theirs else 1.5, alpha=0.3 if theirs else 1, label=f"{unit}, {who}")
+    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=0.3 if theirs else 1), fmt="%.1f")
+
+
+train_by("by image", "Opacus", "C0", *by_engine(opacus.PrivacyEngine, by_image))
+train_by("by image", "autograd_hacks", "C0", *by_engine(PrivacyEngine, by_image))
+train_by("by user", "Opacus", "C1", *by_engine(opacus.PrivacyEngine, by_user))
+train_by("by user", "autograd_hacks", "C1", *by_groups(by_user))
 left.set(xlabel=f"epsilon, for delta = {DELTA}", ylabel="accuracy on images not trained on")
 left.legend()
 right.set(ylabel="milliseconds a step")
 right.tick_params("x", labelsize=8)
+right.margins(y=0.1)
 save(figure, options, "private_digits.png")

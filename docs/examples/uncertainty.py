@@ -12,11 +12,10 @@ factors.  laplace-torch does all of it; here once with its own backend, and once
 # sphinx_gallery_thumbnail_path = 'pictures/uncertainty.png'
 
 import copy
-import math
 import time
 import warnings
 
-from common import command_line, furthest, handwritten_digits, needs, panels, save, tqdm, train
+from common import command_line, furthest, handwritten_digits, needs, panels, reliability, rotated, save, tqdm, train
 
 warnings.simplefilter("ignore")  # laplace-torch's and its other backends'
 needs("laplace", "laplace")
@@ -35,7 +34,6 @@ from autograd_hacks.integrations.laplace import AutogradHacksGGN
 HELD_OUT = 250  # images
 
 options = command_line(
-    "Fits a Laplace approximation to a network of handwritten digits, by two backends.",
     train=(100, "images to learn"),
     epochs=(200, "rounds through them"),
     test=(500, "others to be asked about"),
@@ -60,12 +58,8 @@ train(model, torch.optim.Adam(model.parameters(), lr=1e-2), images[known], label
 # how narrow the prior is.
 
 data, others = (DataLoader(TensorDataset(images[own], labels[own]), batch_size=100) for own in (known, held_out))
-angles = torch.linspace(0, math.pi, options.angles)
-
-
-def rotated(angle: Tensor) -> Tensor:
-    x, turn = images[test], torch.tensor([[angle.cos(), -angle.sin(), 0], [angle.sin(), angle.cos(), 0]])
-    return F.grid_sample(x, F.affine_grid(turn.expand(len(x), 2, 3), list(x.shape), False), align_corners=False)
+angles = torch.linspace(0, 180, options.angles).tolist()
+turned = [rotated(images[test], angle) for angle in angles]
 
 
 def nll(p: Tensor, y: Tensor) -> Tensor:
@@ -73,24 +67,19 @@ def nll(p: Tensor, y: Tensor) -> Tensor:
     return F.nll_loss(p.log(), y)
 
 
-said = {"the network alone": torch.stack([model(rotated(angle)).softmax(1).detach() for angle in angles])}
+said = {"the network alone": torch.stack([model(x).softmax(1).detach() for x in turned])}
 search = {"log_prior_prec_min": 0, "log_prior_prec_max": 3, "grid_size": 7, "loss": nll, "val_loader": others}
 print(f"{'':26}{'fit s':>8}{'predict s':>11}{'prior precision':>17}{'log marginal likelihood':>25}")
 for name, backend in {"laplace-torch's backend": CurvlinopsGGN, "autograd_hacks": AutogradHacksGGN}.items():
-    posterior = Laplace(
-        copy.deepcopy(model), "classification", subset_of_weights="all", hessian_structure="kron", backend=backend
-    )
+    own = copy.deepcopy(model)
+    posterior = Laplace(own, "classification", subset_of_weights="all", hessian_structure="kron", backend=backend)
     start = time.perf_counter()
     posterior.fit(data)
     fitted = time.perf_counter()
     posterior.optimize_prior_precision(method="gridsearch", link_approx="probit", **search)
     before = time.perf_counter()
-    said[name] = torch.stack(
-        [
-            torch.cat([posterior(x, link_approx="probit").detach() for x in rotated(angle).split(250)])
-            for angle in tqdm(angles, desc=name, unit="angle")
-        ]
-    )
+    parts = [[posterior(x, link_approx="probit").detach() for x in own.split(250)] for own in tqdm(turned, desc=name)]
+    said[name] = torch.stack([torch.cat(own) for own in parts])
     prior, likelihood = float(posterior.prior_precision.mean()), float(posterior.log_marginal_likelihood())
     print(f"{name:26}{fitted - start:8.2f}{time.perf_counter() - before:11.2f}{prior:17.2f}{likelihood:25.3f}")
 alone, theirs, ours = said.values()
@@ -102,26 +91,17 @@ torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 # --------------------------------
 # Of images about which the model is 70 % sure it should know 70 %: of upright ones, and with those turned by up to 45°.
 
-
-def reliability(p: Tensor) -> tuple[Tensor, float]:
-    """Confidence and accuracy in six bins of equally many images, 2 6; and their mean distance, the calibration error."""
-    confidence, guess = p.flatten(0, 1).max(1)
-    both = torch.stack([confidence, (guess == labels[test].repeat(len(p))).float()])
-    bins = torch.stack([both[:, own].mean(1) for own in confidence.argsort().tensor_split(6)], 1)
-    return bins, float((bins[0] - bins[1]).abs().mean())
-
-
 figure, (left, right) = panels()
-degrees, tilted = angles.rad2deg(), int((angles <= 0.26 * math.pi).sum())
+tilted = sum(angle <= 46 for angle in angles)
 for (name, each), marker, color in zip(said.items(), ("s-", "o", "-"), ("tab:gray", "crimson", "tab:blue")):
-    bins, error = reliability(each[:tilted])
-    print(f"{name:26} calibration error: {reliability(each[:1])[1]:.3f} upright, {error:.3f} up to 45°")
+    bins, error = reliability(each[:tilted].flatten(0, 1), labels[test].repeat(tilted))
+    print(f"{name:26} calibration error: {reliability(each[0], labels[test])[1]:.3f} upright, {error:.3f} up to 45°")
     left.plot(*bins, marker, color=color, label=f"{name}: error {error:.3f}")
-    right.plot(degrees, torch.special.entr(each).sum(2).mean(1), marker, color=color, label=f"entropy, {name}")
-right.plot(degrees, (ours.argmax(2) == labels[test]).float().mean(1), "--", color="tab:green", label="accuracy")
+    right.plot(angles, torch.special.entr(each).sum(2).mean(1), marker, color=color, label=f"entropy, {name}")
+right.plot(angles, (ours.argmax(2) == labels[test]).float().mean(1), "--", color="tab:green", label="accuracy")
 left.plot([0.3, 1], [0.3, 1], ":", color="black", label="as it should be")
 left.set(xlabel="confidence", ylabel="accuracy", title=f"{len(test)} images not seen before, turned by up to 45°")
-right.set(xlabel="turned by, degrees", ylabel="mean entropy, in nats; accuracy", title="how unsure it is")
+right.set(xlabel="turned by, degrees", ylabel="mean entropy, in nats; accuracy", title="how unsure it is", ylim=(0, 1.5))
 left.legend()
 right.legend()
 

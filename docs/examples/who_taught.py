@@ -29,7 +29,6 @@ ASKED, ANSWERED = "the code of the good boat is", 4  # what it has not read; tok
 COMPARED = 12  # training tokens, drawn, whose gradients autograd computes one by one
 
 options = command_line(
-    "Trains a tiny GPT-2 on made sentences, and asks which of their tokens taught it what one of them says.",
     sentences=(32, "that it reads, with the planted one"),
     epochs=(120, "rounds through them"),
 )
@@ -108,17 +107,15 @@ def gradient(sentence: Tensor, token: int) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-begun = time.perf_counter()
-some = torch.randint(taught[..., 0].numel(), (COMPARED,), generator=draws).tolist()
-places = [divmod(number, taught.shape[1]) for number in some] + [(planted, taught.shape[1] - 1)]
-answers = torch.stack([gradient(asked[0], token) for token in range(taught.shape[2])])
+(teachers, tokens), begun = taught.shape[1:], time.perf_counter()
+places = [divmod(n, teachers) for n in torch.randint(len(text) * teachers, (COMPARED,), generator=draws).tolist()]
+answers = torch.stack([gradient(asked[0], token) for token in range(tokens)])
 expected = torch.stack([answers @ gradient(text[sentence], token) for sentence, token in places])
-found, count = torch.stack([products[place] for place in places]), taught[..., 0].numel()
-theirs = (time.perf_counter() - begun) / (len(places) + len(answers)) * (count + len(answers))
-apart, most = furthest([found], [expected]), float(expected.abs().max())
-print(f"{count} training tokens by {len(answers)} tokens of question and answer, in {seconds:.2f} s;")
-print(f"by autograd, a token at a time, {theirs:.2f} s, of which {len(places)} tokens were run.")
-print(f"furthest from autograd, of the largest inner product: {apart / most:.1e}")
+theirs = (time.perf_counter() - begun) / (COMPARED + tokens) * (len(text) * teachers + tokens)
+found, most = torch.stack([products[place] for place in places]), float(expected.abs().max())
+print(f"{len(text) * teachers} training tokens by {tokens} tokens of question and answer, in {seconds:.2f} s;")
+print(f"by autograd, a token at a time, {theirs:.2f} s, of which {COMPARED} tokens were run.")
+print(f"furthest from autograd, of the largest inner product: {furthest([found], [expected]) / most:.1e}")
 torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * most)
 
 # %%
@@ -126,24 +123,21 @@ torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * most)
 # --------------
 # For each token of the answer, how far the best token of each sentence speaks for it.
 
-by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)  # of each sentence the token that teaches best
-order = by_sentence.argsort(descending=True).tolist()
+by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)
 print("\nthe sentences that taught the answer, by the cosine of their best tokens:")
-for index in order[:4]:
+for index in by_sentence.argsort(descending=True)[:4].tolist():
     print(f"  {by_sentence[index]:5.2f}  {sentences[index]}")
 
-shown = sorted({planted, *range(max(0, planted - 5), planted + 6)} & set(range(len(sentences))))
-words = [word for index in shown for word in sentences[index].split()[1:]]
-figure, axes = panels(1, figsize=(16, 4.6))
-axes.grid(False)
+shown = slice(planted - 2, planted + 3)
+words = [word for sentence in sentences[shown] for word in sentence.split()[1:]]
+figure, axes = panels(1, figsize=(11, 4.6))
 heat = axes.imshow(taught[shown].flatten(0, 1).T, aspect="auto", cmap="RdBu_r", vmin=-0.6, vmax=0.6)
-axes.set_yticks(range(taught.shape[2]), said[1:])
-axes.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
-for place, index in enumerate(shown):
-    edge = place * taught.shape[1] - 0.5
-    axes.axvline(edge, color="black", linewidth=0.5)
-    if index == planted:
-        axes.axvspan(edge, edge + taught.shape[1], fill=False, edgecolor="crimson", linewidth=2.5)
+axes.set_yticks(range(tokens), said[1:])
+axes.set_xticks(range(len(words)), words, rotation=90)
+axes.grid(False)
+for sentence in range(5):
+    axes.axvline(sentence * teachers - 0.5, color="black", linewidth=0.5)
+axes.axvspan(2 * teachers - 0.5, 3 * teachers - 0.5, fill=False, edgecolor="crimson", linewidth=2.5)
 axes.set(xlabel="training tokens, the planted sentence's framed", ylabel="tokens of question and answer")
 figure.colorbar(heat, label="cosine of gradients", pad=0.01, extend="both")
 save(figure, options, "who_taught.png")

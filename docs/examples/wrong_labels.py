@@ -13,12 +13,11 @@ stand among the 90 longest, where chance would put 4.5 there. ::
 
 from collections.abc import Callable
 
-from common import command_line, furthest, handwritten_digits, save, seconds_of, sheet, train, with_wrong_labels
+from common import command_line, furthest, handwritten_digits, save, seconds_of, sheet, small_cnn, train, with_wrong_labels
 
 # isort: split
 import matplotlib.pyplot as plt
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
@@ -29,12 +28,9 @@ PLANTED = 0.05  # the share of labels that are made wrong
 Rows = dict[str, Tensor]
 
 options = command_line(
-    "Plants wrong labels among scikit-learn's handwritten digits, trains a small network on them, and finds them again "
-    "by the length of each image's own gradient.",
     batch_size=(64, "images in a batch"),
     epochs=(5, "rounds through the images"),
 )
-torch.manual_seed(options.seed)
 
 # %%
 # Plant wrong labels, and train
@@ -44,10 +40,7 @@ images, true = handwritten_digits()
 given = with_wrong_labels(true, PLANTED, options.seed)
 wrong = given != true
 
-model = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-)  # fmt: skip
+model = small_cnn(options.seed)
 train(model, torch.optim.Adam(model.parameters()), images, given, options.epochs, options.batch_size)
 
 # %%
