@@ -14,12 +14,10 @@ import copy
 import math
 import statistics
 
-from common import command_line, handwritten_digits, panels, peer, save, small_cnn, tqdm
-
-# isort: split
 import theirs
 import torch
 import torch.nn as nn
+from common import command_line, handwritten_digits, panels, peer, save, small_cnn, tqdm
 
 import autograd_hacks
 from autograd_hacks.integrations.steps import Steps

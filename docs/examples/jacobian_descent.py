@@ -18,7 +18,6 @@ from common import command_line, follow, furthest, handwritten_digits, needs, pa
 needs("torchjd", "torchjd")
 needs("quadprog", "torchjd")
 
-# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

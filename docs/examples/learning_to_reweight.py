@@ -10,12 +10,10 @@ and nothing where it points away.  They differentiate through the update; the re
 """
 # sphinx_gallery_thumbnail_path = 'pictures/learning_to_reweight.png'
 
-from common import command_line, furthest, handwritten_digits, panels, save, seconds_of, small_cnn, tqdm, with_wrong_labels
-
-# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import command_line, furthest, handwritten_digits, panels, save, seconds_of, small_cnn, tqdm, with_wrong_labels
 from torch import Tensor
 from torch.func import functional_call
 

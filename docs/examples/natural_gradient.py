@@ -14,12 +14,10 @@ weights and on the same batches. ::
 
 from collections.abc import Callable
 
-from common import command_line, follow, handwritten_digits, panels, save
-
-# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import command_line, follow, handwritten_digits, panels, save
 from torch import Tensor
 
 import autograd_hacks

@@ -16,11 +16,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from common import command_line, follow, furthest, panels, save
-
-# isort: split
 import torch
 import torch.nn as nn
+from common import command_line, follow, furthest, panels, save
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, hessian, vmap
 

@@ -19,7 +19,6 @@ from common import command_line, follow, furthest, handwritten_digits, needs, pa
 
 needs("opacus", "opacus")
 
-# isort: split
 import opacus
 import torch
 import torch.nn as nn
@@ -49,9 +48,7 @@ images, labels = handwritten_digits()
 images = images.flatten(1)  # a pixel is an input
 test, train = slice(0, 357), slice(357, None)
 by_image = TensorDataset(images[train], labels[train])
-by_user = TensorDataset(images[train].unflatten(0, (-1, OF_A_USER)), labels[train].unflatten(0, (-1, OF_A_USER)))
-
-Training = tuple[nn.Module, Any, Callable[[Tensor, Tensor], None], Any]  # model, loader, step, accountant
+by_user = TensorDataset(*(x.unflatten(0, (-1, OF_A_USER)) for x in by_image.tensors))
 
 
 def start(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.Generator]:
@@ -63,6 +60,27 @@ def start(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLo
     return model, torch.optim.SGD(model.parameters(), lr=0.5), loader, noise
 
 
+def train_by(unit: str, who: str, model: nn.Module, loader: Any, step: Callable[..., object], accountant: Any) -> None:
+    @torch.no_grad()
+    def look() -> tuple[float, float]:
+        right = model(images[test]).argmax(1) == labels[test]
+        return accountant.get_epsilon(DELTA), float(right.float().mean())
+
+    seconds, seen = follow(f"{unit}, {who}", lambda: [step(x, y) for x, y in loader], options.epochs, look)
+    ms, own = 1e3 * float(torch.tensor(seconds).diff().median()) / len(loader), list(model.parameters())
+    theirs = weights.setdefault(unit, own)  # Opacus', which is the first
+    print(f"{unit:10}{who:18}{seen[-1][0]:10.4f}{seen[-1][1]:10.3f}{ms:11.2f}{furthest(own, theirs):16.1e}")
+    torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-5)
+    color = "C0" if unit == "by image" else "C1"
+    wide: dict[str, Any] = {"lw": 7, "alpha": 0.3} if own is theirs else {}
+    left.plot(*zip(*seen[1:]), color=color, label=f"{unit}, {who}", **wide)
+    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=wide.get("alpha", 1)), fmt="%.1f")
+
+
+figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
+weights: dict[str, list[nn.Parameter]] = {}
+print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
+
 # %%
 # An engine, Opacus' or ours
 # --------------------------
@@ -70,12 +88,10 @@ def start(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLo
 # once: that works for ``Linear``, which adds a sample's positions up.
 
 
-def by_engine(engine: Any, data: TensorDataset) -> Training:
+def by_engine(engine: Any, data: TensorDataset) -> tuple[Any, ...]:
     model, optimizer, loader, noise = start(data)
-    private, settings = (
-        engine(accountant="rdp"),
-        {"noise_multiplier": NOISE, "max_grad_norm": MAX_NORM, "noise_generator": noise},
-    )
+    private = engine(accountant="rdp")
+    settings = {"noise_multiplier": NOISE, "max_grad_norm": MAX_NORM, "noise_generator": noise}
     model, optimizer, loader = private.make_private(module=model, optimizer=optimizer, data_loader=loader, **settings)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -93,7 +109,7 @@ def by_engine(engine: Any, data: TensorDataset) -> Training:
 # ``groups`` says whose each image is.  The accountant and the draws are Opacus', the loop is one's own.
 
 
-def by_groups(data: TensorDataset) -> Training:
+def by_groups(data: TensorDataset) -> tuple[Any, ...]:
     model, optimizer, plain, noise = start(data)
     loader, accountant, rate = DPDataLoader.from_data_loader(plain), RDPAccountant(), 1 / len(plain)
     autograd_hacks.add_hooks(model, param_grad=False)
@@ -112,38 +128,10 @@ def by_groups(data: TensorDataset) -> Training:
 # Accuracy for epsilon, and what a step takes
 # -------------------------------------------
 
-figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
-weights: dict[tuple[str, str], list[Tensor]] = {}
-print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
-
-
-def train_by(
-    unit: str, who: str, color: str, model: nn.Module, loader: Any, step: Callable[..., None], accountant: Any
-) -> None:
-    def epoch() -> None:
-        for x, y in loader:
-            step(x, y)
-
-    @torch.no_grad()
-    def look() -> tuple[float, float]:
-        hits = model(images[test]).argmax(1) == labels[test]
-        return accountant.get_epsilon(DELTA), float(hits.float().mean())
-
-    seconds, seen = follow(f"{unit}, {who}", epoch, options.epochs, look)
-    weights[unit, who] = [p.detach().clone() for p in model.parameters()]
-    ms = 1e3 * float(torch.tensor(seconds).diff().median()) / len(loader)
-    apart = furthest(weights[unit, who], weights[unit, "Opacus"])
-    print(f"{unit:10}{who:18}{seen[-1][0]:10.4f}{seen[-1][1]:10.3f}{ms:11.2f}{apart:16.1e}")
-    torch.testing.assert_close(weights[unit, who], weights[unit, "Opacus"], rtol=1e-3, atol=1e-5)
-    theirs = who == "Opacus"
-    left.plot(*zip(*seen[1:]), color=color, lw=7 if theirs else 1.5, alpha=0.3 if theirs else 1, label=f"{unit}, {who}")
-    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=0.3 if theirs else 1), fmt="%.1f")
-
-
-train_by("by image", "Opacus", "C0", *by_engine(opacus.PrivacyEngine, by_image))
-train_by("by image", "autograd_hacks", "C0", *by_engine(PrivacyEngine, by_image))
-train_by("by user", "Opacus", "C1", *by_engine(opacus.PrivacyEngine, by_user))
-train_by("by user", "autograd_hacks", "C1", *by_groups(by_user))
+train_by("by image", "Opacus", *by_engine(opacus.PrivacyEngine, by_image))
+train_by("by image", "autograd_hacks", *by_engine(PrivacyEngine, by_image))
+train_by("by user", "Opacus", *by_engine(opacus.PrivacyEngine, by_user))
+train_by("by user", "autograd_hacks", *by_groups(by_user))
 left.set(xlabel=f"epsilon, for delta = {DELTA}", ylabel="accuracy on images not trained on")
 left.legend()
 right.set(ylabel="milliseconds a step")

@@ -20,7 +20,6 @@ from common import command_line, furthest, handwritten_digits, needs, panels, re
 warnings.simplefilter("ignore")  # laplace-torch's and its other backends'
 needs("laplace", "laplace")
 
-# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

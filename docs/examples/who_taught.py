@@ -16,7 +16,6 @@ from common import command_line, furthest, needs, panels, save, tqdm
 
 needs("transformers", "transformers")
 
-# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor
