@@ -56,7 +56,8 @@ steps.detach()
 # Held to BackPACK, and to batches themselves
 # -------------------------------------------
 # BackPACK has the variance of each number's gradient, whose sum is the noise.  And the squared length of the gradients of
-# drawn batches, by autograd, falls with their size as noise and signal say.
+# drawn batches, by autograd, falls with their size as noise and signal say: on the right.  On the left is what the
+# callback saw.
 
 
 def square(model: nn.Module, size: int) -> float:
@@ -81,10 +82,6 @@ for color, (number, then) in zip(("C0", "C1", "C2"), moments.items()):
     apart, said = abs(noise / backpack - 1), steps.history[number - 1]["grads/noise_scale"]
     print(f"{number:12}{noise:13.5g}{backpack:13.5g}{apart:10.1e}{noise / signal:13.1f}{said:14.1f}")
     assert math.isnan(apart) or apart < 1e-4
-
-# %%
-# The noise scale over training
-# -----------------------------
 
 for name in (name for name, p in model.named_parameters() if p.ndim > 1):  # weights, each a layer's
     left.semilogy([step[f"grads/noise_scale/{name}"] for step in steps.history], linewidth=1, label=f"layer {name}")

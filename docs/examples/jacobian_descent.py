@@ -77,9 +77,6 @@ def by_ours(model: nn.Module) -> None:
 # The means of images and of classes take one backward pass.
 
 compared = min(COMPARED, options.steps)
-figure, (left, right) = panels(figsize=(11, 4.4))
-weights: dict[str, list[Tensor]] = {}  # after the steps that TorchJD takes, too
-print(f"{'':28}{'mean loss':>10}{'worst class':>13}{'ms a step':>11}{'from TorchJD':>14}, after {compared} steps")
 
 
 def train_by(name: str, way: Callable[[nn.Module], None], steps: int, color: str) -> None:
@@ -107,16 +104,20 @@ def train_by(name: str, way: Callable[[nn.Module], None], steps: int, color: str
     right.semilogy(losses.mean(1), color=color, linestyle="--", **wide)
 
 
+# %%
+# Who is against whom, and who gains
+# ----------------------------------
+# On the left the cosines of images' gradients, sorted by class, when training begins.  Below zero, a step for one is against
+# the other.
+
+figure, (left, right) = panels(figsize=(11, 4.4))
+weights: dict[str, list[Tensor]] = {}  # after the steps that TorchJD takes, too
+print(f"{'':28}{'mean loss':>10}{'worst class':>13}{'ms a step':>11}{'from TorchJD':>14}, after {compared} steps")
 train_by("UPGrad, by TorchJD", by_torchjd, compared, "C0")
 train_by("UPGrad, by autograd_hacks", by_ours, options.steps, "C0")
 train_by("mean of images", lambda model: F.cross_entropy(model(x), y).backward(), options.steps, "C1")
 train_by("mean of classes", lambda model: class_losses(model).mean().backward(), options.steps, "C2")
 torch.testing.assert_close(weights["UPGrad, by autograd_hacks"], weights["UPGrad, by TorchJD"], rtol=1e-3, atol=1e-4)
-
-# %%
-# Who is against whom
-# -------------------
-# The cosines of images' gradients, sorted by class, when training begins.  Below zero, a step for one is against the other.
 
 model = mlp()
 few = torch.cat([(y == digit).nonzero()[:SHOWN, 0] for digit in range(10)])

@@ -101,10 +101,6 @@ model = small_cnn()
 with autograd_hacks.add_hooks(model):
     train_by("natural gradient", natural, model, torch.optim.SGD(model.parameters(), lr=options.rate))
 
-# %%
-# The losses
-# ----------
-
 by_epoch.set(xlabel="epochs", ylabel="training loss")
 by_second.set(xlabel="seconds of steps")
 by_epoch.legend()

@@ -77,10 +77,6 @@ def train_by(unit: str, who: str, model: nn.Module, loader: Any, step: Callable[
     right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=wide.get("alpha", 1)), fmt="%.1f")
 
 
-figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
-weights: dict[str, list[nn.Parameter]] = {}
-print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
-
 # %%
 # An engine, Opacus' or ours
 # --------------------------
@@ -128,6 +124,9 @@ def by_groups(data: TensorDataset) -> tuple[Any, ...]:
 # Accuracy for epsilon, and what a step takes
 # -------------------------------------------
 
+figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
+weights: dict[str, list[nn.Parameter]] = {}
+print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
 train_by("by image", "Opacus", *by_engine(opacus.PrivacyEngine, by_image))
 train_by("by image", "autograd_hacks", *by_engine(PrivacyEngine, by_image))
 train_by("by user", "Opacus", *by_engine(opacus.PrivacyEngine, by_user))

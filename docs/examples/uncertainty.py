@@ -103,9 +103,8 @@ left.set(xlabel="confidence", ylabel="accuracy", title=f"{len(test)} images not 
 right.set(xlabel="turned by, degrees", ylabel="mean entropy, in nats; accuracy", title="how unsure it is", ylim=(0, 1.5))
 left.legend()
 right.legend()
+save(figure, options, "uncertainty.png")
 
 # %%
 # Of digits that are a little askew the network alone is much too sure, and the posterior less so.  Lying on their side
 # nearly all are fours to it, and it is sure: a posterior about the weights that it has found does not mend that.
-
-save(figure, options, "uncertainty.png")
