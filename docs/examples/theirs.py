@@ -24,7 +24,9 @@ def captum_tracin(model: nn.Module, data: TensorDataset, checkpoints: list[tuple
 
     total = nn.CrossEntropyLoss(reduction="sum")
     best: dict[str, Any] = {"loss_fn": total, "batch_size": 200, "sample_wise_grads_per_batch": True}
-    return TracInCP(copy.deepcopy(model), data, checkpoints, load, **best).self_influence()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        return TracInCP(copy.deepcopy(model), data, checkpoints, load, **best).self_influence()
 
 
 def kronfluence_ekfac(model: nn.Module, data: TensorDataset) -> Tensor:
@@ -42,7 +44,8 @@ def kronfluence_ekfac(model: nn.Module, data: TensorDataset) -> Tensor:
             return self.compute_train_loss(batch, model)
 
     task = Digits()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
         own = prepare_model(copy.deepcopy(model), task)
         analyzer = Analyzer("digits", own, task, cpu=True, output_dir=folder, disable_tqdm=True)
         analyzer.fit_all_factors("factors", data, 200)

@@ -64,6 +64,14 @@ def test_the_energy_natural_gradient_solves_poissons_equation_as_by_torch_func(t
     assert number(r"furthest from torch.func's (\S+) of", out) < 1e-10
 
 
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+def test_a_picture_is_made_and_finished_in_one_block_which_the_gallery_keeps(script: Path) -> None:
+    if script.stem in ("common", "theirs", "private_processes"):  # no pages
+        return
+    (block,) = (block for block in script.read_text("utf-8").split("# %%") if "\nsave(figure" in block)
+    assert re.search(r"^figure\b.* = ", block, re.M)
+
+
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The examples' folder on the path, as where one of them runs."""
