@@ -101,7 +101,7 @@ if peer("captum.influence", "--no-deps captum"):
 if peer("kronfluence.analyzer", "--no-deps kronfluence accelerate"):
     ways["kronfluence's EK-FAC"] = lambda: theirs.kronfluence_ekfac(model, data)
 scores = {name: way().double() for name, way in ways.items()}
-seconds = seconds_of(ways, rounds=2)
+seconds = seconds_of(ways, rounds=1)  # after a first run of each
 areas = {name: roc_auc_score(wrong, own) for name, own in scores.items()}
 print(f"{int(wrong.sum())} of {len(images)} labels were made wrong{'':9}area under ROC{'seconds':>12}")
 for name, area in areas.items():
