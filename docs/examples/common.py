@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     import matplotlib.pyplot as plt
@@ -28,6 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+Name = TypeVar("Name")
 torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
 
 
@@ -92,9 +93,9 @@ def follow(name: str, step: Callable[[], object], steps: int, look: Callable[[],
     return seconds, seen
 
 
-def seconds_of(ways: dict[str, Callable[[], Any]], rounds: int = 10) -> dict[str, float]:
+def seconds_of(ways: dict[Name, Callable[[], Any]], rounds: int = 10) -> dict[Name, float]:
     """What each way takes at least, of some rounds in which they take turns."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[Name, list[float]] = {name: [] for name in ways}
     for name, way in rounds * list(ways.items()):
         start = time.perf_counter()
         way()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from common import command_line, follow, furthest, handwritten_digits, needs, panels, save
+from common import command_line, furthest, handwritten_digits, needs, panels, save, seconds_of, tqdm
 
 needs("opacus", "opacus")
 
@@ -61,20 +61,15 @@ def start(data: TensorDataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLo
 
 
 def train_by(unit: str, who: str, model: nn.Module, loader: Any, step: Callable[..., object], accountant: Any) -> None:
-    @torch.no_grad()
-    def look() -> tuple[float, float]:
-        right = model(images[test]).argmax(1) == labels[test]
-        return accountant.get_epsilon(DELTA), float(right.float().mean())
-
-    seconds, seen = follow(f"{unit}, {who}", lambda: [step(x, y) for x, y in loader], options.epochs, look)
-    ms, own = 1e3 * float(torch.tensor(seconds).diff().median()) / len(loader), list(model.parameters())
-    theirs = weights.setdefault(unit, own)  # Opacus', which is the first
-    print(f"{unit:10}{who:18}{seen[-1][0]:10.4f}{seen[-1][1]:10.3f}{ms:11.2f}{furthest(own, theirs):16.1e}")
-    torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-5)
-    color = "C0" if unit == "by image" else "C1"
-    wide: dict[str, Any] = {"lw": 7, "alpha": 0.3} if own is theirs else {}
-    left.plot(*zip(*seen[1:]), color=color, label=f"{unit}, {who}", **wide)
-    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=wide.get("alpha", 1)), fmt="%.1f")
+    curve: list[tuple[float, float]] = []
+    for _ in tqdm(range(options.epochs), desc=f"{unit}, {who}", unit="epoch"):
+        for x, y in loader:
+            step(x, y)
+        with torch.no_grad():
+            right = model(images[test]).argmax(1) == labels[test]
+        curve.append((accountant.get_epsilon(DELTA), float(right.float().mean())))
+    weights = [p.detach().clone() for p in model.parameters()]
+    trained[unit, who] = curve, weights, lambda: step(x, y)
 
 
 # %%
@@ -124,13 +119,22 @@ def by_groups(data: TensorDataset) -> tuple[Any, ...]:
 # Accuracy for epsilon, and what a step takes
 # -------------------------------------------
 
-figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
-weights: dict[str, list[nn.Parameter]] = {}
-print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
+trained: dict[tuple[str, str], tuple[Any, list[Tensor], Callable[[], object]]] = {}
 train_by("by image", "Opacus", *by_engine(opacus.PrivacyEngine, by_image))
 train_by("by image", "autograd_hacks", *by_engine(PrivacyEngine, by_image))
 train_by("by user", "Opacus", *by_engine(opacus.PrivacyEngine, by_user))
 train_by("by user", "autograd_hacks", *by_groups(by_user))
+seconds = seconds_of({way: step for way, (_, _, step) in trained.items()}, rounds=20)
+figure, (left, right) = panels(figsize=(10, 4), width_ratios=(3, 2))
+print(f"{'':28}{'epsilon':>10}{'accuracy':>10}{'ms a step':>11}{'weights apart':>16}")
+for (unit, who), (curve, weights, _) in trained.items():
+    (epsilon, accuracy), ms, theirs = curve[-1], 1e3 * seconds[unit, who], trained[unit, "Opacus"][1]
+    print(f"{unit:10}{who:18}{epsilon:10.4f}{accuracy:10.3f}{ms:11.2f}{furthest(weights, theirs):16.1e}")
+    torch.testing.assert_close(weights, theirs, rtol=1e-3, atol=1e-5)
+    color = "C0" if unit == "by image" else "C1"
+    wide: dict[str, Any] = {"lw": 7, "alpha": 0.3} if who == "Opacus" else {}
+    left.plot(*zip(*curve), color=color, label=f"{unit}, {who}", **wide)
+    right.bar_label(right.bar(f"{unit}\n{who}", ms, color=color, alpha=wide.get("alpha", 1)), fmt="%.1f")
 left.set(xlabel=f"epsilon, for delta = {DELTA}", ylabel="accuracy on images not trained on")
 left.legend()
 right.set(ylabel="milliseconds a step")
