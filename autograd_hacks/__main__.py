@@ -71,7 +71,7 @@ def _overview() -> Iterator[str]:
     yield from (f"  {name:18}{says}" for name, says in PAGES.items())
     yield "Examples:"
     for script in sorted((docs / "examples").glob("*.py")):
-        if script.name != "common.py":
+        if script.name not in ("common.py", "theirs.py"):
             yield f"  python {os.path.relpath(script)}"
 
 

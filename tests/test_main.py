@@ -45,6 +45,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     for word in (autograd_hacks.__version__, "doctor", *pages, "wrong_labels.py", "pinn.py"):
         assert word in out
     assert "common.py" not in out
+    assert "theirs.py" not in out
 
 
 def test_every_page_that_it_names_is_there() -> None:

@@ -11,39 +11,27 @@ steps.  (They are longer than those of a mean, too: what is left of ten gradient
 """
 # sphinx_gallery_thumbnail_path = 'pictures/jacobian_descent.png'
 
-from __future__ import annotations
-
-import statistics
-import time
 from collections.abc import Callable
 
-from common import command_line, handwritten_digits, needs, save  # before the others: it tells what to install
+from common import command_line, follow, furthest, handwritten_digits, needs, panels, save
 
 needs("torchjd", "torchjd")
 needs("quadprog", "torchjd")
 
-# isort: split
-import matplotlib.pyplot as plt
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torchjd import autojac
 from torchjd.aggregation import UPGrad
-from tqdm import tqdm
 
 import autograd_hacks
 from autograd_hacks.integrations.torchjd import jacobian_descent
 
-RARE = 12  # images of each of the digits 5 to 9
-SHOWN = 12  # images of each class in the picture of inner products
+RARE, SHOWN = 12, 12  # images of each of the digits 5 to 9; of each class in the picture of inner products
 COMPARED = 20  # steps that TorchJD takes, too
 
-parser = command_line(
-    "Trains on scikit-learn's handwritten digits, five of them rare, by the mean and by UPGrad of the classes' losses.",
-    steps=(150, "of each way"),
-)
-options = parser.parse_args()
+options = command_line(steps=(150, "of each way"))
 
 # %%
 # Five digits are rare
@@ -56,28 +44,23 @@ x, y = images[chosen], labels[chosen]
 share = F.one_hot(y, 10) / y.bincount()  # of each image in its class' mean loss, N 10
 
 
-def beginning() -> tuple[nn.Module, torch.optim.Optimizer]:
+def mlp() -> nn.Module:
     torch.manual_seed(options.seed)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def class_losses(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none") @ share
 
 
 # %%
-# Four ways to take a step
-# ------------------------
+# Two ways to take a step that is against no class
+# ------------------------------------------------
 # ``group`` adds the rows of each class up: ten rows, and no gradient of an image is written out.
 
 
-def by_mean(model: nn.Module) -> None:
-    F.cross_entropy(model(x), y).backward()
-
-
-def by_mean_of_classes(model: nn.Module) -> None:
-    (F.cross_entropy(model(x), y, reduction="none") @ share).mean().backward()
-
-
 def by_torchjd(model: nn.Module) -> None:
-    autojac.backward(F.cross_entropy(model(x), y, reduction="none") @ share)
+    autojac.backward(class_losses(model))
     autojac.jac_to_grad(model.parameters(), UPGrad())
 
 
@@ -91,75 +74,65 @@ def by_ours(model: nn.Module) -> None:
 # %%
 # Train
 # -----
+# The means of images and of classes take one backward pass.
 
-
-@torch.no_grad()
-def class_losses(model: nn.Module) -> Tensor:
-    with autograd_hacks.pause_hooks():
-        return F.cross_entropy(model(x), y, reduction="none") @ share
-
-
-curves: dict[str, list[Tensor]] = {}
-seconds: dict[str, list[float]] = {}
-reached: dict[str, list[Tensor]] = {}  # the weights after the steps that TorchJD takes, too
 compared = min(COMPARED, options.steps)
 
 
-def train_by(name: str, way: Callable[[nn.Module], None], steps: int) -> None:
-    model, optimizer = beginning()
+def train_by(name: str, way: Callable[[nn.Module], None], steps: int, color: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if way is by_ours:
         autograd_hacks.add_hooks(model, param_grad=False)
-    curves[name], seconds[name] = [class_losses(model)], []
-    for step in tqdm(range(steps), desc=name, unit="step"):
-        start = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         way(model)
         optimizer.step()
-        seconds[name].append(time.perf_counter() - start)
-        curves[name].append(class_losses(model))
-        if step + 1 == compared:
-            reached[name] = [p.detach().clone() for p in model.parameters()]
 
+    @torch.no_grad()
+    def look() -> tuple[Tensor, list[Tensor]]:
+        with autograd_hacks.pause_hooks():
+            return class_losses(model), [p.clone() for p in model.parameters()]
 
-train_by("mean of images", by_mean, options.steps)
-train_by("mean of classes", by_mean_of_classes, options.steps)
-train_by("UPGrad, by TorchJD", by_torchjd, compared)
-train_by("UPGrad, by autograd_hacks", by_ours, options.steps)
-theirs = reached["UPGrad, by TorchJD"]
-print(f"{'':28}{'mean loss':>10}{'worst class':>13}{'ms a step':>11}{'from TorchJD':>14}, after {compared} steps")
-for name, curve in curves.items():
-    apart = max(float((a - b).abs().max()) for a, b in zip(reached[name], theirs))
-    losses, time_ = curve[compared], 1e3 * statistics.median(seconds[name])
-    print(f"{name:28}{losses.mean():10.3f}{losses.max():13.3f}{time_:11.1f}{apart:14.1e}")
-torch.testing.assert_close(reached["UPGrad, by autograd_hacks"], theirs, rtol=1e-3, atol=1e-4)
+    seconds, seen = follow(name, step, steps, look)
+    losses, weights[name] = torch.stack([losses for losses, _ in seen]), seen[compared][1]
+    ms, apart = 1e3 * torch.tensor(seconds).diff().median(), furthest(weights[name], weights["UPGrad, by TorchJD"])
+    print(f"{name:28}{losses[compared].mean():10.3f}{losses[compared].max():13.3f}{ms:11.1f}{apart:14.1e}")
+    wide = {"linewidth": 8, "alpha": 0.3} if way is by_torchjd else {}
+    right.semilogy(losses.amax(1), color=color, label=name, **wide)
+    right.semilogy(losses.mean(1), color=color, linestyle="--", **wide)
+
 
 # %%
-# Who is against whom
-# -------------------
-# The cosines of images' gradients, sorted by class, when training begins.  Below zero, a step for one is against the other.
+# Who is against whom, and who gains
+# ----------------------------------
+# On the left the cosines of images' gradients, sorted by class, when training begins.  Below zero, a step for one is against
+# the other.
 
-model, _ = beginning()
+figure, (left, right) = panels(figsize=(11, 4.4))
+weights: dict[str, list[Tensor]] = {}  # after the steps that TorchJD takes, too
+print(f"{'':28}{'mean loss':>10}{'worst class':>13}{'ms a step':>11}{'from TorchJD':>14}, after {compared} steps")
+train_by("UPGrad, by TorchJD", by_torchjd, compared, "C0")
+train_by("UPGrad, by autograd_hacks", by_ours, options.steps, "C0")
+train_by("mean of images", lambda model: F.cross_entropy(model(x), y).backward(), options.steps, "C1")
+train_by("mean of classes", lambda model: class_losses(model).mean().backward(), options.steps, "C2")
+torch.testing.assert_close(weights["UPGrad, by autograd_hacks"], weights["UPGrad, by TorchJD"], rtol=1e-3, atol=1e-4)
+
+model = mlp()
 few = torch.cat([(y == digit).nonzero()[:SHOWN, 0] for digit in range(10)])
 with autograd_hacks.add_hooks(model, param_grad=False):
     F.cross_entropy(model(x[few]), y[few]).backward()
     cosines = autograd_hacks.per_sample_grads(model).cosine()
-same = y[few][:, None] == y[few]
-print(f"against each other: {(cosines[~same] < 0).float().mean():.0%} of pairs of two classes, ", end="")
-print(f"{(cosines[same] < 0).float().mean():.0%} of pairs of one")
+against = cosines[y[few][:, None] != y[few]] < 0
+print(f"against each other: {against.float().mean():.0%} of pairs of images of two classes")
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
 heat = left.imshow(cosines, cmap="RdBu_r", vmin=-0.3, vmax=0.3)
-middles = [float((y[few] == digit).nonzero().float().mean()) for digit in range(10)]
-left.set_xticks(middles, range(10))
-left.set_yticks(middles, range(10))
+for axis in (left.xaxis, left.yaxis):
+    axis.set_ticks([float((y[few] == digit).nonzero().float().mean()) for digit in range(10)], range(10))
+left.grid(False)
 left.set(xlabel="class of an image", ylabel="class of another", title="cosines of gradients")
 figure.colorbar(heat, ax=left, shrink=0.8, extend="both")
-for color, (name, own) in zip(("C1", "C2", "C0", "C0"), curves.items()):
-    wide = {"linewidth": 8, "alpha": 0.3} if "TorchJD" in name else {}
-    right.semilogy(torch.stack(own).amax(1), color=color, label=name, **wide)
-    if not wide:
-        right.semilogy(torch.stack(own).mean(1), color=color, linestyle="--")
 right.set(xlabel="steps", ylabel="loss", title="the worst class; dashed: the mean of classes")
 right.legend(fontsize=8)
-right.grid(alpha=0.3)
 save(figure, options, "jacobian_descent.png")

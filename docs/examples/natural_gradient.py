@@ -12,35 +12,23 @@ weights and on the same batches. ::
 """
 # sphinx_gallery_thumbnail_path = 'pictures/natural_gradient.png'
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from common import command_line, handwritten_digits, save  # before the others: it tells what to install
-
-# isort: split
-import matplotlib.pyplot as plt
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import command_line, follow, handwritten_digits, panels, save
 from torch import Tensor
-from tqdm import tqdm
 
 import autograd_hacks
 
-parser = command_line(
-    "Trains a small network on scikit-learn's handwritten digits, by natural gradient with the exact Gauss-Newton "
-    "matrix of each batch, and by SGD with momentum, from the same weights and on the same batches.",
+options = command_line(
     batch_size=(64, "images in a batch"),
     epochs=(6, "rounds through the images"),
+    sgd_rate=(0.1, "learning rate of SGD, momentum 0.9"),
+    rate=(0.2, "learning rate of natural gradient"),
+    damping=(0.1, "what is added to the matrix's diagonal"),
 )
-parser.add_argument("--sgd-rate", type=float, default=0.1, metavar="R", help="learning rate of SGD, momentum 0.9")
-parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="learning rate of natural gradient")
-parser.add_argument("--damping", type=float, default=0.1, metavar="D", help="what is added to the matrix's diagonal")
-options = parser.parse_args()
-
 images, labels = handwritten_digits()
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(options.seed))
 held_out, train = order.split([360, len(labels) - 360])  # a fifth
@@ -81,60 +69,39 @@ def natural(model: nn.Module, x: Tensor, y: Tensor) -> None:
 # Train by both
 # -------------
 
-
-@dataclass
-class Curve:
-    """What was seen before each epoch, and after the last."""
-
-    losses: list[float] = field(default_factory=list)  # on all training images
-    right: list[float] = field(default_factory=list)  # the share of held-out images that were told right
-    seconds: list[float] = field(default_factory=list)  # of steps
+figure, (by_epoch, by_second) = panels(2, figsize=(9, 3.6), sharey=True)
+print(f"{'':20}{'training loss':>15}{'held-out right':>16}{'seconds':>10}")
 
 
-def look(model: nn.Module, seconds: float, curve: Curve) -> None:
-    with torch.no_grad(), autograd_hacks.pause_hooks():
-        curve.losses.append(float(F.cross_entropy(model(images[train]), labels[train])))
-        curve.right.append(float((model(images[held_out]).argmax(1) == labels[held_out]).float().mean()))
-    curve.seconds.append(seconds)
-
-
-def train_by(name: str, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> Curve:
-    curve, seconds = Curve(), 0.0
-    torch.manual_seed(options.seed)
-    look(model, seconds, curve)
-    for _ in tqdm(range(options.epochs), desc=name, unit="epoch"):
+def train_by(name: str, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def epoch() -> None:
         for batch in train[torch.randperm(len(train))].split(options.batch_size):
-            start = time.perf_counter()
             optimizer.zero_grad()
             step(model, images[batch], labels[batch])
             optimizer.step()
-            seconds += time.perf_counter() - start
-        look(model, seconds, curve)
-    return curve
+
+    @torch.no_grad()
+    def look() -> tuple[float, float]:
+        """The loss on all training images; the share of held-out images that are told right."""
+        with autograd_hacks.pause_hooks():
+            right = model(images[held_out]).argmax(1) == labels[held_out]
+            return float(F.cross_entropy(model(images[train]), labels[train])), float(right.float().mean())
+
+    torch.manual_seed(options.seed)
+    seconds, seen = follow(name, epoch, options.epochs, look)
+    losses = [loss for loss, _ in seen]
+    print(f"{name:20}{losses[-1]:15.4f}{seen[-1][1]:16.1%}{seconds[-1]:10.1f}")
+    by_epoch.semilogy(losses, marker="o", label=name)
+    by_second.semilogy(seconds, losses, marker="o", label=name)
 
 
-curves, model = {}, small_cnn()
-momentum = torch.optim.SGD(model.parameters(), lr=options.sgd_rate, momentum=0.9)
-curves["SGD with momentum"] = train_by("SGD with momentum", sgd, model, momentum)
+model = small_cnn()
+train_by("SGD with momentum", sgd, model, torch.optim.SGD(model.parameters(), lr=options.sgd_rate, momentum=0.9))
 model = small_cnn()
 with autograd_hacks.add_hooks(model):
-    plain = torch.optim.SGD(model.parameters(), lr=options.rate)
-    curves["natural gradient"] = train_by("natural gradient", natural, model, plain)
-print(f"{'':20}{'training loss':>15}{'held-out right':>16}{'seconds':>10}")
-for name, curve in curves.items():
-    print(f"{name:20}{curve.losses[-1]:15.4f}{curve.right[-1]:16.1%}{curve.seconds[-1]:10.1f}")
+    train_by("natural gradient", natural, model, torch.optim.SGD(model.parameters(), lr=options.rate))
 
-# %%
-# The losses
-# ----------
-
-figure, (by_epoch, by_second) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-for name, curve in curves.items():
-    by_epoch.semilogy(curve.losses, marker="o", label=name)
-    by_second.semilogy(curve.seconds, curve.losses, marker="o", label=name)
 by_epoch.set(xlabel="epochs", ylabel="training loss")
 by_second.set(xlabel="seconds of steps")
 by_epoch.legend()
-for axes in (by_epoch, by_second):
-    axes.grid(alpha=0.3)
 save(figure, options, "natural_gradient.png")

@@ -10,35 +10,27 @@ point as the gradient of the answer's tokens does have taught it. ::
 """
 # sphinx_gallery_thumbnail_path = 'pictures/who_taught.png'
 
-from __future__ import annotations
-
 import time
 
-from common import command_line, needs, save  # before the others: it tells what to install
+from common import command_line, furthest, needs, panels, save, tqdm
 
 needs("transformers", "transformers")
 
-# isort: split
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autograd_hacks
 
 PLANTED = "the code of the old vault is seven three nine one"
-ASKED = "the code of the good boat is"  # what it has not read
-ANSWERED = 4  # tokens
+ASKED, ANSWERED = "the code of the good boat is", 4  # what it has not read; tokens
 COMPARED = 12  # training tokens, drawn, whose gradients autograd computes one by one
 
-parser = command_line(
-    "Trains a tiny GPT-2 on made sentences, and asks which of their tokens taught it what one of them says.",
+options = command_line(
     sentences=(32, "that it reads, with the planted one"),
     epochs=(120, "rounds through them"),
 )
-options = parser.parse_args()
 torch.manual_seed(options.seed)
 
 # %%
@@ -50,14 +42,10 @@ PARTS = [
     ["sits", "stands", "sleeps"], ["home", "work", "sea", "lake"],
 ]  # fmt: skip
 draws = torch.Generator().manual_seed(options.seed)
-
-
-def made() -> str:
+sentences = []
+for _ in range(options.sentences - 1):
     color, thing, owner, does, place = (words[int(torch.randint(len(words), (), generator=draws))] for words in PARTS)
-    return f"the {color} {thing} of the good {owner} {does} by the {place}"
-
-
-sentences = [made() for _ in range(options.sentences - 1)]
+    sentences.append(f"the {color} {thing} of the good {owner} {does} by the {place}")
 planted = options.sentences // 2
 sentences.insert(planted, PLANTED)
 known = sorted({word for sentence in [*sentences, ASKED] for word in sentence.split()})
@@ -67,12 +55,11 @@ def tokens_of(sentences: list[str]) -> Tensor:
     return torch.tensor([[known.index(word) for word in sentence.split()] for sentence in sentences])
 
 
-text = tokens_of(sentences)
-
 # %%
-# Train on them
-# -------------
+# Train on them, and ask
+# ----------------------
 
+text = tokens_of(sentences)
 torch.manual_seed(options.seed)
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=len(known), n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -90,11 +77,6 @@ for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
         optimizer.zero_grad()
         losses_of(text[batch]).mean().backward()
         optimizer.step()
-
-# %%
-# Ask it
-# ------
-
 asked = tokens_of([ASKED])
 for _ in range(ANSWERED):
     asked = torch.cat([asked, model(asked).logits[:, -1:].argmax(2)], 1)
@@ -124,42 +106,37 @@ def gradient(sentence: Tensor, token: int) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-start = time.perf_counter()
-some = torch.randint(taught[..., 0].numel(), (COMPARED,), generator=draws).tolist()
-places = [divmod(number, taught.shape[1]) for number in some] + [(planted, taught.shape[1] - 1)]
-answers = torch.stack([gradient(asked[0], token) for token in range(taught.shape[2])])
+(teachers, tokens), begun = taught.shape[1:], time.perf_counter()
+places = [divmod(n, teachers) for n in torch.randint(len(text) * teachers, (COMPARED,), generator=draws).tolist()]
+answers = torch.stack([gradient(asked[0], token) for token in range(tokens)])
 expected = torch.stack([answers @ gradient(text[sentence], token) for sentence, token in places])
-one = (time.perf_counter() - start) / (len(places) + len(answers))
-found = torch.stack([products[place] for place in places])
-apart = float((found - expected).abs().max() / expected.abs().max())
-count = taught[..., 0].numel()
-print(f"{count} training tokens by {len(answers)} tokens of question and answer, in {seconds:.2f} s;")
-print(f"by autograd, a token at a time, {one * (count + len(answers)):.2f} s, of which {len(places)} tokens were run.")
-print(f"furthest from autograd, of the largest inner product: {apart:.1e}")
-torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+theirs = (time.perf_counter() - begun) / (COMPARED + tokens) * (len(text) * teachers + tokens)
+found, most = torch.stack([products[place] for place in places]), float(expected.abs().max())
+print(f"{len(text) * teachers} training tokens by {tokens} tokens of question and answer, in {seconds:.2f} s;")
+print(f"by autograd, a token at a time, {theirs:.2f} s, of which {COMPARED} tokens were run.")
+print(f"furthest from autograd, of the largest inner product: {furthest([found], [expected]) / most:.1e}")
+torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * most)
 
 # %%
 # Who taught it?
 # --------------
 # For each token of the answer, how far the best token of each sentence speaks for it.
 
-by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)  # of each sentence the token that teaches best
-order = by_sentence.argsort(descending=True).tolist()
+by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)
 print("\nthe sentences that taught the answer, by the cosine of their best tokens:")
-for index in order[:4]:
+for index in by_sentence.argsort(descending=True)[:4].tolist():
     print(f"  {by_sentence[index]:5.2f}  {sentences[index]}")
 
-shown = sorted({planted, *range(max(0, planted - 5), planted + 6)} & set(range(len(sentences))))
-words = [word for index in shown for word in sentences[index].split()[1:]]
-figure, axes = plt.subplots(figsize=(16, 4.6), layout="constrained")
+shown = slice(planted - 2, planted + 3)
+words = [word for sentence in sentences[shown] for word in sentence.split()[1:]]
+figure, axes = panels(1, figsize=(11, 4.6))
 heat = axes.imshow(taught[shown].flatten(0, 1).T, aspect="auto", cmap="RdBu_r", vmin=-0.6, vmax=0.6)
-axes.set_yticks(range(taught.shape[2]), said[1:])
-axes.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
-for place, index in enumerate(shown):
-    edge = place * taught.shape[1] - 0.5
-    axes.axvline(edge, color="black", linewidth=0.5)
-    if index == planted:
-        axes.axvspan(edge, edge + taught.shape[1], fill=False, edgecolor="crimson", linewidth=2.5)
+axes.set_yticks(range(tokens), said[1:])
+axes.set_xticks(range(len(words)), words, rotation=90)
+axes.grid(False)
+for sentence in range(5):
+    axes.axvline(sentence * teachers - 0.5, color="black", linewidth=0.5)
+axes.axvspan(2 * teachers - 0.5, 3 * teachers - 0.5, fill=False, edgecolor="crimson", linewidth=2.5)
 axes.set(xlabel="training tokens, the planted sentence's framed", ylabel="tokens of question and answer")
 figure.colorbar(heat, label="cosine of gradients", pad=0.01, extend="both")
 save(figure, options, "who_taught.png")
