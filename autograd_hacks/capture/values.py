@@ -138,6 +138,9 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
         return None
     if not leaf.is_contiguous() or not leaf.numel() or graph.is_conj() or graph.is_neg():  # whose numbers aren't in memory
         return None
+    start = graph.storage_offset() - leaf.storage_offset()
+    if start < 0 or start + graph.numel() > leaf.numel():  # as_strided goes beyond a parameter that is a part of more memory
+        return None
     if graph.ndim == 2 and leaf.ndim == 2 and graph.shape == leaf.shape[::-1] and graph.stride() == leaf.stride()[::-1]:
         return _swapped(form) if leaf.shape[0] > 1 < leaf.shape[1] else None
     if graph.ndim == 3 and graph.mT.is_contiguous() and graph.mT.shape == leaf.shape and min(leaf.shape) > 1:
@@ -145,7 +148,7 @@ def _moved(form: Form, graph: Tensor, leaf: Tensor) -> Form | None:
     if not graph.is_contiguous():
         return None
     each = leaf.stride(0) if leaf.ndim else 1
-    start, left = divmod(int(graph.storage_offset() - leaf.storage_offset()), each or 1)
+    start, left = divmod(int(start), each or 1)
     count, rest = divmod(graph.numel(), each or 1)
     if left or rest:
         return None

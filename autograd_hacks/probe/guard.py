@@ -43,16 +43,27 @@ class WriteGuard(TorchDispatchMode):
     def __init__(self, parameters: Mapping[str, Tensor], kept: Kept) -> None:
         super().__init__()
         self.parameters: dict[StorageWeakRef, list[str]] = {}
+        self._places: dict[str, tuple[int, int] | None] = {}
         self._overwritten: dict[StorageWeakRef, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._kept = kept
         for name, parameter in parameters.items():
             if (key := memory_of(parameter)) is not None:
                 self.parameters.setdefault(key, []).append(name)
+                self._places[name] = place_of(parameter)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch would import its compiler, which takes more than a second, and ask it at each operation.
         return False
+
+    def parameters_in(self, tensor: Tensor) -> list[str]:
+        """The names of the parameters that have memory with a tensor in common."""
+        key = memory_of(tensor)
+        names = [] if key is None else self.parameters.get(key, [])
+        if len(names) < 2 or (place := place_of(tensor)) is None:
+            return names
+        start, end = place
+        return [name for name in names if (own := self._places[name]) is None or (own[0] < end and start < own[1])]
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor with the numbers that it has now.  It is copied once a later operation writes to its memory."""
@@ -132,6 +143,15 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     if tensor.layout in _SPARSE:
         tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+
+
+def place_of(tensor: Tensor) -> tuple[int, int] | None:
+    """From where to where in its memory a tensor has its numbers, in bytes; None for what is no plain tensor."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+        return None
+    start = tensor.storage_offset()
+    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start * tensor.itemsize, (end if tensor.numel() else start) * tensor.itemsize
 
 
 @cache

@@ -107,8 +107,7 @@ class Tracker(WriteGuard):
         known = Facts()
         for x in inputs:
             known.add(self.facts(x))
-            key = memory_of(x)
-            for parameter in () if key is None else self.parameters.get(key, ()):
+            for parameter in self.parameters_in(x):
                 self.uses.add(parameter)
                 known.add(Facts(sources={parameter: self.stack}))
         known.sources = {parameter: common(stack, self.stack) for parameter, stack in known.sources.items()}

@@ -1,0 +1,71 @@
+"""Parameters that lie in one memory: beside each other, as after ``vector_to_parameters``, or over each other."""
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import BareMatrix, Language, perceptron, words
+from steps import check_batches
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import autograd_hacks
+
+pytestmark = pytest.mark.usefixtures("double")
+
+NETS = {
+    "layers": (perceptron, torch.randn(5, 4).double()),
+    "a bare matrix": (lambda: BareMatrix(4), torch.randn(5, 4).double()),
+    "a tied embedding": (lambda: Language(11, 4), words() % 11),
+    "norms": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), torch.randn(5, 4).double()),
+}
+
+
+def reads(model: nn.Module, x: Tensor) -> dict[str, str]:
+    with autograd_hacks.add_hooks(model):
+        model(x).square().flatten(1).sum(1).mean().backward()
+        return {row.parameter: row.how for row in autograd_hacks.describe(model).rows}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_in_one_vector(name: str) -> None:
+    build, x = NETS[name]
+    model = build()
+    apart = reads(model, x)
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    assert reads(model, x) == apart
+    check_batches(model, x, x[:3])
+
+
+class Over(nn.Module):
+    """Two parameters that share some numbers."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        numbers = torch.randn(20).double()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.first.weight = nn.Parameter(numbers[:9].view(3, 3))
+        self.second.weight = nn.Parameter(numbers[:9].view(3, 3).T if within else numbers[6:15].view(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_over_each_other(within: bool) -> None:
+    check_batches(Over(within), torch.randn(5, 3).double(), torch.randn(2, 3).double())
+
+
+def test_a_matrix_made_of_the_whole_memory() -> None:
+    """An operation on all of the memory uses all parameters in it."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.randn(12).double()
+            self.a, self.b = nn.Parameter(self.numbers[:6]), nn.Parameter(self.numbers[6:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = self.a.as_strided((12,), (1,), 0)
+            return x @ flat.view(3, 4) + self.b.sum()
+
+    check_batches(Whole(), torch.randn(5, 3).double())
