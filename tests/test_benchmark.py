@@ -312,5 +312,5 @@ def test_whole_uses_are_compared_before_they_are_timed(monkeypatch) -> None:
     assert "100 ms" not in uses.as_text({"a use": found})
     assert all(part in uses.as_text({"a use": found}) for part in ("150 ms", "2.25", "not installed"))
     own.theirs["same"] = other
-    with pytest.raises(RuntimeError, match="same's numbers are 9[.]9e-03"):
+    with pytest.raises(RuntimeError, match=r"same's numbers are 9[.]9e-03"):
         uses.uses(2, CPU, given(10, 2, 5))
