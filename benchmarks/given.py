@@ -39,7 +39,7 @@ class Given:
         return DataLoader(self.train if data is None else data, batch_size=batch or self.batch)
 
 
-def given(samples: int = 1600, queries: int = 200, batch: int = 200) -> Given:
+def given(samples: int = 6400, queries: int = 200, batch: int = 200) -> Given:
     draws = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, 1, SIDE, SIDE, generator=draws)
     y = torch.randint(CLASSES, (samples + queries,), generator=draws)

@@ -12,12 +12,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.row_files import RowFile, digest_of
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.kept import kept, size_kept
-from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 Found: TypeAlias = Tensor | dict[str, Tensor]
@@ -175,11 +176,19 @@ class _Step:
             for p in parameters:
                 p.grad = None
             with torch.enable_grad():
-                backward(self._loss(self._model, batch), "sum")
+                backward_to(self._loss(self._model, batch), self._chosen(), "sum")
             return per_sample_grads(self._model, only=self._only)
         finally:
             for p, grad in zip(parameters, before):
                 p.grad = grad
+
+    def _chosen(self) -> list[Tensor] | None:
+        """The parameters that the pass is to go as far as; None for all, for which processes wait for each other."""
+        if self._only is None or has_processes():
+            return None
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        return [trained[name] for name in names_matching(self._only, named, list(trained))]
 
     def _checked(self, found: Any, samples: int | None) -> tuple[dict[str, Tensor], bool]:
         """samples: how many rows there are to be"""
