@@ -37,6 +37,7 @@ import peers
 import report
 import torch
 import uses
+import uses_report
 from architectures import ARCHITECTURES
 from checks import PEER_SAMPLES, checked, reason
 from derived import DERIVED
@@ -151,8 +152,8 @@ def whole_uses(options: argparse.Namespace, device: torch.device) -> None:
     file = options.output / f"{device.type}-uses.json" if options.output else None
     save(data, {}, file)
     if file:
-        file.with_suffix(".txt").write_text(uses.as_text(found))
-    print(uses.as_text(found))
+        file.with_suffix(".txt").write_text(uses_report.as_text(found))
+    print(uses_report.as_text(found))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

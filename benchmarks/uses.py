@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from uses_of_others import bergson, captum, kronfluence, opacus_private, posterior, torchjd_grams, traker
 from uses_of_ours import LAST, collected, ekfac, grams, private, projected, self_influence, tracin
-
-OURS = "autograd_hacks"
+from uses_report import OURS
 
 
 def furthest(own: Tensor, other: Tensor) -> float:
@@ -157,27 +155,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-def rows_of(found: dict[str, Data]) -> list[list[str]]:
-    """A row for each peer: the use, of what, our milliseconds, the peer, its time in ours, how far its numbers are."""
-    rows = []
-    for name, result in found.items():
-        ours = result["seconds"][OURS]
-        taken = f"{1e3 * statistics.median(ours):.0f} ms"
-        for peer, theirs in result["seconds"].items():
-            if peer != OURS:
-                ratio = statistics.median(their / own for their, own in zip(theirs, ours))
-                rows.append([name, result["what"], taken, peer, f"{ratio:.2f}", f"{result['apart'][peer]:.0e}"])
-        rows += [[name, result["what"], taken, peer, why, ""] for peer, why in result["failures"].items()]
-    return rows
-
-
-HEADER = ["Use", "Of", "Ours", "Beside", "takes, in ours", "Numbers apart"]
-
-
-def as_text(found: dict[str, Data]) -> str:
-    """The figures as a table."""
-    rows = [HEADER, *rows_of(found)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(HEADER))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows) + "\n"

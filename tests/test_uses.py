@@ -6,6 +6,7 @@ import peers
 import pytest
 import torch
 import uses
+import uses_report
 from given import given
 
 CPU = torch.device("cpu")
@@ -44,9 +45,12 @@ def test_whole_uses_are_compared_before_they_are_timed(monkeypatch) -> None:
     assert found["what"] == "10 numbers"
     assert len(found["seconds"]["same"]) == 2
     assert found["failures"] == {"failing": "NotImplementedError: not for this", "absent": "not installed"}
-    found["seconds"] = {uses.OURS: [0.1, 0.2], "same": [0.2, 0.5]}
-    assert "100 ms" not in uses.as_text({"a use": found})
-    assert all(part in uses.as_text({"a use": found}) for part in ("150 ms", "2.25", "not installed"))
+    found["seconds"] = {uses_report.OURS: [0.1, 0.2], "same": [0.2, 0.5]}
+    assert "100 ms" not in uses_report.as_text({"a use": found})
+    assert all(part in uses_report.as_text({"a use": found}) for part in ("150 ms", "2.25", "not installed"))
+    about = {"machine": "a machine", "threads": 1, "processors": 2, "torch": "2", "packages": {"captum": "1"}}
+    data = {"about": {**about, "date": "today", "rounds": 2}, "uses": {"a use": found}}
+    assert all(part in uses_report.as_page(data) for part in ("     - 2.25", "captum 1", "not installed"))
     own.theirs["same"] = other
     with pytest.raises(RuntimeError, match=r"same's numbers are 9[.]9e-03"):
         uses.uses(2, CPU, given(10, 2, 5))
