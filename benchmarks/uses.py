@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from uses_of_others import bergson, captum, kronfluence, opacus_private, posterior, torchjd_grams, traker
 from uses_of_ours import LAST, collected, ekfac, grams, private, projected, self_influence, tracin
-from uses_report import OURS
+from uses_report import OURS, UNPROVEN
 
 
 def furthest(own: Tensor, other: Tensor) -> float:
@@ -44,8 +44,9 @@ def products_apart(own: Tensor, other: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Use:
-    """ours, theirs: what makes a way; by its name    package: what that is in, by its name, which may have a comma behind it
-    apart: how far numbers are from another way's    limit: how far they may be"""
+    """ours, theirs: what makes a way; by its name    packages: what these are in
+    apart: how far numbers are from another way's    limit: how far they may be
+    hooks: whether it is ours to hook the model, so that it may be left unproven"""
 
     what: str  # for people: of what, how many
     ours: Make
@@ -53,6 +54,7 @@ class Use:
     packages: dict[str, str]
     apart: Callable[[Tensor, Tensor], float] = furthest
     limit: float = 1e-4
+    hooks: bool = True
 
 
 USES = {
@@ -94,6 +96,7 @@ USES = {
         {"laplace-torch with curvlinops": "laplace-torch"},
         furthest,
         1e-2,
+        hooks=False,
     ),
 }  # fmt: skip
 
@@ -115,6 +118,8 @@ def uses(rounds: int, device: torch.device, of: Given, parts: list[str] | None =
 
 def timed(name: str, use: Use, rounds: int, device: torch.device, of: Given) -> Data:
     ways, apart, failures = {OURS: use.ours(of)}, dict[str, float](), dict[str, str]()
+    if use.hooks:
+        ways[UNPROVEN] = use.ours(replace(of, probe=False))
     ours = ways[OURS]()
     for peer, make in use.theirs.items():
         if installed_version(use.packages[peer]) is None:

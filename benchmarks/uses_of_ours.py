@@ -39,7 +39,7 @@ def squares(grads: autograd_hacks.PerSampleGrads) -> Tensor:
 
 def hooked(of: Given) -> nn.Sequential:
     model = of.model()
-    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False, probe=of.probe)
     return model
 
 
@@ -57,7 +57,7 @@ def grams(of: Given) -> Run:
 def private(of: Given) -> Run:
     def run() -> Tensor:
         model, noise = private_net(), torch.Generator().manual_seed(3)
-        autograd_hacks.add_hooks(model, param_grad=False)
+        autograd_hacks.add_hooks(model, param_grad=False, probe=of.probe)
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         for batch in poisson(of):
             autograd_hacks.backward(losses(model, batch), "sum")
@@ -97,7 +97,7 @@ def projected(of: Given) -> Run:
 def collected(of: Given) -> Run:
     def run() -> Tensor:
         model = positions()
-        autograd_hacks.add_hooks(model, param_grad=False)
+        autograd_hacks.add_hooks(model, param_grad=False, probe=of.probe)
         found = []
         for x in texts(of):
             autograd_hacks.backward(sequence_losses(model, x), "sum")
