@@ -54,6 +54,21 @@ def test_dictionaries_and_some_parameters(net: nn.Module) -> None:
     assert found["2.bias"].shape == (11,)
 
 
+def test_passes_for_some_parameters_go_no_further_than_these(net: nn.Module) -> None:
+    seen = list[Tensor]()
+    net[0].register_forward_hook(lambda layer, args, output: output.register_hook(seen.append) and None)
+    for only, passes in (("2.*", 0), (None, 3)):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=only)  # which are proven, too
+        seen.clear()
+        found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=only)
+        assert len(seen) == passes
+        expected = rows(net, X)
+        seen.clear()
+        assert_close(
+            found, (expected if only is None else expected[:, -net[2].weight.numel() - len(net[2].bias) :]).norm(dim=1)
+        )
+
+
 def test_inner_products_of_two_sets(net: nn.Module) -> None:
     found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2))
     assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
