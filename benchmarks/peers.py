@@ -155,9 +155,12 @@ def installed(task: str) -> dict[str, Maker]:
 
 def version(system: str) -> str | None:
     """Of the peer's package; '' if it needs none, None if it is not installed."""
-    if system not in PACKAGES:
-        return ""
+    return installed_version(PACKAGES[system]) if system in PACKAGES else ""
+
+
+def installed_version(package: str) -> str | None:
+    """None if it is not installed."""
     try:
-        return importlib.metadata.version(PACKAGES[system])
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None

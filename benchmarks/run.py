@@ -5,6 +5,7 @@
     python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
     python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
     python benchmarks/run.py --processes                            clipped steps of two processes
+    python benchmarks/run.py --uses                                 whole uses, beside the systems trusted with each
 
 Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
 the tables have medians, and ratios to the plain forward and backward pass of the same run.  Every system is first compared
@@ -35,10 +36,13 @@ import jaxed
 import peers
 import report
 import torch
+import uses
+import uses_report
 from architectures import ARCHITECTURES
 from checks import PEER_SAMPLES, checked, reason
 from derived import DERIVED
 from families import FULL
+from given import given
 from jaxed import JAX
 from measuring import (
     FIXED,
@@ -82,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     if options.processes:
         over_processes(options, device)
+        return
+    if options.uses:
+        whole_uses(options, device)
         return
     main_only = (MAIN, RECURRENT)
     quick = (*main_only, CURVED, ARCHITECTURE)
@@ -135,12 +142,27 @@ def over_processes(options: argparse.Namespace, device: torch.device) -> None:
     print(as_text(data["processes"]))
 
 
+def whole_uses(options: argparse.Namespace, device: torch.device) -> None:
+    """Times and prints whole uses, beside other systems."""
+    of = given(800, 40, 200) if options.quick else given()
+    found = uses.uses(options.rounds, device, of, options.workload)
+    packages = {package for use in uses.USES.values() for package in use.packages.values()}
+    versions = {package: peers.installed_version(package) for package in sorted(packages)}
+    data: Data = {"about": about(options, device) | {"packages": versions}, "uses": found}
+    file = options.output / f"{device.type}-uses.json" if options.output else None
+    save(data, {}, file)
+    if file:
+        file.with_suffix(".txt").write_text(uses_report.as_text(found))
+    print(uses_report.as_text(found))
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", action="append", help="only workloads with this in their name; may be repeated")
     parser.add_argument("--system", action="append", help="only systems with this in their name, and plain; may be repeated")
     parser.add_argument("--architectures", action="store_true", help="models that people train, in the place of the others")
     parser.add_argument("--processes", action="store_true", help="two processes on one machine, in the place of all else")
+    parser.add_argument("--uses", action="store_true", help="whole uses beside other systems, in the place of all else")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
     parser.add_argument("--jax", default=sys.executable, help="a Python with JAX, if not this one, for --peers")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
@@ -149,6 +171,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", type=Path, help="folder for the figures as JSON, the table as text and the charts")
     options = parser.parse_args(arguments)
+    if options.uses and options.device != "cpu":
+        parser.error("--uses: expected --device cpu")
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
     if options.rounds < 1 or options.threads < 1:
@@ -157,7 +181,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--device {options.device}: expected cpu, or cuda where there is a GPU")
     tables = (SYSTEMS, curved.SYSTEMS, derived.SYSTEMS, peers.PEERS, {GRAD1: {JAX: None}})
     systems = {system for tasks in tables for own in tasks.values() for system in own}
-    workloads = known(options.architectures)
+    workloads = dict.fromkeys(uses.USES) if options.uses else known(options.architectures)
     for kind, parts, names in (("workload", options.workload, workloads), ("system", options.system, systems)):
         for part in parts or ():
             if not any(part in name for name in names):

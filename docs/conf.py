@@ -88,10 +88,14 @@ def write_benchmark() -> None:
     here = pathlib.Path(__file__).parent
     sys.path.insert(0, str(here.parent / "benchmarks"))
     import report
+    import uses_report
 
     pages = []
     for file in sorted((here / "benchmark").glob("*.json"), key=lambda file: file.stem):
         data = json.loads(file.read_text())
+        if "uses" in data:
+            (here / "_generated" / "uses.rst").write_text(uses_report.as_page(data))
+            continue
         charts = {
             task: {name: f"_generated/{report.chart_name(file.stem, task, name)}" for name in results}
             for task, results in data["results"].items()

@@ -21,7 +21,7 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import HOOKS, Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.parts import is_part, may_have_parts, settled
+from autograd_hacks.support.parts import has_parts, is_part, may_have_parts, settled
 from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
 
 CUT = (nn.Linear, nn.Embedding)
@@ -112,6 +112,8 @@ def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
                 f"a hooked model was given a DTensor of shape {tuple(x.shape)}; expected what each process holds: call "
                 "x.to_local(), and let the first layer's style say how it is cut (input_layouts=...)."
             )
+    if not has_parts(model):
+        return
     others = {id(p) for part in gathering(model) for p in part.parameters()}  # whose stand-ins are known later
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in others)
     parts = [(name, p) for name, p in trained if is_part(p)]

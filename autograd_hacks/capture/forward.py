@@ -27,7 +27,7 @@ from autograd_hacks.probe.plan import HOOKS, UNKNOWN
 from autograd_hacks.probe.tracker import Frame
 from autograd_hacks.rules.attention import count_queries
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.parts import is_part, may_have_parts, part_of
+from autograd_hacks.support.parts import has_parts, is_part, part_of
 from autograd_hacks.support.switch import NO_TASK, current_task
 from autograd_hacks.support.trees import map_tensors, parameter_at, plain, tensors_of, version_of
 from autograd_hacks.support.untouched import autocast_dtype, cuda_devices_of, random_state
@@ -166,7 +166,7 @@ class Forward(Noting):
     def begin_reads(self, model: nn.Module) -> None:
         """The forward of the plan that is known now begins, or checkpointing runs a part of it again."""
         plan, self._model = self.record.plan, model
-        check_plan(self.record.parameters_of(model) if may_have_parts() else {}, plan)
+        check_plan(self.record.parameters_of(model) if has_parts(model) else {}, plan)
         if plan.reading.names and self.samples is not None and self.records():
             named, notes = (
                 self.record.parameters_of(model),

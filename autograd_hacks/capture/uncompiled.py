@@ -19,7 +19,7 @@ from autograd_hacks.capture.attached import Guard
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.trees import modules_of, tensors_of
 
 Call = Callable[..., Any]
 
@@ -112,7 +112,7 @@ INSTEAD = ("compile", "_replicate_for_data_parallel")  # DataParallel's
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
     """Has the model, and what is compiled inside, run as it is written where it is recorded."""
     if "torch._dynamo" in sys.modules:
-        for module in model.modules():
+        for module in modules_of(model):
             if is_compiled(module):
                 put_around(module, recorder)
     put_around(model, recorder)

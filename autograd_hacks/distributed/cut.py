@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import NotReduced, ShardedParameters
-from autograd_hacks.support.parts import Cut, is_part, may_have_parts
+from autograd_hacks.support.parts import Cut, has_parts, is_part
 
 Groups = tuple[Any, ...]
 """The process groups over which a parameter is cut, one after the other; none for one that all have alike."""
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def cuts_of(model: nn.Module, record: Record) -> dict[str, Cut]:
     """Of a model's parameters those of which layers have parts, or that they have as DTensors that aren't cut, by name."""
-    if not may_have_parts():
+    if not has_parts(model):
         return {}
     sharded = {id(p) for part in gathering(model) for p in part.parameters()}  # which layers have something else for
     return {name: Cut.of(p) for name, p in record.parameters_of(model).items() if is_part(p) and id(p) not in sharded}

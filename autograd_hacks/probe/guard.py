@@ -149,8 +149,8 @@ def place_of(tensor: Tensor) -> tuple[int, int] | None:
     """From where to where in its memory a tensor has its numbers, in bytes; None for what is no plain tensor."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
         return None
-    start = tensor.storage_offset()
-    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = int(tensor.storage_offset())
+    end = start + 1 + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
     return start * tensor.itemsize, (end if tensor.numel() else start) * tensor.itemsize
 
 

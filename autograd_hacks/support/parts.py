@@ -10,6 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.support.trees import modules_of
+
 _WHOLE = {Tensor, nn.Parameter, nn.Buffer}
 
 
@@ -24,6 +26,12 @@ def is_part(x: Tensor) -> bool:
 def may_have_parts() -> bool:
     """Whether there may be DTensors at all."""
     return "torch.distributed.tensor" in sys.modules
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether some of a model's parameters are DTensors."""
+    own = (p for module in modules_of(model) for p in module._parameters.values()) if may_have_parts() else ()
+    return any(p is not None and is_part(p) for p in own)
 
 
 def part_of(x: Tensor) -> Tensor:

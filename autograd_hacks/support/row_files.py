@@ -40,6 +40,7 @@ class RowFile:
 
     def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
         self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
+        self._batches, self._seen = 0, ""  # by this call
         if self.path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors" + ON_DATA_SETS
@@ -57,8 +58,33 @@ class RowFile:
                 + ON_DATA_SETS
             )
 
-    def append(self, rows: Tensor, seen: str) -> None:
-        """Writes the rows of one more batch.  seen: what tells this batch and all before from others"""
+    def wants(self, batch: object) -> bool:
+        """Whether the rows of one more batch are asked for: of a new one, or of the last in the file, to be compared."""
+        self._batches, self._seen, known = self._batches + 1, digest_of(batch, before=self._seen), self.known
+        if self._batches == known["batches"] and self._seen != known["seen"]:
+            raise ValueError(
+                f"{self.path} holds rows of other batches, or of these in another order. A loader that is gone on with must "
+                "not shuffle: DataLoader(data, shuffle=False). Or delete the file to begin anew." + ON_DATA_SETS
+            )
+        return bool(self._batches >= known["batches"])
+
+    def take(self, rows: Tensor) -> None:
+        """The rows of the batch that `wants` was told of."""
+        if self._batches == self.known["batches"]:
+            self._check_last(rows)
+        else:
+            self._append(rows)
+
+    def end(self) -> Tensor:
+        """All rows, as `rows` has them, after the last batch."""
+        if self._batches < self.known["batches"]:
+            raise ValueError(
+                f"{self.path} holds rows of {self.known['batches']} batches; the loader has {self._batches}. Delete the file"
+                + ON_DATA_SETS
+            )
+        return self.rows()
+
+    def _append(self, rows: Tensor) -> None:
         rows = rows.detach().cpu().contiguous()
         if rows.dtype not in _KINDS:
             raise TypeError(f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}")
@@ -71,7 +97,7 @@ class RowFile:
                 f"{tuple(shape)}: another verb's; delete it, or name another" + ON_DATA_SETS
             )
         before = known["rows"] * prod(shape) * rows.element_size()
-        self.known = known | {"rows": known["rows"] + len(rows), "batches": known["batches"] + 1, "seen": seen}
+        self.known = known | {"rows": known["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(_HEADER + before)  # of a batch that was not written to its end
             file.seek(_HEADER + before)
@@ -82,7 +108,7 @@ class RowFile:
         draft.write_text(json.dumps(self.known))
         draft.replace(self._notes)
 
-    def check_last(self, rows: Tensor) -> None:
+    def _check_last(self, rows: Tensor) -> None:
         """Raises ValueError where the file ends with other rows than these.  rows: those of the last batch, taken anew"""
         shape = [self.known["rows"], *self.known["shape"]]
         if list(rows.shape[1:]) == shape[1:] and str(rows.dtype) == self.known["dtype"] and len(rows) <= shape[0]:
@@ -91,8 +117,8 @@ class RowFile:
             if torch.equal(rows.isnan(), last.isnan()) and apart <= SAME * last.nan_to_num().norm():
                 return
         raise ValueError(
-            f"{self.path} holds other rows of the last batch in it than this call makes: by another verb, or another loss, or "
-            "by a model with dropout, which says something else each time: model.eval(). Delete it, or name another"
+            f"{self.path} holds other rows of the last batch in it than this call makes: by another verb or loss, or by a "
+            "model with dropout, which says something else each time: model.eval(). Delete it, or name another"
             + ON_DATA_SETS
         )
 

@@ -78,7 +78,7 @@ def state_of(thing: Any) -> dict[str, Any] | None:
 def swap(states: Iterable[dict[str, Any]], shared: dict[int, Any]) -> None:
     """Puts copies into objects' attributes, where an object has tensors in them."""
     for state in states:
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
+        if state and any(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
             state.update({name: copied(value, shared) for name, value in state.items()})
 
 

@@ -38,7 +38,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if _is_flat(tree):
         return tuple([function(leaf) for leaf in tree])
-    if type(tree) is dict and not tree:
+    if _is_empty(tree):
         return tree
 
     def at_leaf(leaf: Any) -> Any:
@@ -89,6 +89,8 @@ register_pytree_node(Opened, lambda x: (x.parts, x.context), _closed)
 def opened(tree: Any, everything: bool = False) -> Any:
     """The tree with its objects opened: dataclasses and what is like them, the user's own dictionaries and lists; and with
     ``everything`` all others that hold a tensor.  Mapped or unflattened it has objects again, copies of those."""
+    if _is_flat(tree) or (type(tree) is tuple and len(tree) == 2 and _is_flat(tree[0]) and _is_empty(tree[1])):
+        return tree  # most arguments
     known: dict[int, Any] = {}
 
     def at_leaf(leaf: Any) -> Any:
@@ -131,6 +133,8 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 def weakly(tree: Any) -> Any:
     """The tree with a weak reference in the place of each tensor, and of each object that takes one; see `held`."""
+    if _is_flat(tree) or _is_empty(tree):
+        return tuple([weakref.ref(leaf) for leaf in tree]) if tree else tree
 
     def at_leaf(leaf: Any) -> Any:
         try:
@@ -162,6 +166,11 @@ def _is_flat(tree: Any) -> bool:
         if not isinstance(leaf, Tensor):
             return False
     return True
+
+
+def _is_empty(tree: Any) -> bool:
+    """Whether a tree is what most keywords are."""
+    return type(tree) is dict and not tree
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

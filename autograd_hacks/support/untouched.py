@@ -104,10 +104,11 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes, buffers = [dict(vars(part)) for part in modules], [dict(part._buffers) for part in modules]
+    owns = [{name: own[name] for name in own.keys() - OF_MODULE} for own in attributes]  # beside torch's own tables
     parameters = [(p, part_of(p), part_of(p).data, p.grad, p.requires_grad) for p in module.parameters()]
-    generators = [(x, x.get_state()) for own in attributes for x in own.values() if isinstance(x, torch.Generator)]
+    generators = [(x, x.get_state()) for own in owns for x in own.values() if isinstance(x, torch.Generator)]
     shared: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}  # not to be copied
-    things = {id(x): s for own in attributes for x in own.values() if (s := state_of(x)) is not None}
+    things = {id(x): s for own in owns for x in own.values() if (s := state_of(x)) is not None}
     states = [(state, dict(state)) for state in things.values()]
     cached, tables = parametrize._cache, [dict(part._parameters) for part in modules]
 
@@ -130,9 +131,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
     with with_other_generators(), switches_kept(), hooks_kept(module), as_written(), restored(undo):
         copies = {id(x): x.detach().clone() for tensors in buffers for x in tensors.values() if x is not None}
-        for part, own, tensors in zip(modules, attributes, buffers):
+        for part, own, tensors in zip(modules, owns, buffers):
             part._buffers.update({name: None if x is None else copies[id(x)] for name, x in tensors.items()})
-            vars(part).update({name: _copied(x, shared) for name, x in own.items() if name not in OF_MODULE})
+            vars(part).update({name: _copied(x, shared) for name, x in own.items()})
         swap(things.values(), shared)
         for p, *_ in parameters:
             p.grad = None

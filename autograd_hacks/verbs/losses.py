@@ -1,5 +1,7 @@
 """Backward from a vector of per-sample losses."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,13 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     TypeError for what is no tensor, and BatchSizeError where the number of
     losses is not the number of samples that the hooked layers saw; the record is empty then, and ``param.grad`` filled.
     """
+    backward_to(losses, None, loss_type, retain_graph)
+
+
+def backward_to(
+    losses: Tensor, inputs: Sequence[Tensor] | None, loss_type: str = "mean", retain_graph: bool | None = None
+) -> None:
+    """The same, as far as some parameters.  inputs: these; None for all"""
     if not isinstance(losses, Tensor):
         raise TypeError(
             f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample" + ON_REDUCTION
@@ -39,5 +48,5 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
     check_losses(losses)
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
-        root.backward(torch.full_like(losses, share), retain_graph)
+        root.backward(torch.full_like(losses, share), retain_graph, inputs=inputs)
     check_batch_size(announcement, "the losses given to backward did not match the batch; repeat the step")

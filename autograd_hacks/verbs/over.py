@@ -12,17 +12,22 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.row_files import RowFile, digest_of
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.kept import kept, size_kept
+from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
 Found: TypeAlias = Tensor | dict[str, Tensor]
 Checkpoints: TypeAlias = Sequence[tuple[Mapping[str, Tensor] | str | os.PathLike[str], float]]
 """State dictionaries, or files of such, each with a weight."""
+
+KEPT = 2**28
+"""Bytes for gradients that are kept from batch to batch."""
 
 
 def over(
@@ -36,6 +41,7 @@ def over(
     total: bool = False,
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
+    budget: int = KEPT,
 ) -> Any:
     """What a verb says of each sample of a loader, one batch after the other: (D, ...) for D samples, on the CPU.
 
@@ -43,8 +49,8 @@ def over(
     verb: ``verb(grads)``, of the `PerSampleGrads` of a batch, returns N rows, or {name: N rows}:
     ``PerSampleGrads.norms``, ``lambda grads: grads.project(512)``
     against: batches of another data set. ``verb(grads, others)`` then returns (N, M), ``PerSampleGrads.gram`` say, and the
-    result is (D, E) for its E samples. They run once for each batch of the loader, so let that be the larger set, in
-    large batches
+    result is (D, E) for its E samples. What is not kept of them runs once for each batch of the loader, so let that be the
+    larger set, in large batches
     checkpoints: of training, [(state, weight), ...] with a state dictionary or its file: the result is the weighted sum over
     these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
     total: whether the verb returns sums over samples, ``PerSampleGrads.second_moment`` say, which are added up
@@ -52,6 +58,8 @@ def over(
     result is then mapped into memory, and not held there. The same call, with the same loss and verb, goes on where an
     earlier one was interrupted. Where several processes run, the name has {rank} in it
     only: as in `per_sample_grads`
+    budget: bytes for gradients of ``against``, which are kept from batch to batch, by each of the checkpoints, as far as
+    they fit
 
     ``.grad`` stays as it is.
 
@@ -75,25 +83,17 @@ def over(
         for other in against or ():
             origin = digest_of(other, before=origin)
         file = RowFile(_of_process(out), origin)
-    step = _Step(model, loss, verb, against, only)
+    step = _Step(model, loss, verb, against, only, budget)
     found: list[dict[str, Tensor]] = []
-    seen, batches, is_dict = "", 0, False
+    batches, is_dict = 0, False
     with _weights_of(model, checkpoints) as weights:
         for batch in progress(loader, "gradients", "batch", len(loader) if isinstance(loader, Sized) else None):
             batches += 1
-            if file is not None:
-                seen = digest_of(batch, before=seen)
-                if batches <= file.known["batches"]:
-                    if batches == file.known["batches"] and seen != file.known["seen"]:
-                        raise ValueError(
-                            f"{file.path} holds rows of other batches, or of these in another order. A loader that is gone "
-                            "on with must not shuffle: DataLoader(data, shuffle=False). Or delete the file to begin anew."
-                            + ON_DATA_SETS
-                        )
-                    continue
+            if file is not None and not file.wants(batch):
+                continue
             piece: dict[str, Tensor] = {}
-            for weight in weights():
-                own, is_dict = step.rows(batch, total)
+            for number, weight in enumerate(weights()):
+                own, is_dict = step.rows(batch, total, number)
                 own = {name: x if weight == 1 else x * weight for name, x in own.items()}
                 piece = {name: x + piece[name] for name, x in own.items()} if piece else own
             if file is not None:
@@ -101,21 +101,16 @@ def over(
                     raise ValueError(
                         "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
                     )
-                file.append(piece[""], seen)
+                file.take(piece[""])
             elif total and found:
                 found = [{name: found[0][name] + x for name, x in piece.items()}]
             else:
                 found.append(piece)
     record.clear()
-    if file is not None and batches < file.known["batches"]:
-        raise ValueError(
-            f"{file.path} holds rows of {file.known['batches']} batches; the loader has {batches}. Delete the file"
-            + ON_DATA_SETS
-        )
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
     if file is not None:
-        return file.rows()
+        return file.end()
     joined = {name: torch.cat([piece[name] for piece in found]) if not total else x for name, x in found[0].items()}
     return joined if is_dict else joined[""]
 
@@ -130,33 +125,64 @@ class _Step:
         verb: Callable[..., Any],
         against: Iterable[Any] | None,
         only: str | Iterable[str] | None,
+        budget: int,
     ) -> None:
         self._model, self._loss, self._verb, self._against, self._only = model, loss, verb, against, only
+        self._kept: dict[int, list[PerSampleGrads]] = {}  # of the other data's first batches, by checkpoint
+        self._whole: set[int] = set()  # the checkpoints by which they are those of all batches
+        self._left = budget
 
-    def rows(self, batch: Any, total: bool) -> tuple[dict[str, Tensor], bool]:
-        """What the verb returns, by name, and whether it has names."""
+    def rows(self, batch: Any, total: bool, checkpoint: int) -> tuple[dict[str, Tensor], bool]:
+        """What the verb returns, by name, and whether it has names.  checkpoint: which weights the model has"""
         grads = self._grads(batch)
         if self._against is None:
             return self._checked(self._verb(grads), None if total else grads.samples)
         blocks = []
-        for other in self._against:
-            blocks.append(self._checked(self._verb(grads, self._grads(other)), grads.samples))
+        for others in self._others(self._against, checkpoint):
+            blocks.append(self._checked(self._verb(grads, others), grads.samples))
         if not blocks:
             raise ValueError("over was given against without batches")
         return {name: torch.cat([own[name] for own, _ in blocks], 1) for name in blocks[0][0]}, blocks[0][1]
 
+    def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
+        """The gradients of the other data, batch by batch."""
+        known = self._kept.setdefault(checkpoint, [])
+        yield from (before := list(known))
+        if checkpoint in self._whole:
+            return
+        is_room = True
+        for number, batch in enumerate(against):
+            if number < len(before):
+                continue
+            grads = self._grads(batch)
+            is_room = is_room and number == len(known) and (size := size_kept(grads)) <= self._left
+            if is_room:
+                self._left -= size
+                known.append(grads := kept(grads))
+            yield grads
+        if is_room:
+            self._whole.add(checkpoint)
+
     def _grads(self, batch: Any) -> PerSampleGrads:
         parameters = list(self._model.parameters())
-        kept = [p.grad for p in parameters]
+        before = [p.grad for p in parameters]
         try:
             for p in parameters:
                 p.grad = None
             with torch.enable_grad():
-                backward(self._loss(self._model, batch), "sum")
+                backward_to(self._loss(self._model, batch), self._chosen(), "sum")
             return per_sample_grads(self._model, only=self._only)
         finally:
-            for p, grad in zip(parameters, kept):
+            for p, grad in zip(parameters, before):
                 p.grad = grad
+
+    def _chosen(self) -> list[Tensor] | None:
+        """The parameters that the pass is to go as far as; None for all, for which processes wait for each other."""
+        if self._only is None or has_processes():
+            return None
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        return [trained[name] for name in names_matching(self._only, named, list(trained))]
 
     def _checked(self, found: Any, samples: int | None) -> tuple[dict[str, Tensor], bool]:
         """samples: how many rows there are to be"""

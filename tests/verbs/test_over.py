@@ -1,5 +1,6 @@
 """A verb over a loader against plain backward passes, sample by sample; files, and going on with them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,21 @@ def test_dictionaries_and_some_parameters(net: nn.Module) -> None:
     found = autograd_hacks.over(net, X.split(4), loss, lambda g: g.norms(per_parameter=True), only="2.*")
     assert list(found) == ["2.weight", "2.bias"]
     assert found["2.bias"].shape == (11,)
+
+
+def test_passes_for_some_parameters_go_no_further_than_these(net: nn.Module) -> None:
+    seen = list[Tensor]()
+    net[0].register_forward_hook(lambda layer, args, output: output.register_hook(seen.append) and None)
+    for only, passes in (("2.*", 0), (None, 3)):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=only)  # which are proven, too
+        seen.clear()
+        found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=only)
+        assert len(seen) == passes
+        expected = rows(net, X)
+        seen.clear()
+        assert_close(
+            found, (expected if only is None else expected[:, -net[2].weight.numel() - len(net[2].bias) :]).norm(dim=1)
+        )
 
 
 def test_inner_products_of_two_sets(net: nn.Module) -> None:
@@ -116,9 +132,46 @@ def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
         return grads.norms()[:, None]
 
     autograd_hacks.over(net, X.split(4), loss, counted)
-    autograd_hacks.over(net, X.split(4), loss, counted, against=OTHERS.split(2))
+    autograd_hacks.over(net, X.split(4), loss, counted, against=OTHERS.split(2), budget=0)
     assert set(held[:3]) == {1}
     assert set(held[3:]) == {2}
+
+
+class Read(nn.Module):
+    """A convolution, a table, and a parameter that is read by way of others' values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(1, 2, 3), nn.Linear(4, 2)
+        self.scale, self.table = nn.Parameter(torch.randn(4)), nn.Embedding(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.head(x * self.scale.exp()) + self.conv(x[:, None]).flatten(1)[:, :2]
+        return own * self.table((x[:, 0] > 0).long()).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("budget", [0, 500, 2**28])
+@pytest.mark.parametrize("make", [perceptron, Read])
+def test_rows_kept_from_batch_to_batch_are_those_of_each_checkpoint(make: Callable[[], nn.Module], budget: int) -> None:
+    model, twin, seen = make().double(), make().double(), list[int]()
+    autograd_hacks.add_hooks(model)
+    states = [make().double().state_dict() for _ in range(2)]
+
+    class Others(list[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            seen.append(len(self))
+            return super().__iter__()
+
+    given, expected = [(states[0], 0.1), (states[1], 0.03)], torch.zeros(11, 5)
+    for state, rate in given:
+        twin.load_state_dict(state)
+        expected += rate * rows(twin, X) @ rows(twin, OTHERS).mT
+    others = Others(OTHERS.split(2))
+    found = autograd_hacks.over(
+        model, X.split(4), loss, PerSampleGrads.gram, against=others, checkpoints=given, budget=budget
+    )
+    assert_close(found, expected)
+    assert len(seen) == (2 if budget == 2**28 else 6), "batches that are all kept are taken once for each checkpoint"
 
 
 def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None:
@@ -128,12 +181,12 @@ def test_files_that_are_not_gone_on_with(net: nn.Module, tmp_path: Path) -> None
         autograd_hacks.over(net, X.flip(0).split(4), loss, PerSampleGrads.norms, out=path)
     with pytest.raises(ValueError, match="the loader has 1"):
         autograd_hacks.over(net, X[:4].split(4), loss, PerSampleGrads.norms, out=path)
-    with pytest.raises(ValueError, match="other rows of the last batch.*another verb"):
+    with pytest.raises(ValueError, match=r"other rows of the last batch.*another verb"):
         autograd_hacks.over(net, X.split(4), loss, lambda g: g.project(2), out=path)
     for other in (lambda g: g.norms() + 1, lambda g: g.norms().float()):
         with pytest.raises(ValueError, match="other rows of the last batch"):
             autograd_hacks.over(net, X[:8].split(4), loss, other, out=path)
-    with pytest.raises(ValueError, match="or another loss"):
+    with pytest.raises(ValueError, match="another verb or loss"):
         autograd_hacks.over(net, X.split(4), lambda net, x: 2 * loss(net, x), PerSampleGrads.norms, out=path)
     with pytest.raises(ValueError, match="of other weights"):
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, out=path, only="0.*")
