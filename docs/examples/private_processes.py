@@ -22,7 +22,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autograd_hacks
 
@@ -45,15 +44,6 @@ def network(device: torch.device) -> nn.Module:
     return model
 
 
-def add_noise(model: nn.Module, draws: torch.Generator) -> None:
-    """The same noise on all processes, of which each takes its part."""
-    for p in model.parameters():
-        assert isinstance(p, DTensor)
-        assert p.grad is not None
-        noise = torch.randn(p.shape, generator=draws, dtype=p.dtype).to(p.device) * (NOISE * BOUND / EXPECTED)
-        p.grad += distribute_tensor(noise, p.device_mesh, p.placements, src_data_rank=None)
-
-
 @torch.no_grad()
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     return float((model(images).argmax(1) == labels).double().mean())
@@ -71,8 +61,7 @@ def train(steps: int) -> None:
         mine = drawn[dist.get_rank() :: dist.get_world_size()].to(device)  # of this process, none perhaps
         losses = F.cross_entropy(model(images[mine]), labels[mine], reduction="none")
         autograd_hacks.backward(losses, "sum")
-        norms = autograd_hacks.clip_grad1_norm_(model, BOUND, batch_size=EXPECTED)
-        add_noise(model, draws)
+        norms = autograd_hacks.clip_and_noise_(model, BOUND, NOISE, EXPECTED, generator=draws)
         optimizer.step()
         if step % 10 == 0:
             totals = torch.stack([losses.detach().sum(), (norms > BOUND).double().sum()])
