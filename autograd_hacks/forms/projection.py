@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autograd_hacks.forms.numerics import stretches
 
@@ -60,7 +61,9 @@ class RandomMap:
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
         if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _SMALL:
-            found.addmm_(written, _written(self, found.dtype, found.device)[:, rows].flatten(1).mT)
+            is_ordinary = not _get_current_dispatch_mode_stack() and not torch.is_inference_mode_enabled()
+            draw = _written if is_ordinary else _written.__wrapped__  # a mode's tensors are its own
+            found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return
         written = written.view(len(written), rows.stop - rows.start, self.fans[1])
         for columns, left, right in self.columns(found):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import stepped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -61,3 +62,12 @@ def test_one_projection_for_every_way_to_the_same_model() -> None:
     assert_close(stepped(wrapped, x).project(16, seed=3), expected)
     assert_close(stepped(wrapped, x[1:3]).project(16, seed=3), expected[1:3] / 1)
     assert not torch.allclose(stepped(wrapped, x).project(16, seed=4), expected)
+
+
+def test_maps_that_are_kept_are_none_of_a_modes() -> None:
+    random, form = RandomMap("w", torch.Size((3, 4)), 8, 5), Dense(torch.randn(9, 3, 4))
+    for mode in (FakeTensorMode(), torch.inference_mode()):
+        with mode:
+            Dense(torch.randn(9, 3, 4)).project(random)
+    Dense(torch.randn(9, 3, 4, requires_grad=True)).project(random).sum().backward()
+    assert_close(form.project(random), torch.cat([form[n : n + 1].project(random) for n in range(9)]))
