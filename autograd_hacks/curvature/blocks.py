@@ -1,6 +1,6 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,10 +115,9 @@ def compute_hess_over(
         )
     accumulator = _Accumulator(model, kind, kfac_approx, parameters, limit, kfac_bias)
     record.clear()
-    total = len(loader) if isinstance(loader, Sized) else None
 
     def sweep(into: _Accumulator | Eigenvalues) -> None:
-        for batch in progress(loader, "curvature", "batch", total):
+        for batch in progress(loader, "curvature", "batch"):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = model(given) if forward is None else forward(model, given)

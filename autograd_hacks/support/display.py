@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
@@ -20,7 +20,9 @@ _DELAY = 3.0
 
 
 def progress(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
-    """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken."""
+    """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken;
+    unless told, of so many as there are, where that is known."""
+    total = _length(items) if total is None else total
     if total == 1 or importlib.util.find_spec("tqdm") is None:
         return items
     from tqdm import TqdmWarning
@@ -31,6 +33,13 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
 
     bar: Iterable[Item] = tqdm(items, desc=what, unit=unit, total=total, delay=_DELAY)
     return bar
+
+
+def _length(items: object) -> int | None:
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except TypeError:  # a DataLoader has a length, and none if its dataset is an IterableDataset
+        return None
 
 
 _VERBS = {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 from autograd_hacks.errors import ON_DATA_SETS
 
 _KINDS = {
+    torch.float16: ("<f2", "F16"),
     torch.float32: ("<f4", "F32"),
     torch.float64: ("<f8", "F64"),
     torch.int64: ("<i8", "I64"),
@@ -26,7 +27,7 @@ _KINDS = {
 """What rows may be, as ``.npy`` and ``.safetensors`` call it."""
 _HEADER = 512
 """Bytes in front of the rows, so that the header can be written anew."""
-SAME = 1e-2
+SAME = 1e-3
 """How far the rows of one batch may be from themselves, on another day or machine, for their length."""
 KEY = "rows"
 """The tensor's name in a ``.safetensors`` file."""
@@ -51,11 +52,19 @@ class RowFile:
                 + ON_DATA_SETS
             )
         fresh = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
-        self.known: dict[str, Any] = json.loads(self._notes.read_text()) if self._notes.exists() else fresh
+        try:
+            self.known: dict[str, Any] = json.loads(self._notes.read_text()) if self._notes.exists() else fresh
+        except ValueError as error:
+            raise ValueError(f"{self._notes} is no JSON any more ({error}); delete both files" + ON_DATA_SETS) from error
         if self.known["origin"] != origin:
             raise ValueError(
                 f"{self.path} holds rows of other weights, or of other checkpoints; delete it, or name another"
                 + ON_DATA_SETS
+            )
+        if self.known["rows"] and self.path.stat().st_size < _HEADER + self._size():
+            raise ValueError(
+                f"{self.path} has {self.path.stat().st_size} bytes, of {_HEADER + self._size()} that were written; delete "
+                "it and its notes" + ON_DATA_SETS
             )
 
     def wants(self, batch: object) -> bool:
@@ -87,7 +96,10 @@ class RowFile:
     def _append(self, rows: Tensor) -> None:
         rows = rows.detach().cpu().contiguous()
         if rows.dtype not in _KINDS:
-            raise TypeError(f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}")
+            raise TypeError(
+                f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}. Let the verb return "
+                "rows.float()" + ON_DATA_SETS
+            )
         shape, dtype, known = list(rows.shape[1:]), str(rows.dtype), self.known
         if known["shape"] is None:
             known |= {"shape": shape, "dtype": dtype}
@@ -122,6 +134,10 @@ class RowFile:
             + ON_DATA_SETS
         )
 
+    def _size(self) -> int:
+        """Of the rows, in bytes."""
+        return int(self.known["rows"]) * prod(self.known["shape"]) * self._dtype().itemsize
+
     def _dtype(self) -> torch.dtype:
         return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])
 
@@ -132,8 +148,7 @@ class RowFile:
             return (
                 b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + described.ljust(_HEADER - 11).encode() + b"\n"
             )
-        size = prod(shape) * self._dtype().itemsize
-        described = json.dumps({KEY: {"dtype": kind, "shape": shape, "data_offsets": [0, size]}})
+        described = json.dumps({KEY: {"dtype": kind, "shape": shape, "data_offsets": [0, self._size()]}})
         return (_HEADER - 8).to_bytes(8, "little") + described.ljust(_HEADER - 8).encode()
 
     def rows(self) -> Tensor:
@@ -171,5 +186,13 @@ def _take(thing: object, found: _Hash) -> None:
             _take(value, found)
     elif hasattr(thing, "items"):
         _take(dict(thing.items()), found)
+    elif type(thing).__repr__ is object.__repr__:  # which has the address, another one in each run
+        found.update(type(thing).__qualname__.encode())
+        _take(vars(thing) if hasattr(thing, "__dict__") else [getattr(thing, n, None) for n in _slots(thing)], found)
     else:
         found.update(repr(thing).encode())
+
+
+def _slots(thing: object) -> list[str]:
+    slots = [getattr(kind, "__slots__", ()) for kind in type(thing).__mro__]
+    return [name for own in slots for name in ([own] if isinstance(own, str) else own) if not name.startswith("__")]

@@ -1,0 +1,247 @@
+"""What `over` is given: loaders, checkpoints and verbs of all kinds, some of which change while it runs."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import perceptron
+from oracle import one_backward_per_sample, squares
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import autograd_hacks
+from autograd_hacks import PerSampleGrads
+from autograd_hacks.errors import NothingRecorded
+
+pytestmark = pytest.mark.usefixtures("double")
+
+X, OTHERS = torch.randn(11, 4).double(), torch.randn(6, 4).double()
+BUDGETS = pytest.mark.parametrize("budget", [0, 150, 2**28])
+
+
+def loss(model: nn.Module, x: Any) -> Tensor:
+    return squares(model(x if isinstance(x, Tensor) else x[0]))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    model = perceptron()
+    autograd_hacks.add_hooks(model)
+    return model
+
+
+def rows(model: nn.Module, x: Tensor) -> Tensor:
+    """J by plain backward passes, N P."""
+    with autograd_hacks.pause_hooks():
+        found = one_backward_per_sample(model, squares, x)
+    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
+
+
+def move(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p += by
+
+
+@pytest.mark.parametrize("live_first", [True, False])
+def test_a_checkpoint_that_is_the_model_itself(net: nn.Module, live_first: bool) -> None:
+    saved = copy.deepcopy(net.state_dict())
+    before = rows(net, X).norm(dim=1)
+    move(net, 0.3)
+    given = [(net.state_dict(), 0.1), (saved, 0.2)]
+    expected = 0.1 * rows(net, X).norm(dim=1) + 0.2 * before
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given[:: 1 if live_first else -1])
+    assert_close(found, expected)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=iter(given[1:])), 0.2 * before)
+
+
+def test_checkpoints_that_training_has_overwritten(net: nn.Module) -> None:
+    states = []
+    for _ in range(3):
+        states.append((net.state_dict(), 0.1))
+        move(net, 0.1)
+    with pytest.raises(ValueError, match=r"3 of the checkpoints.*holds no copies.*deepcopy"):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=states)
+
+
+def test_checkpoints_that_are_something_else(net: nn.Module, tmp_path: Path) -> None:
+    state = copy.deepcopy(net.state_dict())
+    torch.save({"model": state, "epoch": 3}, tmp_path / "all.pt")
+    for given in ([tmp_path / "all.pt"], {"a": state}, [state], [(3, state)], 7, [(state, 1, 2)]):
+        with pytest.raises(ValueError, match=r"expected \[\(state, weight\)"):
+            autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"all.pt with \['model', 'epoch'\]; expected the state dictionary of this Sequential"
+    ):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, checkpoints=[(tmp_path / "all.pt", 1.0)])
+    assert_close(net.state_dict(), state)
+
+
+@BUDGETS
+def test_weights_that_change_between_batches(net: nn.Module, budget: int) -> None:
+    expected = list[Tensor]()
+
+    def online() -> Iterator[Tensor]:
+        for x in X.split(4):
+            expected.append(rows(net, x) @ rows(net, OTHERS).mT)
+            yield x
+            move(net, 0.1)
+
+    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, torch.cat(expected))
+
+
+@BUDGETS
+@pytest.mark.parametrize("kind", ["NumPy", "torch"])
+def test_batches_in_memory_that_is_filled_anew(net: nn.Module, budget: int, kind: str) -> None:
+    class Refilled:
+        def __iter__(self) -> Iterator[Tensor]:
+            memory = torch.empty(2, 4)
+            array = memory.numpy()
+            for x in OTHERS.split(2):
+                if kind == "NumPy":  # of which torch doesn't hear
+                    array[:] = x.numpy()
+                else:
+                    memory.copy_(x)
+                yield torch.from_numpy(array) if kind == "NumPy" else memory
+
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.gram, against=Refilled(), budget=budget)
+    assert_close(found, rows(net, X) @ rows(net, OTHERS).mT)
+
+
+@pytest.mark.parametrize("budget", [0, 150])
+def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> None:
+    shuffled = DataLoader(TensorDataset(OTHERS), batch_size=2, shuffle=True)
+    with pytest.raises(ValueError, match=r"in another order, each time.*shuffle=False"):
+        autograd_hacks.over(net, X.split(2), loss, PerSampleGrads.gram, against=shuffled, budget=budget)
+    states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
+    with pytest.raises(ValueError, match="in another order"):
+        autograd_hacks.over(net, X.split(11), loss, PerSampleGrads.gram, against=shuffled, checkpoints=states)
+
+
+def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 64).requires_grad_(False), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(x[:, None].expand(-1, 100, -1))[:, 0])
+            return out
+
+    model, held = Last(), list[int]()
+    autograd_hacks.add_hooks(model)
+
+    def remember(grads: PerSampleGrads, others: PerSampleGrads) -> Tensor:
+        held.append(max(x.untyped_storage().nbytes() for f in others.values() for leaf in f.leaves() for x in leaf.held))
+        return grads.gram(others)
+
+    autograd_hacks.over(model, X.split(4), loss, remember, against=OTHERS.split(2))
+    assert max(held) == 2 * 64 * 8
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(X)
+
+
+def test_loaders_without_a_length(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, DataLoader(Endless(), batch_size=4), loss, PerSampleGrads.norms)
+    assert_close(found, rows(net, X).norm(dim=1))
+    autograd_hacks.compute_hess_over(net, DataLoader(Endless(), batch_size=4), kind="diag", hess_type="LeastSquares")
+
+
+def test_parameters_by_a_generator(net: nn.Module) -> None:
+    found = autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms, only=(name for name in ["0.weight"]))
+    assert_close(found, rows(net, X)[:, :20].norm(dim=1))
+
+
+def test_what_makes_no_sense(net: nn.Module) -> None:
+    batches, others = X[:8].split(4), OTHERS.split(2)
+    with pytest.raises(ValueError, match="within each batch alone; expected against="):
+        autograd_hacks.over(net, batches, loss, PerSampleGrads.gram)
+    with pytest.raises(ValueError, match="adds up over batches"):
+        autograd_hacks.over(net, batches, loss, PerSampleGrads.gram, against=others, total=True)
+    with pytest.raises(ValueError, match="adds up over batches"):
+        autograd_hacks.over(net, batches, loss, PerSampleGrads.norms, total=True)
+    with pytest.raises(ValueError, match=r"which can be taken once"):
+        autograd_hacks.over(net, batches, loss, PerSampleGrads.gram, against=iter(others))
+    with pytest.raises(ValueError, match=r"rows of shape \(3,\) for one batch, and of \(4,\) for the first"):
+        autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.gram())
+    with pytest.raises(ValueError, match=r"sums of shape \(3,\) for one batch"):
+        autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms(), total=True)
+
+
+def test_optimizers_in_the_backward_pass_do_not_step(net: nn.Module) -> None:
+    expected, seen = rows(net, X).norm(dim=1), list[Tensor]()
+
+    def step(p: Tensor) -> None:
+        seen.append(p)
+        p.data += 1
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    assert_close(autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms), expected)
+    assert not seen
+    loss(net, X).sum().backward()
+    assert len(seen) == 4, "they are there again"
+
+
+def test_each_call_is_proven_anew(net: nn.Module) -> None:
+    def regularised(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) + model[0].weight.square().sum()  # type: ignore[operator, index, union-attr]
+
+    for _ in range(3):
+        autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
+    with pytest.raises(autograd_hacks.errors.UnseenGradient):
+        autograd_hacks.over(net, X.split(4), regularised, PerSampleGrads.norms)
+
+
+def test_after_it_there_is_nothing_to_clip(net: nn.Module) -> None:
+    autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.norms)
+    with pytest.raises(NothingRecorded, match="over has read its passes"):
+        autograd_hacks.clip_grad1_norm_(net, 1.0)
+
+
+class Plain:
+    """A batch of a class of the user's, without a repr of its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x
+
+
+def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+
+    def go_on(x: Tensor, **options: Any) -> Tensor:
+        found: Tensor = autograd_hacks.over(net, map(Plain, x.split(4)), loss, PerSampleGrads.norms, out=path, **options)
+        return found
+
+    go_on(X[:8])
+    assert_close(go_on(X), rows(net, X).norm(dim=1))
+    with pytest.raises(ValueError, match="must not shuffle"):
+        go_on(X.flip(0))
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="bytes, of"):
+        go_on(X)
+    (tmp_path / "rows.npy.progress").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON any more"):
+        go_on(X)
+    path = tmp_path / "by checkpoints.npy"
+    given = [(copy.deepcopy(net.state_dict()), 0.5)]
+    first = go_on(X, checkpoints=given)
+    move(net, 1.0)  # which have no part in it
+    assert_close(go_on(X, checkpoints=given), first)
+    path = tmp_path / "half.npy"
+    half = autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms().half(), out=path)
+    assert half.dtype == torch.float16
+    with pytest.raises(TypeError, match=r"rows\.float\(\)"):
+        autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms().bfloat16(), out=tmp_path / "b.npy")
