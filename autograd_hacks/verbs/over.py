@@ -53,8 +53,8 @@ def over(
     against: batches of another data set. ``verb(grads, others)`` then returns (N, M), ``PerSampleGrads.gram`` say, and the
     result is (D, E) for its E samples. What is not kept of them runs once for each batch of the loader, so let that be the
     larger set, in large batches
-    checkpoints: of training, [(state, weight), ...] with a copy of a state dictionary or its file: the result is the weighted
-    sum over these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
+    checkpoints: of training, [(state, weight), ...] with a copy of a state dictionary, or its file: the result is the
+    weighted sum over these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
     total: whether the verb returns sums over samples, ``PerSampleGrads.second_moment`` say, which are added up
     out: a file for the rows, .npy or .safetensors, which is written batch by batch, with ``out.progress`` beside it; the
     result is then mapped into memory, and not held there. The same call, with the same loss and verb, goes on where an
