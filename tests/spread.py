@@ -175,3 +175,12 @@ def train_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     for p, expected in zip(model.parameters(), grads.values()):
         assert_close(whole(p.grad), expected)
     model.zero_grad()
+
+
+def rows_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """J by plain backward passes, N × P."""
+    found = []
+    for n in range(len(x)):
+        grads = torch.autograd.grad(squares(net(x[n : n + 1]), y[n : n + 1]).sum(), list(net.parameters()))
+        found.append(torch.cat([grad.flatten() for grad in grads]))
+    return torch.stack(found)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from processes import Both
-from spread import batch, made, own, sharded, squares, whole, wrapped
+from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,12 +24,7 @@ def spread_out(way: str, name: str = "mlp") -> nn.Module:
 
 
 def flat_rows(name: str) -> Tensor:
-    """J of the whole batch by plain backward passes, N × P."""
-    net, (x, y), rows = made(name), batch(0, sum(SIZES)), []
-    for n in range(len(x)):
-        grads = torch.autograd.grad(squares(net(x[n : n + 1]), y[n : n + 1]).sum(), list(net.parameters()))
-        rows.append(torch.cat([grad.flatten() for grad in grads]))
-    return torch.stack(rows)
+    return rows_of(made(name), *batch(0, sum(SIZES)))
 
 
 def products(way: str, name: str) -> None:
