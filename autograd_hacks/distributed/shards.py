@@ -64,8 +64,10 @@ _QUIET = {
 
 
 @contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
+def alone(model: nn.Module, sharded: Sequence[nn.Module] | None = None) -> Iterator[None]:
     """A context in which a model runs, forwards and backwards, without a word to other processes.
+
+    sharded: the modules of ``fully_shard`` that are not gathered yet, all unless told
 
     All processes enter it at once, where shards are to be gathered; each may run the model as often as it likes then.
     """
@@ -83,7 +85,7 @@ def alone(model: nn.Module) -> Iterator[None]:
                 slots.pop(name, None)
             slots.update(before)
 
-    with whole(parts), restored(undo):
+    with whole(parts if sharded is None else sharded), restored(undo):
         for part in parts:
             policy = part._get_fsdp_state()._mp_policy
             given = policy.param_dtype if policy.cast_forward_inputs else None

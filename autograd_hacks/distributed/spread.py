@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,15 @@ Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
 
 T = TypeVar("T")
 
-_GATHERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose weights are gathered for reading."""
+
+class _Gathered(NamedTuple):
+    """What of a model is gathered for reading."""
+
+    parts: frozenset[int]  # the modules of ``fully_shard``, by id
+    is_alone: bool = False  # whether the model runs without a word to other processes
+
+
+_GATHERED: weakref.WeakKeyDictionary[nn.Module, _Gathered] = weakref.WeakKeyDictionary()
 
 
 class Spread:
@@ -80,15 +87,21 @@ class Spread:
         """A context in which sharded weights that rows need are gathered, once for all inside; around what may fail on one
         process, so that no other waits for it there."""
         model = None if self._model is None else self._model()
-        if not self._needed or model is None or model in _GATHERED:
+        if not self._needed or model is None:
             yield
             return
-        _GATHERED.add(model)
+        held = _GATHERED.get(model, _Gathered(frozenset()))
+        missing = [part for part in (gathering(model) if self._runs_again else self._needed) if id(part) not in held.parts]
+        leaves = self._runs_again and not held.is_alone
+        if not missing and not leaves:
+            yield
+            return
+        _GATHERED[model] = _Gathered(held.parts | {id(part) for part in missing}, held.is_alone or leaves)
         try:
-            with alone(model) if self._runs_again else whole(self._needed):
+            with alone(model, missing) if leaves else whole(missing):
                 yield
         finally:
-            _GATHERED.discard(model)
+            _GATHERED[model] = held
 
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0

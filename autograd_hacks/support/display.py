@@ -38,7 +38,7 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
 def _length(items: object) -> int | None:
     try:
         return len(items) if isinstance(items, Sized) else None
-    except TypeError:  # a DataLoader has a length, and none if its dataset is an IterableDataset
+    except (TypeError, NotImplementedError, RuntimeError):  # a DataLoader's, if its dataset is an IterableDataset
         return None
 
 

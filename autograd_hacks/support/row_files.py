@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hashlib import _Hash
-
 from autograd_hacks.errors import ON_DATA_SETS
+from autograd_hacks.support.digest import digest_of
 
 _KINDS = {
     torch.float16: ("<f2", "F16"),
@@ -161,38 +158,3 @@ class RowFile:
         if not prod(shape):
             return torch.zeros(shape, dtype=self._dtype(), device="cpu")
         return torch.from_numpy(np.memmap(self.path, _KINDS[self._dtype()][0], "c", _HEADER, shape))
-
-
-def digest_of(*things: object, before: str = "") -> str:
-    """What tells nested tensors, numbers and text from others.  before: a digest to go on from"""
-    found = hashlib.sha256(before.encode())
-    for thing in things:
-        _take(thing, found)
-    return found.hexdigest()
-
-
-def _take(thing: object, found: _Hash) -> None:
-    if isinstance(thing, Tensor):
-        own = thing.detach().cpu().contiguous()
-        found.update(repr((tuple(own.shape), own.dtype)).encode())
-        found.update(own.reshape(-1).view(torch.uint8).numpy().tobytes() if own.numel() else b"")
-    elif isinstance(thing, dict):
-        for key, value in thing.items():
-            found.update(repr(key).encode())
-            _take(value, found)
-    elif isinstance(thing, list | tuple):
-        found.update(str(len(thing)).encode())
-        for value in thing:
-            _take(value, found)
-    elif hasattr(thing, "items"):
-        _take(dict(thing.items()), found)
-    elif type(thing).__repr__ is object.__repr__:  # which has the address, another one in each run
-        found.update(type(thing).__qualname__.encode())
-        _take(vars(thing) if hasattr(thing, "__dict__") else [getattr(thing, n, None) for n in _slots(thing)], found)
-    else:
-        found.update(repr(thing).encode())
-
-
-def _slots(thing: object) -> list[str]:
-    slots = [getattr(kind, "__slots__", ()) for kind in type(thing).__mro__]
-    return [name for own in slots for name in ([own] if isinstance(own, str) else own) if not name.startswith("__")]

@@ -63,15 +63,17 @@ def listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Stat
     found = list(checkpoints)
     if not found:
         raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}")
-    memory, live = {_at(x) for x in (*model.parameters(), *model.buffers())}, 0
+    trained, live = {_at(p) for p in model.parameters() if p.requires_grad}, 0
+    memory = trained | {_at(x) for x in (*model.parameters(), *model.buffers())}
     for number, pair in enumerate(found):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
             raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}")
         state, weight = pair
-        if isinstance(state, Mapping) and any(isinstance(x, Tensor) and _at(x) in memory for x in state.values()):
+        places = {_at(x) for x in state.values() if isinstance(x, Tensor)} if isinstance(state, Mapping) else set()
+        if isinstance(state, Mapping) and not places.isdisjoint(memory):
             copied: Any = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
-            found[number], live = (copied, weight), live + 1
+            found[number], live = (copied, weight), live + (not places.isdisjoint(trained))
     if live > 1:
         raise ValueError(
             f"{live} of the checkpoints given to over are the model's weights of now: model.state_dict() holds no copies, "

@@ -13,9 +13,10 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
+from autograd_hacks.support.digest import digest_of
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.row_files import RowFile, digest_of
+from autograd_hacks.support.row_files import RowFile
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.checkpoints import Checkpoints, listed, weights_of
@@ -63,7 +64,8 @@ def over(
     budget: bytes for gradients of ``against``, which are kept from batch to batch, by each of the checkpoints, as far as
     they fit
 
-    ``.grad`` stays as it is.
+    ``.grad`` stays as it is.  What is kept is taken anew where the model's weights have changed; if anything else that
+    ``loss`` depends on may change in between, give ``budget=0``.
 
     Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
     batches, for a verb that returns something else, and for a file of other weights, or batches that come in another order
@@ -77,7 +79,7 @@ def over(
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
         raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
-    _check(verb, against, total, out)
+    _check(verb, against, total, out, budget)
     file = None
     if out is not None:
         origin = digest_of(model.state_dict() if known is None else known, only)
@@ -116,7 +118,7 @@ def over(
     return joined if is_dict else joined[""]
 
 
-def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object) -> None:
+def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object, budget: object) -> None:
     """Raises ValueError for what doesn't go together."""
     if out is not None and total:
         raise ValueError(
@@ -133,6 +135,8 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
             "batches of the other samples. For those of the same data give the loader again: over(..., against=loader)"
             + ON_DATA_SETS
         )
+    if not isinstance(budget, int | float) or isinstance(budget, bool):
+        raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
             f"over was given against={kind_of(against)}, which can be taken once; expected a list or a DataLoader, which is "
@@ -190,11 +194,7 @@ class _Step:
 
     def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
         """The gradients of the other data, batch by batch."""
-        weights = (
-            None
-            if self._is_brought
-            else [(x.data_ptr(), version_of(x)) for x in map(part_of, (*self._model.parameters(), *self._model.buffers()))]
-        )
+        weights = None if self._is_brought else _look_of(self._model)
         if weights != self._weights:
             self._kept, self._whole, self._left, self._weights = {}, set(), self._budget, weights
         known = self._kept.setdefault(checkpoint, [])
@@ -267,6 +267,13 @@ class _Step:
                     + ON_DATA_SETS
                 )
         return {name: x.detach().cpu() for name, x in own.items()}, is_dict
+
+
+def _look_of(model: nn.Module) -> object:
+    """What changes where a model's numbers do, also where they are written to by ``.data``, of which torch doesn't hear."""
+    own = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
+    sizes = [x.abs().sum(dtype=torch.float64).item() for x in own if x.layout == torch.strided and not x.is_meta]
+    return sizes, [(x.data_ptr(), version_of(x)) for x in own], [p.requires_grad for p in model.parameters()]
 
 
 def _of_process(out: str | os.PathLike[str]) -> str:

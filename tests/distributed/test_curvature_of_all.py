@@ -1,5 +1,7 @@
 """Products of rows, and curvature, where processes share a batch."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.nn as nn
 from processes import Both
 from spread import batch, made, own, rows_of, sharded, squares, whole, wrapped
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -100,3 +103,50 @@ def test_corrected_eigenvalues(both: Both, way: str, bias: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_curvature(both: Both, way: str) -> None:
     both(curvature, way)
+
+
+class Switches(nn.Module):
+    """Reads a weight by its layer in training, and else in a way that needs its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, b = self.inner.weight, self.inner.bias
+        out: Tensor = self.inner(x) if self.training else nn.functional.linear(x, w * w, b)
+        return out
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.middle, self.head = nn.GRUCell(3, 4), Switches(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.middle(self.cell(x)).tanh())
+        return out
+
+
+def two_batches() -> None:
+    """The rows of one batch need other weights than those of the other."""
+    torch.manual_seed(0)
+    plain = Two().double()
+    model, found = copy.deepcopy(plain), list[Tensor]()
+    for part in (model.cell, model.middle, model):
+        fully_shard(part)
+    (x, y), (others, labels) = batch(0, 8), batch(1, 8)
+    for net in (plain, model):
+        autograd_hacks.add_hooks(net)
+        grads = []
+        for training, given, wanted in ((True, x, y), (False, others, labels)):
+            net.train(training)
+            squares(net(given[own((4, 4))]), wanted[own((4, 4))]).mean().backward()
+            grads.append(autograd_hacks.per_sample_grads(net).local())
+            net.zero_grad()
+        found += [grads[0].gram(grads[1]), grads[1].gram(grads[0])]
+    assert_close(found[2:], found[:2])
+
+
+def test_batches_whose_rows_need_other_weights(both: Both) -> None:
+    both(two_batches)

@@ -245,3 +245,34 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     assert half.dtype == torch.float16
     with pytest.raises(TypeError, match=r"rows\.float\(\)"):
         autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.norms().bfloat16(), out=tmp_path / "b.npy")
+
+
+@BUDGETS
+def test_weights_that_change_behind_torchs_back(net: nn.Module, budget: int) -> None:
+    expected, (first, *_) = list[Tensor](), net.parameters()
+
+    def online() -> Iterator[Tensor]:
+        for x in X.split(4):
+            expected.append(rows(net, x) @ rows(net, OTHERS).mT)
+            yield x
+            first.data.mul_(2)  # which counts as no change
+
+    found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, torch.cat(expected))
+
+
+def test_checkpoints_that_share_their_buffers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double().eval()
+    given = []
+    for _ in range(2):
+        given.append(({n: p.detach().clone() for n, p in model.named_parameters()} | dict(model.named_buffers()), 0.5))
+        move(model, 0.1)
+    autograd_hacks.add_hooks(model)
+    found = autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, checkpoints=given)
+    expected = torch.zeros(len(X))
+    for state, weight in given:
+        model.load_state_dict(state)
+        expected += weight * rows(model, X).norm(dim=1)
+    assert_close(found, expected)
+    with pytest.raises(TypeError, match=r"budget=None; expected a number of bytes"):
+        autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]

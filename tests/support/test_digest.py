@@ -1,0 +1,61 @@
+"""What tells batches from others: their numbers, and not where they lie."""
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autograd_hacks.support.digest import digest_of
+
+
+class Batch:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Circular:
+    def __init__(self, x: Any) -> None:
+        self.x, self.all = x, [self]
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+LONG = np.arange(3000)
+KINDS = {
+    "tensors": lambda k: torch.arange(5) + k,
+    "sparse": lambda k: torch.eye(3).mul(k + 1).to_sparse(),
+    "sparse rows": lambda k: torch.eye(3).mul(k + 1).to_sparse_csr(),
+    "nested": lambda k: torch.nested.nested_tensor([torch.ones(2), torch.ones(3) + k], layout=torch.jagged),
+    "conjugates": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj(),
+    "negatives": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj().imag,
+    "long arrays": lambda k: np.concatenate([LONG[:1000], LONG[1000:2000][:: -1 if k else 1], LONG[2000:]]),
+    "arrays of objects": lambda k: np.array([Batch(1), Batch(k)], dtype=object),
+    "lists": lambda k: [1, 12] if k else [11, 2],
+    "dictionaries": lambda k: {"a": Batch(1), "b": [k, torch.ones(1)]},
+    "named tuples": lambda k: Pair(k, torch.ones(2)),
+    "objects": lambda k: Batch(torch.ones(2) * k),
+    "objects with slots": lambda k: Slotted(torch.ones(2) * k),
+    "circles": lambda k: Circular(torch.ones(2) * k),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # sparse and nested tensors are young
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_and_others(kind: str) -> None:
+    make = KINDS[kind]
+    kept = [make(0), make(0), make(1)]  # each at an address of its own
+    one, same, other = map(digest_of, kept)
+    assert one == same != other
+    assert digest_of(kept[0], before=one) != one
+
+
+def test_functions_are_told_by_name_and_not_by_address() -> None:
+    assert digest_of([lambda: 1]) == digest_of([lambda: 1])
