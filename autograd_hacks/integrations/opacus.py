@@ -19,6 +19,7 @@ from autograd_hacks.verbs.per_sample import per_sample_grads
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine
     from opacus.optimizers import DPOptimizer as _DPOptimizer
+    from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 
 
 class DPOptimizer(_DPOptimizer):
@@ -103,6 +104,19 @@ class DPOptimizer(_DPOptimizer):
         own = {id(p) for p in self.params}
         chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in own}
         return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)
+
+    @torch.no_grad()
+    def add_noise(self) -> None:
+        """Opacus' noise; of complex numbers to both parts, since norms are over both, and torch.normal shares it out."""
+        if not any(p.is_complex() for p in self.params):
+            super().add_noise()
+            return
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            like = torch.view_as_real(p.summed_grad) if p.is_complex() else p.summed_grad
+            noise = _generate_noise(self.noise_multiplier * self.max_grad_norm, like, self.generator, self.secure_mode)
+            p.grad = (p.summed_grad + (torch.view_as_complex(noise) if p.is_complex() else noise)).view_as(p)
+            _mark_as_processed(p.summed_grad)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         self.clip_and_accumulate()

@@ -39,7 +39,8 @@ def clip_and_noise_(
     """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
 
     A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
-    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm.  The divisor
+    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
+    of complex numbers.  The divisor
     does not depend on the samples: for Poisson sampling, each of D samples with a probability q, it is q · D.  Batches may
     be empty, for which there is still a forward and backward pass to run.  A sample whose gradient or norm is not finite
     contributes nothing.  All parameters that train get noise, whether or not the loss reached them.
@@ -152,7 +153,10 @@ def _add_noise(
         if p.requires_grad and p.grad is not None:
             kind = torch.promote_types(p.dtype, torch.float32)
             device = p.device if drawing is None else drawing.device
-            noise = torch.normal(0.0, deviation, p.shape, generator=drawing, dtype=kind, device=device)
+            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
+            shape = (*p.shape, 2) if p.is_complex() else p.shape
+            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
+            noise = torch.view_as_complex(noise) if p.is_complex() else noise
             p.grad += cut_as(noise.to(p.device, p.dtype), p)
 
 

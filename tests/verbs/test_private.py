@@ -159,3 +159,19 @@ def test_refusals() -> None:
     backward(eager, x)
     with pytest.raises(ValueError, match="unclipped gradient"):
         step(eager, add=True)
+
+
+def test_both_parts_of_complex_numbers_have_the_noise() -> None:
+    """One sample moves the sum by max_norm, all of it in one part if it likes."""
+    model = nn.Linear(60, 50, dtype=torch.complex64)
+    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.backward(squares(model(torch.zeros(2, 60, dtype=torch.complex64))) * 0)
+    autograd_hacks.clip_and_noise_(model, 2.0, 3.0, 5.0, generator=torch.Generator().manual_seed(3))
+    draws = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        assert p.grad is not None
+        noise = torch.normal(0.0, 6.0, (*p.shape, 2), generator=draws, dtype=torch.float32) / 5
+        assert_close(torch.view_as_real(p.grad), noise)
+    assert model.weight.grad is not None
+    for part in (model.weight.grad.real, model.weight.grad.imag):
+        assert 1.14 < part.std() < 1.26
