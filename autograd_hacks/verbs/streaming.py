@@ -64,7 +64,9 @@ def streaming(
     verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-        verbs["dot"] = lambda name, form: form.dot(stream.own(name, dot[name]).to(form.like.device), budget)
+        verbs["dot"] = lambda name, form: form.dot(
+            stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
+        )
     if gram:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
@@ -192,7 +194,9 @@ class _Stream:
             value, place = verb(name, form), self._like.get(name, "")
             found = self._found[what].setdefault(place, [])
             # Norms are of a part of the row each; all else adds up.
-            self._found[what][place] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
+            self._found[what][place] = (
+                [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0].device)]
+            )
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""

@@ -7,6 +7,7 @@ from nets import BareMatrix, Language, perceptron
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from steps import stepped
+from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -93,3 +94,39 @@ def test_layers_without_entries() -> None:
     grads = stepped(model, x)
     assert grads.norms().shape == (6,)
     assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
+
+
+class Lengths(nn.Module):
+    """Complex layers, after a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths: Tensor = self.first(self.before(x).to(torch.complex128)).abs()
+        return lengths
+
+
+def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
+    model, x = Lengths(), torch.randn(5, 4).double()
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    losses = []
+    for sign in (1e-5, -1e-5):
+        moved = {name: p.detach() + sign * v[name] for name, p in model.named_parameters()}
+        losses.append(squares(torch.func.functional_call(model, moved, (x,))))
+    change = (losses[0] - losses[1]) / 2e-5
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backward(squares(model(x)), "sum")
+    grads = autograd_hacks.per_sample_grads(model)
+    assert_close(grads.dot(v).real, change, rtol=1e-6, atol=1e-6)
+    each = grads.dot(v, per_parameter=True)
+    assert_close(sum(own.real for own in each.values()), change, rtol=1e-6, atol=1e-6)
+    for m in range(5):
+        row = {name: own[m] for name, own in grads.dense().items()}
+        assert_close(grads.dot(row), grads.gram()[:, m])
+        assert_close(grads.dot(row), grads.gram_of_all()[:, m])
+        assert_close(grads.cosine(row)[m].real, torch.ones(()).double())
+    with autograd_hacks.streaming(model, dot=v) as streamed:
+        autograd_hacks.backward(squares(model(x)), "sum")
+    assert_close(streamed.dot.real, change, rtol=1e-6, atol=1e-6)
