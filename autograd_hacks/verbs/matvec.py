@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import ON_CURVATURE, BlockTooLarge, NothingRecorded, needed
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import BUDGET, Form
 from autograd_hacks.verbs.everyone import Everyone
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Curvature(Everyone):
     hess_type: str | None
 
     @abstractmethod
-    def dot(self, v: Mapping[str, Tensor]) -> Tensor:
-        """J v."""
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+        """J v̄."""
 
     @abstractmethod
     def gram(self) -> Tensor:
