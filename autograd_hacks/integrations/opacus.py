@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import NothingRecorded, needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -47,14 +49,16 @@ class DPOptimizer(_DPOptimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
-        if not isinstance(max_grad_norm, int | float) or not max_grad_norm > 0:
-            raise ValueError(f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0")
+        if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
+            raise ValueError(
+                f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0, finite with noise"
+            )
         self.model = model
         recorder_of(model)  # raises where it has no hooks
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=float(max_grad_norm),
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
             generator=generator,

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS
+from autograd_hacks.support.kinds import is_whole
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
@@ -31,8 +32,8 @@ def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Coll
             parameter.grad = None
 
 
-def check_dim(what: str, dim: object) -> None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
+def check_dim(what: str, dim: int) -> None:
+    if not is_whole(dim):
         raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates" + ON_VERBS)
     if dim < 1:
         raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more" + ON_VERBS)
@@ -68,7 +69,7 @@ def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
         raise ValueError(
             f"group was given ids of shape {tuple(ids.shape)}; expected ({samples},), one per sample" + ON_VERBS
         )
-    if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
+    if groups is not None and not is_whole(groups):
         raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows" + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)

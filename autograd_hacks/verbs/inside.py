@@ -18,6 +18,7 @@ from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.rules.squares import kind_of
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
@@ -55,7 +56,7 @@ class NormsInside(Shown):
         shared.  The forward raises BatchSizeError where a layer's input has not N entries on axis 0, and SamplesMixed for a
         BatchNorm in training.  At its end, without ``param_grad``, UnseenGradient where ``.grad`` has changed all the same.
         """
-        if not isinstance(samples, int) or samples < 1:
+        if not is_whole(samples) or samples < 1:
             raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
         _check_parameters(self.model, self._basin)
         basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
