@@ -70,7 +70,11 @@ class NormsInside(Shown):
         with restored(undo):
             self._found = made[0], made[1]
             basin.squares, basin.uses = made
-            yield
+            try:
+                yield
+            except BaseException:
+                self._found = None  # of a part of the layers, perhaps
+                raise
         past = [name for name, p in self.model.named_parameters() if _grad_of(p) not in (None, before.get(name))]
         if past and not basin.param_grad:
             self._found = None
@@ -155,6 +159,7 @@ def norms_inside(
         with untouched(model), inside.batch(len(expected)), torch.enable_grad():
             _run(model, given, options, state, gradients, draws)
             found = inside.norms("sum")
+        inside._found = None  # they are no batch's
         error = (found - expected).abs() / expected.clamp(min=torch.finfo(expected.dtype).tiny)
         coarsest = max(torch.finfo(x.dtype).eps for x in (*gradients, *model.parameters()) if x.is_floating_point())
         wrong = (~(error <= 10 * coarsest**0.5)).nonzero()[:, 0].tolist()
