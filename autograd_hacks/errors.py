@@ -26,6 +26,7 @@ ON_VERBS = see("What the gradients say", "reductions.rst")
 ON_OUTPUTS = see("Rows of outputs", "reductions.rst")
 ON_CLIPPING = see("Clipping", "reductions.rst")
 ON_CURVATURE = see("What can be had", "curvature.rst")
+ON_STEPS = see("Whole steps", "integrations/index.rst")
 ON_DATA_SETS = see("A whole data set", "reductions.rst")
 
 

@@ -18,7 +18,8 @@ class GradsCallback(Steps, pl.Callback):
     by ``self(x)``, unless told    the others: as `Steps` takes them
 
     What it finds goes into ``history``, step by step, and to the trainer's loggers.  A ``gradient_clip_val`` of the
-    trainer's clips what this has left.  Raises NotImplementedError for manual optimization and for several optimizers.
+    trainer's clips what this has left.  Raises NotImplementedError for manual optimization and for several optimizers, and
+    ValueError where ``max_norm`` was given and the optimizer steps parameters outside of the part, which nothing would clip.
     """
 
     def __init__(self, part: str = "", **options: Any) -> None:
@@ -32,7 +33,7 @@ class GradsCallback(Steps, pl.Callback):
                 f"{pl_module.automatic_optimization}; expected one, stepped by the trainer. Otherwise use "
                 "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step."
             )
-        self.attach(pl_module.get_submodule(self.part))
+        self.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         found = self.read(getattr(trainer.precision_plugin, "scaler", None))
