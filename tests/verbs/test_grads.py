@@ -1,5 +1,7 @@
 """Every verb of `PerSampleGrads` and `clip_grad1_norm_` against algebra on the rows."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -130,3 +132,58 @@ def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
     with autograd_hacks.streaming(model, dot=v) as streamed:
         autograd_hacks.backward(squares(model(x)), "sum")
     assert_close(streamed.dot.real, change, rtol=1e-6, atol=1e-6)
+
+
+def in_one_buffer(model: nn.Module) -> Tensor:
+    """Has all gradients lie in one vector."""
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
+    return buffer
+
+
+@pytest.mark.parametrize("build", [perceptron, lambda: nn.Linear(4, 3, bias=False)])
+def test_a_flat_buffer_of_gradients_is_written_in_place(build: Callable[[], nn.Module]) -> None:
+    x, verbs = torch.randn(6, 4), autograd_hacks
+    for param_grad in (True, False):
+        model = build()
+        buffer = in_one_buffer(model)
+        verbs.add_hooks(model, param_grad=param_grad)
+
+        def backward(part: Tensor, model: nn.Module = model) -> None:
+            autograd_hacks.backward(squares(model(part)), "sum")
+
+        backward(x)
+        rows = torch.cat([own.flatten(1) for own in verbs.per_sample_grads(model).dense().values()], 1)
+        clipped = (1 / rows.norm(dim=1)).clamp(max=1)
+        verbs.clip_grad1_norm_(model, 1.0)
+        assert_close(buffer, clipped @ rows)
+        backward(x)
+        verbs.compute_grad1(model, set_grad=True)
+        assert_close(buffer, rows.sum(0))
+        backward(x)
+        verbs.clip_and_noise_(model, 1.0, 0.0, 3.0)
+        assert_close(buffer, clipped @ rows / 3)
+        if not param_grad:
+            buffer.zero_()
+            for part in x.split(2):
+                backward(part)
+                verbs.clip_grad1_norm_(model, 1.0, add=True)
+            assert_close(buffer, clipped @ rows)
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
+    buffer = in_one_buffer(model)
+    buffer += 1
+    autograd_hacks.add_hooks(model, param_grad=False)
+    squares(model(torch.randn(5, 4))).sum().backward()
+    autograd_hacks.clip_grad1_norm_(model, 1.0, "sum")
+    assert buffer[:15].all()
+    assert not (buffer[:15] == 1).any()
+    assert not buffer[15:].any()
