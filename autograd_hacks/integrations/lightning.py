@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 
 with needed("lightning"):
@@ -31,7 +31,7 @@ class GradsCallback(Steps, pl.Callback):
             raise NotImplementedError(
                 f"GradsCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
                 f"{pl_module.automatic_optimization}; expected one, stepped by the trainer. Otherwise use "
-                "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step."
+                "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step." + ON_STEPS
             )
         self.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import NothingRecorded, needed
+from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, NothingRecorded, needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.support.kinds import is_number
@@ -52,6 +52,7 @@ class DPOptimizer(_DPOptimizer):
         if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
             raise ValueError(
                 f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0, finite with noise"
+                + ON_OPACUS
             )
         self.model = model
         recorder_of(model)  # raises where it has no hooks
@@ -66,7 +67,7 @@ class DPOptimizer(_DPOptimizer):
         )
         own = {id(p) for p in model.parameters()}
         if any(id(p) not in own for p in self.params):
-            raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have")
+            raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have" + ON_OPACUS)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -101,7 +102,7 @@ class DPOptimizer(_DPOptimizer):
         if len(grads.batches) > 1:
             raise ValueError(
                 f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
-                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager."
+                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
             )
         for segment in record.segments:
             segment.replaced = True
@@ -153,7 +154,9 @@ class PrivacyEngine(_PrivacyEngine):
         expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
         wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
         if wrong:
-            raise ValueError(f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine")
+            raise ValueError(
+                f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine" + ON_OPACUS
+            )
         self._module = module
         _, optimizer, loader = super().make_private(module=module, **options)
         return module, optimizer, loader
@@ -174,7 +177,8 @@ class PrivacyEngine(_PrivacyEngine):
     ) -> DPOptimizer:
         if distributed:
             raise NotImplementedError(
-                "PrivacyEngine was given a distributed model. See the page on many processes for private steps of them."
+                "PrivacyEngine was given a distributed model. Take clip_and_noise_(model, max_norm, noise_multiplier, "
+                "expected_batch_size), which adds up over processes, in a loop of your own." + ON_PROCESSES
             )
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator

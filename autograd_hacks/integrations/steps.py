@@ -47,9 +47,9 @@ class Steps:
         batch_dim: BatchDim = 0,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None")
+            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
         if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
+            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)" + ON_STEPS)
         check_loss_type(loss_type)
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
@@ -111,7 +111,7 @@ class Steps:
         the batch, and what `per_sample_grads` raises.
         """
         if self._model is None:
-            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()")
+            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()" + ON_STEPS)
         model = self._model
         accumulate(model).stop()
         scale = 1.0 if scaler is None else scaler.get_scale()

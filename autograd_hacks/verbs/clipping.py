@@ -139,7 +139,7 @@ def _own(
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
             f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
-            "Leave them out of the batch, or clip with error_if_nonfinite=False."
+            "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
         )
     return grads, written, norms
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
-from autograd_hacks.errors import NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
+from autograd_hacks.errors import ON_INSIDE, NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
 from autograd_hacks.probe.copies import copies
 from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
@@ -57,7 +57,7 @@ class NormsInside(Shown):
         BatchNorm in training.  At its end, without ``param_grad``, UnseenGradient where ``.grad`` has changed all the same.
         """
         if not is_whole(samples) or samples < 1:
-            raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
+            raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more" + ON_INSIDE)
         _check_parameters(self.model, self._basin)
         basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -147,9 +147,13 @@ def norms_inside(
     (arXiv:2009.03106).
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"norms_inside was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"norms_inside was given an object of type {type(model).__name__}; expected a torch.nn.Module" + ON_INSIDE
+        )
     if any(isinstance(part, WithTap) for part in model.modules()):
-        raise ValueError("norms_inside was given a model that has norms inside. Call remove() on what it returned then")
+        raise ValueError(
+            "norms_inside was given a model that has norms inside. Call remove() on what it returned then" + ON_INSIDE
+        )
     given, options = tuple(args), dict(kwargs or {})
     _check_parameters(model)
     state, draws = random_state(cuda_devices_of(model)), torch.Generator().manual_seed(0)
@@ -183,7 +187,7 @@ def _by_hooks(
     except NothingRecorded:
         pass
     else:
-        raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first")
+        raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first" + ON_INSIDE)
     gradients: list[Tensor] = []
     with add_hooks(model):
         with untouched(model), torch.enable_grad():
