@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autograd_hacks.distributed.cut import whole_sum
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import ON_VERBS, NothingRecorded
+from autograd_hacks.errors import ON_NOISE, NothingRecorded
 from autograd_hacks.forms import BUDGET, Form, scale
 from autograd_hacks.forms.numerics import row_norms, smallest
 from autograd_hacks.verbs.arguments import check_direction
@@ -174,12 +174,12 @@ class Statistics(Curvature):
         if self._axes.entries:
             raise ValueError(
                 f"{what}: these are the gradients of {self._axes}, and over which of them is meant can't be known. Take "
-                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_VERBS
+                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_NOISE
             )
         with self.summing(lambda: self.samples, lambda own: [own], 1) as (_, (count,)):
             if count < 2:
                 raise ValueError(
-                    f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_VERBS
+                    f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_NOISE
                 )
             yield int(count)
 
