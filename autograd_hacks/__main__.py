@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="versions and devices, and a check of rows, of your model too")
     doctor.add_argument(
-        "model", nargs="?", metavar="MODULE:FUNCTION", help="without arguments, returns (model, x) or (model, (x, ...))"
+        "model",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="without arguments, returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x})",
     )
     options = parser.parse_args(arguments)
     if options.command is None:
         print("\n".join(_overview()))
         return 0
     try:
-        model, args = _made_for_the_purpose() if options.model is None else _returned_by(options.model)
+        model, args, kwargs = _made_for_the_purpose() if options.model is None else _returned_by(options.model)
     except ValueError as error:
         doctor.error(str(error))
     print("\n".join(_machine()), end="\n\n")
-    return _check(model, args, options.model or "a small model")
+    return _check(model, args, kwargs, options.model or "a small model")
 
 
 def _overview() -> Iterator[str]:
@@ -92,44 +95,63 @@ def _version(name: str) -> str:
         return "-"
 
 
-def _made_for_the_purpose() -> tuple[nn.Module, tuple[Any, ...]]:
+Given = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A model, and arguments of its forward, positional and by keyword."""
+
+
+def _made_for_the_purpose() -> Given:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draws = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),)
+    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {}
 
 
-def _returned_by(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Raises ValueError where ``module:function`` is not there, or returns something else."""
+def _returned_by(place: str) -> Given:
+    """Raises ValueError where ``module:function`` is not there, fails, or returns something else."""
     module, colon, name = place.partition(":")
     if not (module and colon and name):
         raise ValueError(f"{place!r} names no function; {WHERE}")
+    if module.endswith(".py"):
+        raise ValueError(f"{place!r} names a file; {WHERE}, here {Path(module).stem}:{name}")
     sys.path.insert(0, os.getcwd())  # as python -m does, and a console script would not
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"there is no module {module!r} here; {WHERE}")
-    function = getattr(importlib.import_module(module), name, None)
+    function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}"), name, None)
     if not callable(function):
         raise ValueError(f"module {module!r} has no function {name!r}; {WHERE}")
-    found = function()
+    found = _tried(function, what=f"{place}()")
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
         kinds = ", ".join(type(x).__name__ for x in found) if isinstance(found, tuple) else type(found).__name__
-        raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), or (model, (x, mask))")
-    return found[0], found[1] if isinstance(found[1], tuple) else (found[1],)
+        raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}})")
+    model, given = found
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # as Hugging Face's tokenizers return it
+        return model, (), dict(given)
+    return model, given if isinstance(given, tuple) else (given,), {}
 
 
-def _check(model: nn.Module, args: tuple[Any, ...], name: str) -> int:
+def _tried(function: Callable[..., Any], *args: Any, what: str) -> Any:
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} has raised {type(error).__name__}: {error}; {WHERE}") from error
+
+
+def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
     """Two steps, and rows against autograd's."""
     with autograd_hacks.add_hooks(model):
         try:
             for _ in range(2):
                 model.zero_grad()
                 with torch.enable_grad():
-                    outputs = [x for x in tensors_of(model(*args)) if x.requires_grad]
+                    outputs = [x for x in tensors_of(model(*args, **kwargs)) if x.requires_grad]
                 torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-                autograd_hacks.per_sample_grads(model)
-            autograd_hacks.verify(model, samples=2, args=args)
+                samples = autograd_hacks.per_sample_grads(model).samples
+            if not samples:
+                print(f"{name}: nothing was checked, since the batch has no samples; return one of three or more")
+                return 1
+            autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except Exception as error:
             print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
             return 1
     print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))

@@ -92,3 +92,44 @@ def test_a_tool_that_is_not_installed(tool: str, monkeypatch: pytest.MonkeyPatch
 def test_every_integration_says_what_it_needs() -> None:
     folder = ROOT / "autograd_hacks" / "integrations"
     assert sorted(path.stem for path in folder.glob("*.py") if "with needed(" in path.read_text()) == TOOLS
+
+
+WITHOUT = {
+    ("verbs/grads.py", "__reduce_ex__"): "met by a copy, says all there is",
+}
+"""Built-in errors that name no page, and why not."""
+
+
+def unexplained(text: str) -> list[tuple[int, str]]:
+    """Where a built-in error is raised whose message names no page at its end: the line, and the function."""
+    found = []
+    for function in ast.walk(ast.parse(text)):
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            kinds = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            last = node.exc.args[0].right if isinstance(node.exc.args[0], ast.BinOp) else node.exc.args[0]
+            page = last.func if isinstance(last, ast.Call) else last
+            is_named = isinstance(page, ast.Name) and (page.id == "see" or page.id.startswith("ON_"))
+            if getattr(node.exc.func, "id", "") in kinds and not is_named:
+                found.append((node.lineno, function.name))
+    return found
+
+
+def test_built_in_errors_name_their_page() -> None:
+    """All that verbs, curvature and integrations raise."""
+    package, excused = ROOT / "autograd_hacks", set(WITHOUT)
+    floors = [package / floor for floor in ("verbs", "curvature", "integrations")]
+    for path in [path for floor in floors for path in floor.glob("*.py")]:
+        place = path.relative_to(package).as_posix()
+        wrong = [(line, name) for line, name in unexplained(path.read_text()) if (place, name) not in WITHOUT]
+        excused -= {(place, name) for _, name in unexplained(path.read_text())}
+        assert not wrong, f"{place}: {wrong}; end the message with ON_..., of errors.py"
+    assert not excused, "they name a page, or are gone"
+
+
+def test_an_error_without_a_page_is_noticed() -> None:
+    assert unexplained("def f():\n    raise ValueError(f'wrong {x}')") == [(2, "f")]
+    assert unexplained("def f():\n    raise ValueError('see' + x)") == [(2, "f")]
+    assert not unexplained("def f():\n    raise ValueError('wrong' + ON_VERBS)")
+    assert not unexplained("def f():\n    raise NotImplementedError('wrong' + see('A'))")

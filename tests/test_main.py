@@ -22,6 +22,31 @@ def two():
 def mixing():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(5, 3)
 
+def keywords():
+    return nn.Bilinear(3, 4, 2), {"input1": torch.randn(5, 3), "input2": torch.randn(5, 4)}
+
+class OfDictionary(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+def dictionary():
+    return OfDictionary(3, 2), ({"x": torch.randn(5, 3)},)
+
+def missing():
+    return OfDictionary(3, 2), ({"y": torch.randn(5, 3)},)
+
+def empty():
+    return nn.Linear(3, 2), torch.randn(0, 3)
+
+def fails():
+    raise LookupError("boom")
+
+def leaves():
+    raise SystemExit(3)
+
+def asks(size):
+    return nn.Linear(size, 2), torch.randn(5, size)
+
 def alone():
     return nn.Linear(3, 2)
 
@@ -76,10 +101,20 @@ def test_the_doctor_has_a_model_of_its_own(capsys: pytest.CaptureFixture[str]) -
         assert word in out
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("good", 2), ("two", 2)])
+@pytest.mark.parametrize(("name", "parameters"), [("good", 2), ("two", 2), ("keywords", 2), ("dictionary", 2)])
 def test_the_doctor_verifies_a_model(models: str, name: str, parameters: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"{models}:{name}"]) == 0
     assert f"of {parameters} parameters are autograd's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "says"), [("empty", "nothing was checked"), ("missing", "KeyError: 'x'")])
+def test_the_doctor_says_what_it_could_not_check(
+    models: str, name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", f"{models}:{name}"]) == 1
+    out = capsys.readouterr().out
+    assert says in out
+    assert "autograd's" not in out
 
 
 def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +133,11 @@ def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixtu
         ("made_up_models:other", "no function 'other'"),
         ("made_up_models:number", "no function 'number'"),
         ("made_up_models:alone", "returned Linear"),
+        ("made_up_models:fails", "made_up_models:fails() has raised LookupError: boom"),
+        ("made_up_models:leaves", "has raised SystemExit: 3"),
+        ("made_up_models:asks", "required positional argument: 'size'"),
+        ("made_up_models.py:good", "here made_up_models:good"),
+        ("made_up_models.inner:good", "importing 'made_up_models.inner' has raised ModuleNotFoundError"),
     ],
 )
 def test_the_doctor_names_what_it_was_not_given(

@@ -215,8 +215,8 @@ class Hooked(Shown):
         settings = [("batch_dim", repr(batch_dim)), ("mode", mode), ("param_grad", str(wanted))]
         return Table(title, [("setting", "value"), *rows, *settings, *recorder.record.cells()])
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Hooked:
+        return self
 
     def __exit__(self, *_: object) -> None:
         recorder = _recorder_of(self._model)

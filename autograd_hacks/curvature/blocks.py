@@ -14,12 +14,12 @@ from autograd_hacks.curvature.ekfac import Eigenvalues
 from autograd_hacks.curvature.kronecker import (
     APPROXIMATIONS,
     BIASES,
-    ELSE,
     Factors,
     averaged,
     check_layers,
     factors_of,
     joined,
+    otherwise,
     weight_of,
     weights_by_bias,
 )
@@ -174,7 +174,7 @@ class _Accumulator:
         check_limit(limit)
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit = model, kfac_approx, limit
-        self.kind = "kfac" if kind == "ekfac" else kind
+        self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
         known = [name for name, p in model.named_parameters() if p.requires_grad]
         self.names = known if parameters is None else _chosen(model, known, parameters)
         self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
@@ -269,7 +269,7 @@ class _Accumulator:
         if found is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
-                f"its rows. {ELSE}"
+                f"its rows. {otherwise(self.asked)}"
             )
         return found
 
@@ -284,7 +284,7 @@ class _Accumulator:
         if self.kind == "full":
             sizes = {f"of {name}": shape.numel() ** 2 for name, shape in shapes.items()}
         elif self.kind == "kfac":
-            check_layers(self.model, reached)
+            check_layers(self.model, reached, self.asked)
             sizes = {f"A of {name}": shape[1:].numel() ** 2 for name, shape in shapes.items()}
             sizes |= {f"B of {name}": shape[0] ** 2 for name, shape in shapes.items()}
         if sizes:

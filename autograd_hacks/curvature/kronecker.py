@@ -107,7 +107,10 @@ def with_ones(inputs: Tensor) -> Tensor:
 
 # Layers.
 
-ELSE = "Name the others, compute_hess(model, kind='kfac', parameters=[...]); or take kind='diag' or 'full' for it."
+
+def otherwise(kind: str) -> str:
+    """What to do about parameters without factors.  kind: that was asked for"""
+    return f"Name the others, parameters=[...] with kind={kind!r}; or take kind='diag' or 'full' for it."
 
 
 def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
@@ -132,8 +135,8 @@ def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str:
     return names[0]
 
 
-def check_layers(model: nn.Module, reached: Collection[str]) -> None:
-    """Raises UnsupportedLayer for parameters of layers without factors."""
+def check_layers(model: nn.Module, reached: Collection[str], kind: str) -> None:
+    """Raises UnsupportedLayer for parameters of layers without factors.  kind: that was asked for"""
     wanted, refused = {id(model.get_parameter(name)): name for name in reached}, {}
     for path, layer in model.named_modules():
         for parameter in layer._parameters.values():
@@ -143,7 +146,7 @@ def check_layers(model: nn.Module, reached: Collection[str]) -> None:
         listing = "; ".join(f"{name} of {place}" for name, place in refused.items())
         raise UnsupportedLayer(
             "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
-            f"{listing}. {ELSE}"
+            f"{listing}. {otherwise(kind)}"
         )
 
 

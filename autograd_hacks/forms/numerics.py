@@ -26,13 +26,18 @@ def row_norms(rows: Tensor) -> Tensor:
         return norms
     # Squares may have left the range: ∞, or so small that they have lost digits.
     info, found = torch.finfo(norms.dtype), norms.detach()
-    smallest = (info.tiny / info.eps) ** 0.5
+    least = smallest(norms.dtype) ** 0.5
     low, high = torch.stack(found.aminmax()).tolist()
-    if smallest <= low and high < info.max:  # and not NaN
+    if least <= low and high < info.max:  # and not NaN
         return norms
-    again = (~(found < info.max) | (found < smallest)).nonzero()[:, 0]
+    again = (~(found < info.max) | (found < least)).nonzero()[:, 0]
     scale = divisors(torch.linalg.vector_norm(rows[again].detach(), torch.inf, dim=1))
     return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """What a sum has all its digits above."""
+    return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
 def divisors(largest: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class AcceleratedSteps(Steps):
         self.accelerator, self._prepared = accelerator, model
 
     def __enter__(self) -> AcceleratedSteps:
-        self.attach(self._prepared)
+        self.attach(self._prepared, *self.accelerator._optimizers)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import pause_hooks
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_LAPLACE, needed
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -46,7 +46,7 @@ class _Backend(CurvatureInterface):
         f = self._outputs(x)
         index = outputs[:, None] if outputs.ndim == 1 else outputs
         if len(index) != len(f):
-            raise ValueError(f"outputs has {len(index)} rows for {len(f)} samples; expected one for each")
+            raise ValueError(f"outputs has {len(index)} rows for {len(f)} samples; expected one for each" + ON_LAPLACE)
         return self._rows_of(f.gather(1, index.to(f.device, torch.long)), f)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 
 with needed("lightning"):
@@ -18,7 +18,8 @@ class GradsCallback(Steps, pl.Callback):
     by ``self(x)``, unless told    the others: as `Steps` takes them
 
     What it finds goes into ``history``, step by step, and to the trainer's loggers.  A ``gradient_clip_val`` of the
-    trainer's clips what this has left.  Raises NotImplementedError for manual optimization and for several optimizers.
+    trainer's clips what this has left.  Raises NotImplementedError for manual optimization and for several optimizers, and
+    ValueError where ``max_norm`` was given and the optimizer steps parameters outside of the part, which nothing would clip.
     """
 
     def __init__(self, part: str = "", **options: Any) -> None:
@@ -30,9 +31,9 @@ class GradsCallback(Steps, pl.Callback):
             raise NotImplementedError(
                 f"GradsCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
                 f"{pl_module.automatic_optimization}; expected one, stepped by the trainer. Otherwise use "
-                "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step."
+                "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step." + ON_STEPS
             )
-        self.attach(pl_module.get_submodule(self.part))
+        self.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         found = self.read(getattr(trainer.precision_plugin, "scaler", None))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import NothingRecorded, needed
+from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, NothingRecorded, needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -19,6 +21,7 @@ from autograd_hacks.verbs.per_sample import per_sample_grads
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine
     from opacus.optimizers import DPOptimizer as _DPOptimizer
+    from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 
 
 class DPOptimizer(_DPOptimizer):
@@ -46,14 +49,17 @@ class DPOptimizer(_DPOptimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
-        if not isinstance(max_grad_norm, int | float) or not max_grad_norm > 0:
-            raise ValueError(f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0")
+        if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
+            raise ValueError(
+                f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0, finite with noise"
+                + ON_OPACUS
+            )
         self.model = model
         recorder_of(model)  # raises where it has no hooks
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=float(max_grad_norm),
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
             generator=generator,
@@ -61,7 +67,7 @@ class DPOptimizer(_DPOptimizer):
         )
         own = {id(p) for p in model.parameters()}
         if any(id(p) not in own for p in self.params):
-            raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have")
+            raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have" + ON_OPACUS)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -96,13 +102,26 @@ class DPOptimizer(_DPOptimizer):
         if len(grads.batches) > 1:
             raise ValueError(
                 f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
-                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager."
+                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
             )
         for segment in record.segments:
             segment.replaced = True
         own = {id(p) for p in self.params}
         chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in own}
         return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)
+
+    @torch.no_grad()
+    def add_noise(self) -> None:
+        """Opacus' noise; of complex numbers to both parts, since norms are over both, and torch.normal shares it out."""
+        if not any(p.is_complex() for p in self.params):
+            super().add_noise()
+            return
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            like = torch.view_as_real(p.summed_grad) if p.is_complex() else p.summed_grad
+            noise = _generate_noise(self.noise_multiplier * self.max_grad_norm, like, self.generator, self.secure_mode)
+            p.grad = (p.summed_grad + (torch.view_as_complex(noise) if p.is_complex() else noise)).view_as(p)
+            _mark_as_processed(p.summed_grad)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         self.clip_and_accumulate()
@@ -135,7 +154,9 @@ class PrivacyEngine(_PrivacyEngine):
         expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
         wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
         if wrong:
-            raise ValueError(f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine")
+            raise ValueError(
+                f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine" + ON_OPACUS
+            )
         self._module = module
         _, optimizer, loader = super().make_private(module=module, **options)
         return module, optimizer, loader
@@ -156,7 +177,8 @@ class PrivacyEngine(_PrivacyEngine):
     ) -> DPOptimizer:
         if distributed:
             raise NotImplementedError(
-                "PrivacyEngine was given a distributed model. See the page on many processes for private steps of them."
+                "PrivacyEngine was given a distributed model. Take clip_and_noise_(model, max_norm, noise_multiplier, "
+                "expected_batch_size), which adds up over processes, in a loop of your own." + ON_PROCESSES
             )
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator

@@ -41,7 +41,7 @@ class GradsCallback(Callback):
         self.steps_ = Steps(
             self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim
         )
-        self.steps_.attach(net.module_)
+        self.steps_.attach(net.module_, *([net.optimizer_] if hasattr(net, "optimizer_") else []))
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:
         for key, value in self.steps_.read(self.scaler).items():

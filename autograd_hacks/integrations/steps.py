@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import Hooked, recorder_of
+from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
@@ -45,9 +47,9 @@ class Steps:
         batch_dim: BatchDim = 0,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None")
+            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
         if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
+            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)" + ON_STEPS)
         check_loss_type(loss_type)
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
@@ -62,11 +64,30 @@ class Steps:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None, "_hooked": None}
 
-    def attach(self, model: nn.Module) -> None:
-        """Hooks a model, and begins its first step."""
+    def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Hooks a model, and begins its first step.
+
+        optimizers: that step it. Raises ValueError where one of them steps other parameters too, which ``max_norm`` would
+        leave as they are
+        """
+        self._check_covers(model, optimizers)
         self.detach()
         self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim), model
         accumulate(model).start()
+
+    def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        known = {id(p) for p in model.parameters()}
+        for optimizer in optimizers if self.max_norm is not None else ():
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            others = [p for p in trained if id(p) not in known]
+            if others and (len(optimizers) == 1 or len(others) < len(trained)):
+                shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
+                raise ValueError(
+                    f"max_norm={self.max_norm} was given for a {type(model).__name__}, and its optimizer also steps "
+                    f"{len(others)} parameters that are not that model's, of shapes {shapes}: they would be stepped "
+                    "unclipped. Hook the model that has all of them (of a LightningModule no part: self(x) in "
+                    "training_step), freeze the others, or measure without max_norm." + ON_STEPS
+                )
 
     def detach(self) -> None:
         """Ends: the model is as it was, also in the middle of a step."""
@@ -90,7 +111,7 @@ class Steps:
         the batch, and what `per_sample_grads` raises.
         """
         if self._model is None:
-            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()")
+            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()" + ON_STEPS)
         model = self._model
         accumulate(model).stop()
         scale = 1.0 if scaler is None else scaler.get_scale()

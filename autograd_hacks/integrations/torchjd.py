@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_TORCHJD, needed
 from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -52,7 +52,9 @@ def jacobian_descent(
     Source: Quinton and Rey 2024, "Jacobian descent for multi-objective optimization" (arXiv:2406.16232), section 6.
     """
     if grads is not None and loss_type is not None:
-        raise ValueError(f"jacobian_descent was given loss_type={loss_type!r} and rows, which know theirs; leave it out")
+        raise ValueError(
+            f"jacobian_descent was given loss_type={loss_type!r} and rows, which know theirs; leave it out" + ON_TORCHJD
+        )
     weighting = _weighting_of(aggregator)
     grads = per_sample_grads(model, loss_type) if grads is None else grads
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
@@ -71,4 +73,5 @@ def _weighting_of(aggregator: object) -> Weighting[Any]:
     raise TypeError(
         f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators that weight rows by "
         "their Gramian, UPGrad() say, or such a weighting. Others need the rows themselves: per_sample_grads(model).dense()."
+        + ON_TORCHJD
     )

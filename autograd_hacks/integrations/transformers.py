@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps, mean_of
 
 with needed("transformers"):
@@ -23,14 +23,16 @@ class GradsCallback(Steps, TrainerCallback):
 
     _logged = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         if self.max_norm is not None and args.max_grad_norm and args.max_grad_norm < self.max_norm:
             raise ValueError(
                 f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}, "
-                "whose clipping comes before and would be lost. Say TrainingArguments(max_grad_norm=0)."
+                "whose clipping comes before and would be lost. Say TrainingArguments(max_grad_norm=0)." + ON_STEPS
             )
         self._logged = len(self.history)
-        self.attach(model)
+        self.attach(model, *([] if optimizer is None else [optimizer]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.read(getattr(optimizer, "scaler", None))

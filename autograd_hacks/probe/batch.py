@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 
+from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.probe.copies import PLAIN
 from autograd_hacks.probe.layout import same, samples_of_rows
 from autograd_hacks.support.trees import is_packed, like_its_kind, opened
@@ -41,7 +42,7 @@ class Batch:
         if len(sizes) > 1 or None in sizes:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, "
-                "the number of samples. Write None for an argument without a batch."
+                "the number of samples. Write None for an argument without a batch." + ON_BATCH
             )
         return Batch(leaves, spec, axes)
 
@@ -211,6 +212,7 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
                 f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary"
+                + ON_BATCH
             ) from None
         axes += flat
     return axes

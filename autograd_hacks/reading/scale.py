@@ -10,6 +10,7 @@ from torch import Tensor
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.probe.layout import Layout
+from autograd_hacks.support.kinds import is_number
 
 LOSS_TYPES = ("mean", "sum")
 
@@ -24,11 +25,7 @@ def check_loss_type(loss_type: str | None) -> None:
 
 def check_scale(scale: float | Tensor) -> None:
     value = scale.detach() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float | Tensor)
-        or (isinstance(value, Tensor) and value.numel() != 1)
-    ):
+    if value.numel() != 1 if isinstance(value, Tensor) else not is_number(value):
         raise TypeError(
             f"scale is {scale!r}; expected the number that the loss was multiplied by, GradScaler.get_scale()" + ON_REDUCTION
         )

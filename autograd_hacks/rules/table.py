@@ -6,6 +6,7 @@ from functools import partial
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.errors import ON_RULES
 from autograd_hacks.rules.attention import attention, count_queries
 from autograd_hacks.rules.conv import conv, conv_transpose
 from autograd_hacks.rules.embedding import embedding, embedding_bag
@@ -125,7 +126,7 @@ def register_rule(layer_type: type[nn.Module], rule: Rule | Formula) -> None:
     Raises TypeError where ``layer_type`` is no subclass of ``torch.nn.Module`` or ``rule`` is neither.
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
-        raise TypeError(f"register_rule was given {layer_type!r}; expected a subclass of torch.nn.Module")
+        raise TypeError(f"register_rule was given {layer_type!r}; expected a subclass of torch.nn.Module" + ON_RULES)
     if not (isinstance(rule, Rule) or callable(rule)):
-        raise TypeError(f"register_rule was given the rule {rule!r}; expected a function of (layer, call)")
+        raise TypeError(f"register_rule was given the rule {rule!r}; expected a function of (layer, call)" + ON_RULES)
     RULES[layer_type] = rule if isinstance(rule, Rule) else Rule(rule)

@@ -11,13 +11,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS
+from autograd_hacks.support.kinds import is_whole
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
 
 
 def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Collection[str], add: bool = False) -> None:
-    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.
+    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.  What is a part of more
+    memory, a flat buffer of gradients say, is written in place, and zeros where the loss did not reach.
 
     sums: {name: shape}, in memory of their own    reached: the names of those that it reached
     add: whether to add to what is there
@@ -25,14 +27,29 @@ def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Coll
     for name, parameter in model.named_parameters():
         total = sums.get(name)
         if name in reached and total is not None:
-            own, before = total.detach().to(parameter.dtype), parameter.grad if add else None
-            parameter.grad = own if before is None else own.add_(before)
+            own, before = total.detach().to(parameter.dtype), parameter.grad
+            if before is not None and _is_part(before) and (own.shape, own.device) == (before.shape, before.device):
+                with torch.no_grad():
+                    before.copy_(own.add_(before) if add else own)
+            else:
+                parameter.grad = own if before is None or not add else own.add_(before)
+        elif name in sums and not add and parameter.grad is not None and _is_part(parameter.grad):
+            parameter.grad.zero_()
         elif name in sums and not add:
             parameter.grad = None
 
 
-def check_dim(what: str, dim: object) -> None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
+def _is_part(grad: Tensor) -> bool:
+    """Whether a gradient is a view of memory that has more in it, and that may be written: not that of a graph."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+        return False
+    base = grad._base
+    is_flat = base is not None and base.ndim == 1 < grad.ndim
+    return is_flat or grad.untyped_storage().nbytes() > grad.nbytes
+
+
+def check_dim(what: str, dim: int) -> None:
+    if not is_whole(dim):
         raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates" + ON_VERBS)
     if dim < 1:
         raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more" + ON_VERBS)
@@ -68,7 +85,7 @@ def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
         raise ValueError(
             f"group was given ids of shape {tuple(ids.shape)}; expected ({samples},), one per sample" + ON_VERBS
         )
-    if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool)):
+    if groups is not None and not is_whole(groups):
         raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows" + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)

@@ -18,7 +18,7 @@ from autograd_hacks.verbs.arguments import kind_of
 State: TypeAlias = "Mapping[str, Tensor] | str | os.PathLike[str]"
 Checkpoints: TypeAlias = "Iterable[tuple[State, float]]"
 """State dictionaries, or files of such, each with a weight."""
-_EXPECTED = "expected [(state, weight), ...], of state dictionaries, or their files, and numbers" + ON_DATA_SETS
+_EXPECTED = "expected [(state, weight), ...], of state dictionaries, or their files, and numbers"
 
 
 @contextmanager
@@ -59,16 +59,16 @@ def listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Stat
     if checkpoints is None:
         return None
     if isinstance(checkpoints, Mapping | str) or not isinstance(checkpoints, Iterable):
-        raise ValueError(f"over was given checkpoints={kind_of(checkpoints)}; {_EXPECTED}")
+        raise ValueError(f"over was given checkpoints={kind_of(checkpoints)}; {_EXPECTED}" + ON_DATA_SETS)
     found = list(checkpoints)
     if not found:
-        raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}")
+        raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}" + ON_DATA_SETS)
     trained, live = {_at(p) for p in model.parameters() if p.requires_grad}, 0
     memory = trained | {_at(x) for x in (*model.parameters(), *model.buffers())}
     for number, pair in enumerate(found):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
-            raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}")
+            raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}" + ON_DATA_SETS)
         state, weight = pair
         places = {_at(x) for x in state.values() if isinstance(x, Tensor)} if isinstance(state, Mapping) else set()
         if isinstance(state, Mapping) and not places.isdisjoint(memory):

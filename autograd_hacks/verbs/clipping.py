@@ -14,6 +14,7 @@ from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_PASSES, ON_SCALERS, NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.verbs.arguments import kind_of, set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -82,13 +83,13 @@ def clip_grad1_norm_(
 
     with spread.weights():
         (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
-        weights = (max_norm / lengths).clamp(max=1)  # 1 for a gradient of zeros
+        weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
         if (
             scaler is not None and scaler.is_enabled()
         ):  # each optimizer's step is to be skipped, whichever parameter overflowed
             weights = weights.where(lengths.isfinite(), torch.nan)
         if batch_size is not None:
-            weights = weights / batch_size
+            weights = weights / float(batch_size)
         elif grads.loss_type == "mean":
             weights = weights / max(1, samples)
         sums = grads.weighted_sum(weights, budget // 4)
@@ -102,7 +103,7 @@ def clip_grad1_norm_(
 
 def _check_numbers(max_norm: float, batch_size: float | None) -> None:
     for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
-        if not isinstance(number, int | float) or isinstance(number, bool):
+        if not is_number(number):
             raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number" + ON_CLIPPING)
         if not number > 0 or (what == "batch_size" and number == inf):
             raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0" + ON_CLIPPING)
@@ -138,7 +139,7 @@ def _own(
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
             f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
-            "Leave them out of the batch, or clip with error_if_nonfinite=False."
+            "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
         )
     return grads, written, norms
 

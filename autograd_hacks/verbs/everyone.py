@@ -53,7 +53,7 @@ class Everyone(Readable, Whole):
     def _with_all(self, forms: Mapping[str, Form], count: int) -> Tensor:
         products = [form.gram(Dense(self.spread.everyones(form.dense()))) for form in forms.values()]
         like = products[0] if products else torch.zeros(self.samples, count, device="cpu")
-        return sum((part.to(like) for part in products), torch.zeros_like(like))
+        return sum((part.to(like.device) for part in products), torch.zeros_like(like))
 
     def _check_alone(self, what: str) -> None:
         """Raises where a verb would take this process's rows for all."""

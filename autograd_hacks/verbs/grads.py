@@ -119,7 +119,8 @@ class PerSampleGrads(Hinting, Shown, Statistics):
     def dot(
         self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
-        """J v: ⟨gₙ, v⟩ for each sample, N.
+        """J v̄: ⟨gₙ, v⟩ for each sample, N, of complex numbers Σ gₙ v̄, as `gram` has it; the change of its loss along v is
+        the real part.
 
         v: {name: shape} for all parameters, as gradients are, whole or in shards
         per_parameter: whether to return {name: N} instead
@@ -130,7 +131,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         with self.reading():
 
             def along(name: str, form: Form) -> Tensor:
-                return form.dot(v[name].to(form.like.device), budget)
+                return form.dot(v[name].to(form.like.device).conj().resolve_conj(), budget)
 
             return (
                 self._each(by_rows(self, self._axes.rows, along, budget)) if per_parameter else self._summed(along, budget)
@@ -158,7 +159,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
     def gram(
         self, other: PerSampleGrads | None = None, budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
-        """J J′ᵀ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
+        """J J′ᴴ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
 
         other: the gradients of another batch by the same model; these themselves unless told
         per_parameter: whether to return {name: (N, M)} instead

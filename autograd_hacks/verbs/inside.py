@@ -12,12 +12,13 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
-from autograd_hacks.errors import NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
+from autograd_hacks.errors import ON_INSIDE, NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
 from autograd_hacks.probe.copies import copies
 from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.rules.squares import kind_of
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
@@ -55,8 +56,8 @@ class NormsInside(Shown):
         shared.  The forward raises BatchSizeError where a layer's input has not N entries on axis 0, and SamplesMixed for a
         BatchNorm in training.  At its end, without ``param_grad``, UnseenGradient where ``.grad`` has changed all the same.
         """
-        if not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more")
+        if not is_whole(samples) or samples < 1:
+            raise ValueError(f"batch was given {samples!r}; expected the number of samples, 1 or more" + ON_INSIDE)
         _check_parameters(self.model, self._basin)
         basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -69,7 +70,11 @@ class NormsInside(Shown):
         with restored(undo):
             self._found = made[0], made[1]
             basin.squares, basin.uses = made
-            yield
+            try:
+                yield
+            except BaseException:
+                self._found = None  # of a part of the layers, perhaps
+                raise
         past = [name for name, p in self.model.named_parameters() if _grad_of(p) not in (None, before.get(name))]
         if past and not basin.param_grad:
             self._found = None
@@ -142,9 +147,13 @@ def norms_inside(
     (arXiv:2009.03106).
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"norms_inside was given an object of type {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"norms_inside was given an object of type {type(model).__name__}; expected a torch.nn.Module" + ON_INSIDE
+        )
     if any(isinstance(part, WithTap) for part in model.modules()):
-        raise ValueError("norms_inside was given a model that has norms inside. Call remove() on what it returned then")
+        raise ValueError(
+            "norms_inside was given a model that has norms inside. Call remove() on what it returned then" + ON_INSIDE
+        )
     given, options = tuple(args), dict(kwargs or {})
     _check_parameters(model)
     state, draws = random_state(cuda_devices_of(model)), torch.Generator().manual_seed(0)
@@ -154,6 +163,7 @@ def norms_inside(
         with untouched(model), inside.batch(len(expected)), torch.enable_grad():
             _run(model, given, options, state, gradients, draws)
             found = inside.norms("sum")
+        inside._found = None  # they are no batch's
         error = (found - expected).abs() / expected.clamp(min=torch.finfo(expected.dtype).tiny)
         coarsest = max(torch.finfo(x.dtype).eps for x in (*gradients, *model.parameters()) if x.is_floating_point())
         wrong = (~(error <= 10 * coarsest**0.5)).nonzero()[:, 0].tolist()
@@ -177,7 +187,7 @@ def _by_hooks(
     except NothingRecorded:
         pass
     else:
-        raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first")
+        raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first" + ON_INSIDE)
     gradients: list[Tensor] = []
     with add_hooks(model):
         with untouched(model), torch.enable_grad():

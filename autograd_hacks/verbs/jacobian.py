@@ -24,6 +24,7 @@ from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.trial import Grads, layout_in, listening
 from autograd_hacks.support.display import progress
+from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference
@@ -230,7 +231,7 @@ def _check_arguments(output: Tensor, chunk_size: int | None) -> None:
             f"{WHAT} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{complex_}"
             + ON_OUTPUTS
         )
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
+    if chunk_size is not None and not is_whole(chunk_size):
         raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None" + ON_OUTPUTS)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import ON_CURVATURE, BlockTooLarge, NothingRecorded, needed
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import BUDGET, Form
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.everyone import Everyone
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Curvature(Everyone):
     hess_type: str | None
 
     @abstractmethod
-    def dot(self, v: Mapping[str, Tensor]) -> Tensor:
-        """J v."""
+    def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor:
+        """J v̄."""
 
     @abstractmethod
     def gram(self) -> Tensor:
@@ -207,7 +208,7 @@ def _number(what: str, damping: Any) -> float:
 
 
 def check_limit(limit: object) -> None:
-    if not isinstance(limit, int | float) or isinstance(limit, bool):
+    if not is_number(limit):
         raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')" + ON_CURVATURE)
 
 

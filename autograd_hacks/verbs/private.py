@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from hashlib import sha256
-from math import inf
+from math import inf, nan
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, NothingRecorded
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.clipping import BUDGET, check_adds, written_where_it_saves
@@ -39,12 +40,13 @@ def clip_and_noise_(
     """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
 
     A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
-    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm.  The divisor
+    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
+    of complex numbers.  The divisor
     does not depend on the samples: for Poisson sampling, each of D samples with a probability q, it is q · D.  Batches may
     be empty, for which there is still a forward and backward pass to run.  A sample whose gradient or norm is not finite
     contributes nothing.  All parameters that train get noise, whether or not the loss reached them.
 
-    max_norm, expected_batch_size: above 0    noise_multiplier: 0 or more
+    max_norm, expected_batch_size: above 0; max_norm=inf without noise alone    noise_multiplier: 0 or more
     groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
     expected. All of a user's must be in this batch
     generator: that draws the noise, parameter by parameter; torch's own unless told. Where processes share a batch, the
@@ -52,7 +54,8 @@ def clip_and_noise_(
     add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
     but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
 
-    Returns the norms before clipping, N, or of each group in the order of the ids, which are not private.
+    Returns the norms before clipping, N, or of each group in the order of the ids, NaN where none of its samples is finite.
+    They are not private.
 
     Raises ValueError for numbers out of range, for groups of another shape or that several processes have, and as
     `clip_grad1_norm_` does for ``add``; NothingRecorded for a pass that ``.grad`` was set from already; and what
@@ -68,14 +71,17 @@ def clip_and_noise_(
         lambda: _rows(model, recorder, spread, loss_type, groups, add, budget), lambda _: [has_groups, 1], 2
     )
     _check_apart(spread, groups, grouped, processes)
-    weights = (max_norm / rows.kept_norms).clamp(max=1) / expected_batch_size  # that of a gradient of zeros is one
+    weights = (float(max_norm) / rows.kept_norms).clamp(max=1) / float(
+        expected_batch_size
+    )  # that of a gradient of zeros is one
     set_grads(model, rows.kept.weighted_sum(weights, budget // 4), list(rows.kept), add)
     for segment in recorder.record.segments:
         segment.replaced = True
     for key, memory in rows.written.items():  # for the next step
         recorder.pool.give_back(key, memory)
     if noise_multiplier:
-        _add_noise(model, spread, recorder, noise_multiplier * max_norm / expected_batch_size, generator)
+        deviation = float(noise_multiplier) * float(max_norm) / float(expected_batch_size)
+        _add_noise(model, spread, recorder, deviation, generator)
     return rows.norms
 
 
@@ -115,8 +121,13 @@ def _rows(
     is_finite = bool(finite.all())
     kept, kept_norms = (grads, norms) if is_finite else (grads.select(finite), norms[finite])  # 0 · NaN is NaN
     if groups is not None:
-        kept = kept.group(groups if is_finite else groups[finite.to(groups.device)])
-        norms = kept_norms = over_stages(kept.norms(budget=budget // 4), record)
+        own = groups if is_finite else groups[finite.to(groups.device)]
+        kept = kept.group(own)
+        kept_norms = over_stages(kept.norms(budget=budget // 4), record)
+        known = groups.unique()
+        norms = kept_norms.new_full((len(known),), nan).index_put(
+            (torch.isin(known, own).to(kept_norms.device),), kept_norms
+        )
     return _Rows(norms, kept, kept_norms, written)
 
 
@@ -152,7 +163,10 @@ def _add_noise(
         if p.requires_grad and p.grad is not None:
             kind = torch.promote_types(p.dtype, torch.float32)
             device = p.device if drawing is None else drawing.device
-            noise = torch.normal(0.0, deviation, p.shape, generator=drawing, dtype=kind, device=device)
+            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
+            shape = (*p.shape, 2) if p.is_complex() else p.shape
+            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
+            noise = torch.view_as_complex(noise) if p.is_complex() else noise
             p.grad += cut_as(noise.to(p.device, p.dtype), p)
 
 
@@ -169,8 +183,13 @@ def _of_all(spread: Spread, model: nn.Module, generator: torch.Generator | None)
 
 def _check_numbers(**numbers: float) -> None:
     for what, number in numbers.items():
-        if not isinstance(number, int | float) or isinstance(number, bool):
+        if not is_number(number):
             raise TypeError(f"clip_and_noise_ was given {what}={number!r}; expected a number" + ON_CLIPPING)
         least = "0 or more" if what == "noise_multiplier" else "a number larger than 0"
         if not (number > 0 or (number == 0 and what == "noise_multiplier")) or (number == inf and what != "max_norm"):
             raise ValueError(f"clip_and_noise_ was given {what}={number}; expected {least}" + ON_CLIPPING)
+    if numbers["max_norm"] == inf and numbers["noise_multiplier"]:
+        raise ValueError(
+            f"clip_and_noise_ was given max_norm=inf and noise_multiplier={numbers['noise_multiplier']}; expected a finite "
+            "max_norm, of which the noise is a multiple, or noise_multiplier=0" + ON_CLIPPING
+        )

@@ -48,6 +48,16 @@ def second_moments(
     return {name: totals[name] for name in forms}
 
 
+def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
+    """(N, M): inner products of the rows over their lengths, which are divided by first.  n: N, m: M, the lengths"""
+    total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
+    for rows, block in form.blocks(int(budget * share) // 3):
+        theirs = other if block is form else other.block(rows)
+        mine, yours = block.wide().matrix(), theirs.wide().matrix()
+        total += (mine / n.to(mine)[:, None].real) @ (yours / m.to(yours)[:, None].real).mH
+    return total
+
+
 def _rounds(forms: Forms, samples: int, budget: int) -> Iterator[tuple[str, slice, Form]]:
     """Parameters with the samples to ask them for and these samples' form.
 

@@ -15,7 +15,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.records import Pass, Record, Segment
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
-from autograd_hacks.errors import ON_PASSES, BatchSizeError, HigherOrderError, NothingRecorded, where
+from autograd_hacks.errors import ON_PASSES, ON_STREAMING, BatchSizeError, HigherOrderError, NothingRecorded, where
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
@@ -64,7 +64,9 @@ def streaming(
     verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-        verbs["dot"] = lambda name, form: form.dot(stream.own(name, dot[name]).to(form.like.device), budget)
+        verbs["dot"] = lambda name, form: form.dot(
+            stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
+        )
     if gram:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
@@ -74,7 +76,7 @@ def streaming(
             random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
         )
     if record.on_arrival is not None:
-        raise RuntimeError("streaming(model) is open already, for this model; leave that context first")
+        raise RuntimeError("streaming(model) is open already, for this model; leave that context first" + ON_STREAMING)
     if record.accumulating:
         raise RuntimeError(
             "streaming is for one backward pass, and this model is accumulating several; leave that context first"
@@ -146,7 +148,9 @@ class _Stream:
         """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
         computed"""
         if current.is_hess:
-            raise RuntimeError("backprop_hess has begun inside streaming(model), which is for one ordinary backward pass")
+            raise RuntimeError(
+                "backprop_hess has begun inside streaming(model), which is for one ordinary backward pass" + ON_STREAMING
+            )
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
         if self._gate.segment.passes[0] is not current:
@@ -157,7 +161,7 @@ class _Stream:
             raise RuntimeError(
                 f"gradient has come to {self.names.get(name, name)} a second time in one backward pass, from a layer that "
                 "reentrant checkpoints share, and streaming had taken its rows. Use use_reentrant=False, or read after the "
-                "pass."
+                "pass." + ON_STREAMING
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
@@ -192,7 +196,9 @@ class _Stream:
             value, place = verb(name, form), self._like.get(name, "")
             found = self._found[what].setdefault(place, [])
             # Norms are of a part of the row each; all else adds up.
-            self._found[what][place] = [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0])]
+            self._found[what][place] = (
+                [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0].device)]
+            )
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""

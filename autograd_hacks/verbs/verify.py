@@ -16,7 +16,7 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
+from autograd_hacks.errors import ON_WRONG, NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.probe.copies import copies
@@ -146,7 +146,7 @@ def _with_autograd(
 ) -> Rows:
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(opened((args, kwargs)), is_packed)):
-        raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch")
+        raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     record, planner, wrong = recorder.record, recorder.planner, Rows()
     planner.doubts = True
@@ -202,7 +202,7 @@ def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, sa
         if not isinstance(losses, Tensor) or losses.shape != (samples,):
             raise ValueError(
                 f"the loss given to verify returned {tuple(losses.shape) if isinstance(losses, Tensor) else type(losses)}; "
-                f"expected {samples} losses, one for each sample (reduction='none')"
+                f"expected {samples} losses, one for each sample (reduction='none')" + ON_WRONG
             )
         for kept in kept_samples(samples, draws):
             others = [x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here]

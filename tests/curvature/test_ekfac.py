@@ -172,8 +172,11 @@ def test_folded_samples_and_some_parameters() -> None:
         found.append([written(model.get_parameter(name)) for name in names])
     assert_close(found[0], found[1])
     autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(UnsupportedLayer, match=r"norm\.weight"):
-        autograd_hacks.compute_hess(model, kind="ekfac")
+    for kind in ("ekfac", "kfac"):
+        autograd_hacks.clear_backprops(model)
+        autograd_hacks.backprop_hess(model(x))
+        with pytest.raises(UnsupportedLayer, match=rf"norm\.weight.*with kind='{kind}'"):
+            autograd_hacks.compute_hess(model, kind=kind)
 
 
 def test_refusals() -> None:

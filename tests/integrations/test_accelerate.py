@@ -73,3 +73,10 @@ def test_mixed_precision() -> None:
         ends.append(copy.deepcopy(model))
         trained(ends[-1], MAX_NORM, parts, mixed_precision="bf16")
     same(*ends, 1e-2)
+
+
+def test_a_sibling_would_be_stepped_unclipped() -> None:
+    accelerator, model, head = Accelerator(cpu=True), net(), nn.Linear(3, 3)
+    model, head, _ = accelerator.prepare(model, head, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=LR))
+    with pytest.raises(ValueError, match="unclipped"), AcceleratedSteps(accelerator, model, max_norm=MAX_NORM):
+        pass

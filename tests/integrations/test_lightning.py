@@ -128,3 +128,22 @@ def test_an_error_in_the_middle_leaves_no_hooks() -> None:
     with pytest.raises(NothingRecorded, match="enough"):
         trained(Failing(model), GradsCallback("own"))
     assert not any(layer._forward_hooks for layer in model.modules())
+
+
+def test_a_sibling_would_be_stepped_unclipped() -> None:
+    class WithHead(Classifier):
+        def __init__(self) -> None:
+            super().__init__(net())
+            self.head = nn.Linear(3, 3)
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return F.cross_entropy(self.head(self.own(batch[0])), batch[1])
+
+    model = WithHead()
+    before = copy.deepcopy(model.head.weight.detach())
+    with pytest.raises(ValueError, match="unclipped"):
+        trained(model, GradsCallback("own", max_norm=MAX_NORM))
+    assert_close(model.head.weight.detach(), before)
+    callback = GradsCallback("own")
+    trained(model, callback)
+    assert len(callback.history) == 3

@@ -110,3 +110,17 @@ def test_a_second_fit_goes_on() -> None:
     wrapped.partial_fit(x.numpy(), y.numpy())
     assert len(wrapped.history) == 2
     assert "grads/norm_mean" in wrapped.history[-1, "batches"][-1]
+
+
+def test_a_criterion_would_be_stepped_unclipped() -> None:
+    class Weighted(nn.CrossEntropyLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+    x, y = data()
+    wrapped = skorch.NeuralNetClassifier(
+        net(), criterion=Weighted, train_split=None, callbacks=[("grads", GradsCallback(MAX_NORM))], verbose=0
+    )
+    with pytest.raises(ValueError, match="unclipped"):
+        wrapped.fit(x.numpy(), y.numpy())

@@ -175,6 +175,24 @@ def test_what_is_refused() -> None:
     assert pickle.loads(pickle.dumps(steps)).history == steps.history
 
 
+def test_what_would_be_stepped_unclipped() -> None:
+    model, head = net(), nn.Linear(3, 3)
+    both = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=LR)
+    alone = torch.optim.SGD(head.parameters(), lr=LR)
+    with pytest.raises(ValueError, match=r"2 parameters that are not .*\(3, 3\), \(3,\).*unclipped"):
+        Steps(MAX_NORM).attach(model, both)
+    with pytest.raises(ValueError, match="unclipped"):
+        Steps(MAX_NORM).attach(model, torch.optim.SGD(model.parameters()), both)
+    assert not any(layer._forward_hooks for layer in model.modules())
+    for steps, optimizers in ((Steps(None), [both]), (Steps(MAX_NORM), [torch.optim.SGD(model.parameters()), alone])):
+        steps.attach(model, *optimizers)
+        steps.detach()
+    head.requires_grad_(False)
+    steps = Steps(MAX_NORM)
+    steps.attach(model, both)
+    steps.detach()
+
+
 def test_means_for_a_logger() -> None:
     logs = mean_of([{"a": 1.0, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}, {"a": 2.0, "grads/norm_max": 2.0}])
     assert logs == {"a": 1.5, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}

@@ -1,5 +1,7 @@
 """Every verb of `PerSampleGrads` and `clip_grad1_norm_` against algebra on the rows."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -7,6 +9,7 @@ from nets import BareMatrix, Language, perceptron
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from steps import stepped
+from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -93,3 +96,94 @@ def test_layers_without_entries() -> None:
     grads = stepped(model, x)
     assert grads.norms().shape == (6,)
     assert grads.weighted_sum(torch.ones(0, 6))["1.bias"].shape == (0, 3)
+
+
+class Lengths(nn.Module):
+    """Complex layers, after a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths: Tensor = self.first(self.before(x).to(torch.complex128)).abs()
+        return lengths
+
+
+def test_dot_of_complex_numbers_is_the_change_of_the_loss() -> None:
+    model, x = Lengths(), torch.randn(5, 4).double()
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    losses = []
+    for sign in (1e-5, -1e-5):
+        moved = {name: p.detach() + sign * v[name] for name, p in model.named_parameters()}
+        losses.append(squares(torch.func.functional_call(model, moved, (x,))))
+    change = (losses[0] - losses[1]) / 2e-5
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backward(squares(model(x)), "sum")
+    grads = autograd_hacks.per_sample_grads(model)
+    assert_close(grads.dot(v).real, change, rtol=1e-6, atol=1e-6)
+    each = grads.dot(v, per_parameter=True)
+    assert_close(sum(own.real for own in each.values()), change, rtol=1e-6, atol=1e-6)
+    for m in range(5):
+        row = {name: own[m] for name, own in grads.dense().items()}
+        assert_close(grads.dot(row), grads.gram()[:, m])
+        assert_close(grads.dot(row), grads.gram_of_all()[:, m])
+        assert_close(grads.cosine(row)[m].real, torch.ones(()).double())
+    with autograd_hacks.streaming(model, dot=v) as streamed:
+        autograd_hacks.backward(squares(model(x)), "sum")
+    assert_close(streamed.dot.real, change, rtol=1e-6, atol=1e-6)
+
+
+def in_one_buffer(model: nn.Module) -> Tensor:
+    """Has all gradients lie in one vector."""
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
+    return buffer
+
+
+@pytest.mark.parametrize("build", [perceptron, lambda: nn.Linear(4, 3, bias=False)])
+def test_a_flat_buffer_of_gradients_is_written_in_place(build: Callable[[], nn.Module]) -> None:
+    x, verbs = torch.randn(6, 4), autograd_hacks
+    for param_grad in (True, False):
+        model = build()
+        buffer = in_one_buffer(model)
+        verbs.add_hooks(model, param_grad=param_grad)
+
+        def backward(part: Tensor, model: nn.Module = model) -> None:
+            autograd_hacks.backward(squares(model(part)), "sum")
+
+        backward(x)
+        rows = torch.cat([own.flatten(1) for own in verbs.per_sample_grads(model).dense().values()], 1)
+        clipped = (1 / rows.norm(dim=1)).clamp(max=1)
+        verbs.clip_grad1_norm_(model, 1.0)
+        assert_close(buffer, clipped @ rows)
+        backward(x)
+        verbs.compute_grad1(model, set_grad=True)
+        assert_close(buffer, rows.sum(0))
+        backward(x)
+        verbs.clip_and_noise_(model, 1.0, 0.0, 3.0)
+        assert_close(buffer, clipped @ rows / 3)
+        if not param_grad:
+            buffer.zero_()
+            for part in x.split(2):
+                backward(part)
+                verbs.clip_grad1_norm_(model, 1.0, add=True)
+            assert_close(buffer, clipped @ rows)
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # the model of this test
+    buffer = in_one_buffer(model)
+    buffer += 1
+    autograd_hacks.add_hooks(model, param_grad=False)
+    squares(model(torch.randn(5, 4))).sum().backward()
+    autograd_hacks.clip_grad1_norm_(model, 1.0, "sum")
+    assert buffer[:15].all()
+    assert not (buffer[:15] == 1).any()
+    assert not buffer[15:].any()

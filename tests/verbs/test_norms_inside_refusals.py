@@ -234,3 +234,23 @@ def test_norms_of_gpt2() -> None:
         warnings.simplefilter("error")
         inside = autograd_hacks.norms_inside(model, (x,))
     assert_close(found(inside, model, x), norms_of(model, x))
+
+
+def test_only_a_batch_that_ended_has_norms() -> None:
+    """Not the one that was compared with the hooks' norms, nor one that was broken off."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    inside = autograd_hacks.norms_inside(model, (x,))
+    with pytest.raises(NothingRecorded, match=r"Run `with inside\.batch"):
+        inside.norms()
+    expected = found(inside, model, x)
+
+    def broken_off() -> None:
+        with inside.batch(len(x)):
+            model(x).sum().backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken_off()
+    with pytest.raises(NothingRecorded, match=r"Run `with inside\.batch"):
+        inside.norms()
+    assert_close(found(inside, model, x), expected)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -159,3 +160,52 @@ def test_refusals() -> None:
     backward(eager, x)
     with pytest.raises(ValueError, match="unclipped gradient"):
         step(eager, add=True)
+
+    backward(model, x)
+    with pytest.raises(ValueError, match="expected a finite max_norm"):
+        autograd_hacks.clip_and_noise_(model, float("inf"), 1.0, 5)
+    assert step(model).isfinite().all()
+
+
+def test_a_user_without_finite_samples_is_among_the_norms() -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    users, kept = torch.tensor([7, 7, 2, 2, 9, 7]), torch.tensor([True, True, False, False, False, True])
+    norms, sums = expected(model, x[kept], users[kept])
+    x[~kept] = float("nan")
+    backward(model, x)
+    assert_close(step(model, groups=users), torch.tensor([float("nan"), norms[0], float("nan")]), equal_nan=True)
+    assert_grads(model, sums)
+    x[:] = float("nan")
+    backward(model, x)
+    assert step(model, groups=users).isnan().tolist() == [True] * 3
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_numbers_of_numpy() -> None:
+    model, x = hooked(), torch.randn(6, 4)
+    _, sums = expected(model, x)
+    backward(model, x)
+    autograd_hacks.clip_and_noise_(model, np.float32(BOUND), np.int64(0), np.int64(EXPECTED))  # type: ignore[arg-type]
+    assert_grads(model, sums)
+    backward(model, x)
+    autograd_hacks.clip_grad1_norm_(model, np.float32(BOUND), batch_size=np.int64(EXPECTED))  # type: ignore[arg-type]
+    assert_grads(model, sums)
+    grads = autograd_hacks.per_sample_grads(model, scale=np.float32(1))  # type: ignore[arg-type]
+    assert grads.project(np.int64(5)).shape == (6, 5)  # type: ignore[arg-type]
+    assert grads.group(torch.arange(6), np.int64(7)).norms().shape == (7,)  # type: ignore[arg-type]
+
+
+def test_both_parts_of_complex_numbers_have_the_noise() -> None:
+    """One sample moves the sum by max_norm, all of it in one part if it likes."""
+    model = nn.Linear(60, 50, dtype=torch.complex64)
+    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.backward(squares(model(torch.zeros(2, 60, dtype=torch.complex64))) * 0)
+    autograd_hacks.clip_and_noise_(model, 2.0, 3.0, 5.0, generator=torch.Generator().manual_seed(3))
+    draws = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        assert p.grad is not None
+        noise = torch.normal(0.0, 6.0, (*p.shape, 2), generator=draws, dtype=torch.float32) / 5
+        assert_close(torch.view_as_real(p.grad), noise)
+    assert model.weight.grad is not None
+    for part in (model.weight.grad.real, model.weight.grad.imag):
+        assert 1.14 < part.std() < 1.26

@@ -29,6 +29,12 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
 
 
+def test_hooks_as_a_context_give_their_handle(model: nn.Module) -> None:
+    with autograd_hacks.add_hooks(model) as handle:
+        assert "4 parameters, 47 numbers" in str(handle)
+    assert "removed" in repr(handle)
+
+
 def test_gradients_are_a_table(model: nn.Module) -> None:
     with autograd_hacks.add_hooks(model):
         grads = stepped(model, torch.randn(5, 1, 4, 4))

@@ -196,3 +196,65 @@ def test_what_has_no_noise_scale() -> None:
     autograd_hacks.backprop_hess(model(torch.randn(4, 3)))
     with pytest.raises(NothingRecorded, match="no gradients of losses"):
         autograd_hacks.per_sample_grads(model).noise_scale()
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e25, 1e-33, 1e33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_cosine_and_snr_where_squares_leave_the_range_of_numbers(factor: float, dtype: torch.dtype) -> None:
+    """Neither changes with a factor of the loss."""
+    model, x = nn.Sequential(nn.Linear(4, 5, dtype=dtype), nn.Linear(5, 3, dtype=dtype)), torch.randn(6, 4, dtype=dtype)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    autograd_hacks.add_hooks(model)
+
+    def grads(factors: Tensor) -> autograd_hacks.PerSampleGrads:
+        autograd_hacks.backward(squares(model(x)) * factors, "sum")
+        return autograd_hacks.per_sample_grads(model)
+
+    plain, scaled = grads(torch.ones(6).float()), grads(torch.full((6,), factor).float())
+    rows = flat(plain.dense())
+    along = torch.cat([own.flatten() for own in v.values()])
+    expected = rows @ rows.mH / rows.norm(dim=1) / rows.norm(dim=1)[:, None]
+    assert_close(scaled.cosine(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(scaled.cosine(budget=100), expected, rtol=1e-4, atol=1e-5)
+    assert_close(scaled.cosine(plain), expected, rtol=1e-4, atol=1e-5)
+    assert_close(plain.cosine(scaled), expected, rtol=1e-4, atol=1e-5)
+    expected_along = rows @ along.conj() / rows.norm(dim=1) / along.norm()
+    for size in (1, factor):
+        assert_close(scaled.cosine({name: own * size for name, own in v.items()}), expected_along, rtol=1e-4, atol=1e-5)
+    variances = {name: (own - own.mean(0)).abs().square().sum(0) / 5 for name, own in plain.dense().items()}
+    snr = {name: own.mean(0).abs().square() / variances[name] for name, own in plain.dense().items()}
+    assert_close(plain.snr(), snr, rtol=1e-3, atol=1e-4)
+    assert_close(scaled.snr(), snr, rtol=1e-3, atol=1e-4)
+    mixed = grads(torch.tensor([1, factor, 1, 1, factor, 1]).float())  # some samples
+    rows = flat(mixed.dense()).to(torch.complex128)
+    expected = rows @ rows.mH / rows.norm(dim=1) / rows.norm(dim=1)[:, None]
+    assert_close(mixed.cosine().to(torch.complex128), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cosines_of_zeros_are_zeros_beside_small_ones() -> None:
+    model = nn.Linear(3, 1, bias=False).float()
+    autograd_hacks.add_hooks(model)
+    x = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]]).float()
+    (model(x) * 1e-25).sum().backward()
+    grads = autograd_hacks.per_sample_grads(model, loss_type="sum")
+    half = 0.5**0.5
+    assert_close(grads.cosine(), torch.tensor([[1, 0, half], [0, 0, 0], [half, 0, 1]]).float())
+    assert_close(grads.cosine({"weight": torch.zeros(1, 3).float()}), torch.zeros(3).float())
+    assert not any(own.any() for own in grads.scaled(torch.zeros(3)).snr().values())
+
+
+def test_cosine_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, grads = rows_and_grads()
+    told = []
+    for verb in ("norms", "gram", "dot"):
+        own = getattr(autograd_hacks.PerSampleGrads, verb)
+
+        def spied(self: object, *given: object, own: object = own, budget: int = 0, **options: object) -> Tensor:
+            told.append(given[1] if len(given) > 1 else budget)
+            return own(self, *given, **options)  # type: ignore[no-any-return, operator]
+
+        monkeypatch.setattr(autograd_hacks.PerSampleGrads, verb, spied)
+    grads.cosine(budget=1000)
+    grads.cosine(dict(grads.weighted_sum(torch.ones(6))), budget=1000)
+    assert len(told) >= 4
+    assert set(told) == {1000}
