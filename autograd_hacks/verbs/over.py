@@ -15,6 +15,7 @@ from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.support.digest import digest_of
 from autograd_hacks.support.display import progress
+from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.row_files import RowFile
 from autograd_hacks.support.trees import version_of
@@ -135,7 +136,7 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
             "batches of the other samples. For those of the same data give the loader again: over(..., against=loader)"
             + ON_DATA_SETS
         )
-    if not isinstance(budget, int | float) or isinstance(budget, bool):
+    if not is_number(budget):
         raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
