@@ -20,47 +20,48 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 def digest_of(*things: object, before: str = "") -> str:
     """What tells nested tensors, arrays, numbers, text and objects that hold such from others.  before: to go on from"""
     found = hashlib.sha256(before.encode())
-    _take(things, found, {})
+    _take(things, found, [])
     return found.hexdigest()
 
 
-def _take(thing: Any, found: _Hash, seen: dict[int, object]) -> None:
-    """seen: what was taken before, by id, and is held, so that no other thing gets that"""
+def _take(thing: Any, found: _Hash, around: list[object]) -> None:
+    """around: what this is a part of, from outside in"""
     if isinstance(thing, _PLAIN):
         _add(repr(thing).encode(), found)
         return
-    if id(thing) in seen:  # as a batch that refers to its data set, which has it
-        _add(b"again", found)
+    depth = next((n for n, outer in enumerate(around) if outer is thing), None)
+    if depth is not None:  # as a batch that refers to its data set, which has it
+        _add(f"again {depth}".encode(), found)
         return
-    seen[id(thing)] = thing
+    around = [*around, thing]
     _add(type(thing).__qualname__.encode(), found)
     if isinstance(thing, Tensor):
-        _take_tensor(thing.detach(), found, seen)
+        _take_tensor(thing.detach(), found, around)
     elif isinstance(thing, Mapping):
-        _take([list(thing), *thing.values()], found, seen)
+        _take([list(thing), *thing.values()], found, around)
     elif isinstance(thing, list | tuple):
         _add(str(len(thing)).encode(), found)
         for value in thing:
-            _take(value, found, seen)
+            _take(value, found, around)
     elif callable(getattr(thing, "tobytes", None)):  # an array, an image
         kind = getattr(thing, "dtype", None)
         _add(repr([getattr(thing, name, None) for name in ("shape", "size", "mode")] + [str(kind)]).encode(), found)
         if str(kind) == "object":  # whose bytes are addresses
-            _take(thing.tolist(), found, seen)
+            _take(thing.tolist(), found, around)
         else:
             _add(thing.tobytes(), found)
     elif own := _attributes(thing):
-        _take(own, found, seen)
+        _take(own, found, around)
     else:
         _add(_ADDRESS.sub("", repr(thing)).encode(), found)
 
 
-def _take_tensor(own: Tensor, found: _Hash, seen: dict[int, object]) -> None:
+def _take_tensor(own: Tensor, found: _Hash, around: list[object]) -> None:
     if own.is_nested:
-        _take(list(own.unbind()), found, seen)
+        _take(list(own.unbind()), found, around)
         return
     if own.is_sparse:
-        _take([tuple(own.shape), own._indices(), own._values()], found, seen)
+        _take([tuple(own.shape), own._indices(), own._values()], found, around)
         return
     own = (own if own.layout == torch.strided else own.to_dense()).resolve_conj().resolve_neg().cpu().contiguous()
     _add(repr((tuple(own.shape), own.dtype)).encode(), found)

@@ -57,5 +57,11 @@ def test_the_same_and_others(kind: str) -> None:
     assert digest_of(kept[0], before=one) != one
 
 
+def test_things_that_come_again() -> None:
+    first, second = [1], [2]
+    assert digest_of([first, second, first]) != digest_of([first, second, second])
+    assert digest_of([first, first]) == digest_of([[1], [1]]), "by what they are, and not by which"
+
+
 def test_functions_are_told_by_name_and_not_by_address() -> None:
     assert digest_of([lambda: 1]) == digest_of([lambda: 1])
