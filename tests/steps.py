@@ -64,6 +64,13 @@ def check_batches(model: nn.Module, *batches: Tensor, verify: int = 0, **options
                 autograd_hacks.verify(model, samples=verify)
 
 
+def rows_joined(model: nn.Module, x: Tensor) -> Tensor:
+    """J of `squares` by plain backward passes, N P, while hooks are off."""
+    with autograd_hacks.pause_hooks():
+        found = one_backward_per_sample(model, squares, x)
+    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
+
+
 class Count:
     """How many there were.  In slots, which the library doesn't put back as it does lists and attributes."""
 

@@ -273,8 +273,15 @@ class _Step:
 def _look_of(model: nn.Module) -> object:
     """What changes where a model's numbers do, also where they are written to by ``.data``, of which torch doesn't hear."""
     own = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
-    sizes = [x.abs().sum(dtype=torch.float64).item() for x in own if x.layout == torch.strided and not x.is_meta]
-    return sizes, [(x.data_ptr(), version_of(x)) for x in own], [p.requires_grad for p in model.parameters()]
+    dense = [x for x in own if x.layout == torch.strided and not x.is_meta]
+    real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in dense]
+    numbers = [x for x in real if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    sizes = [
+        each for x in numbers for each in (torch.linalg.vector_norm(x, dtype=torch.float64), x.sum(dtype=torch.float64))
+    ]
+    by_device = [[x for x in sizes if x.device == device] for device in dict.fromkeys(x.device for x in sizes)]
+    places = [(x.data_ptr() if x.layout == torch.strided else 0, version_of(x)) for x in own]
+    return [torch.stack(each).tolist() for each in by_device], places, [p.requires_grad for p in model.parameters()]
 
 
 def _of_process(out: str | os.PathLike[str]) -> str:

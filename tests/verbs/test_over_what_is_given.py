@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import perceptron
-from oracle import one_backward_per_sample, squares
+from oracle import squares
+from steps import rows_joined as rows
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -33,13 +34,6 @@ def net() -> nn.Module:
     model = perceptron()
     autograd_hacks.add_hooks(model)
     return model
-
-
-def rows(model: nn.Module, x: Tensor) -> Tensor:
-    """J by plain backward passes, N P."""
-    with autograd_hacks.pause_hooks():
-        found = one_backward_per_sample(model, squares, x)
-    return torch.cat([own.flatten(1) for own in found.values() if own is not None], 1)
 
 
 def move(model: nn.Module, by: float) -> None:
@@ -248,14 +242,15 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
 
 
 @BUDGETS
-def test_weights_that_change_behind_torchs_back(net: nn.Module, budget: int) -> None:
+@pytest.mark.parametrize("factor", [1.001, -1.0])
+def test_weights_that_change_behind_torchs_back(net: nn.Module, budget: int, factor: float) -> None:
     expected, (first, *_) = list[Tensor](), net.parameters()
 
     def online() -> Iterator[Tensor]:
         for x in X.split(4):
             expected.append(rows(net, x) @ rows(net, OTHERS).mT)
             yield x
-            first.data.mul_(2)  # which counts as no change
+            first.data.mul_(factor)  # which counts as no change
 
     found = autograd_hacks.over(net, online(), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
     assert_close(found, torch.cat(expected))
@@ -276,3 +271,27 @@ def test_checkpoints_that_share_their_buffers(tmp_path: Path) -> None:
     assert_close(found, expected)
     with pytest.raises(TypeError, match=r"budget=None; expected a number of bytes"):
         autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.norms, budget=None)  # type: ignore[arg-type]
+
+
+class Buffers(nn.Module):
+    """Of kinds that have no size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        kinds = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.cfloat), torch.eye(2).to_sparse()
+        for name, own in zip("abc", (*kinds, torch.zeros((), dtype=torch.uint8))):
+            self.register_buffer(name, own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.a
+        return out
+
+
+@BUDGETS
+def test_models_with_buffers_of_all_kinds(budget: int) -> None:
+    model = Buffers()
+    expected = rows(model, X) @ rows(model, OTHERS).mT
+    autograd_hacks.add_hooks(model)
+    found = autograd_hacks.over(model, X.split(4), loss, PerSampleGrads.gram, against=OTHERS.split(2), budget=budget)
+    assert_close(found, expected)
