@@ -151,7 +151,7 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
-        except Exception as error:
+        except Exception as error:  # whatever a user's model raises: that is what the doctor is to say
             print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
             return 1
     print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))

@@ -71,9 +71,8 @@ def clip_and_noise_(
         lambda: _rows(model, recorder, spread, loss_type, groups, add, budget), lambda _: [has_groups, 1], 2
     )
     _check_apart(spread, groups, grouped, processes)
-    weights = (float(max_norm) / rows.kept_norms).clamp(max=1) / float(
-        expected_batch_size
-    )  # that of a gradient of zeros is one
+    weights = (float(max_norm) / rows.kept_norms).clamp(max=1)  # that of a gradient of zeros is one
+    weights = weights / float(expected_batch_size)
     set_grads(model, rows.kept.weighted_sum(weights, budget // 4), list(rows.kept), add)
     for segment in recorder.record.segments:
         segment.replaced = True

@@ -12,7 +12,7 @@ from needed import needed
 from torch.utils.data import DataLoader, TensorDataset
 from trained import LR, MAX_NORM, N, check, data, net, same
 
-needed("accelerate")
+needed("accelerate")  # or the file is skipped, before what it imports
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
