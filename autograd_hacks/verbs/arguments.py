@@ -1,10 +1,8 @@
 """What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
 
 import torch
 import torch.nn as nn
@@ -91,44 +89,15 @@ def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
         raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Of what verbs are given and return: (N, *entries), for rows in the order of the entries, N for each."""
-
-    samples: int  # N
-    entries: tuple[int, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return self.samples * prod(self.entries)
-
-    def __str__(self) -> str:
-        each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
-        return f"{self.samples} samples{each}"
-
-    def placed(self, rows: Tensor, axis: int = 0) -> Tensor:
-        """What was found for each row, with these axes in the place of the rows'."""
-        if not self.entries:
-            return rows
-        return rows.unflatten(axis, (*self.entries, self.samples)).movedim(axis + len(self.entries), axis)
-
-    def of_samples(self, numbers: Tensor, count: int) -> Tensor:
-        """The rows of all entries of some samples, each entry's together.  numbers: the samples', in [0, count)"""
-        return (torch.arange(prod(self.entries), device=numbers.device)[:, None] * count + numbers).flatten()
-
-    def by_row(self, w: Tensor, several: bool, has_complex: bool) -> Tensor:
-        """Weights in the order of the rows.  several: whether there may be K of them for each, (K, N, *entries)"""
-        own = (self.samples, *self.entries)
-        axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
-        expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
-        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and has_complex)):
-            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
-        before = w.ndim - len(own)
-        if before not in range(1 + several) or w.shape[before:] != own:
-            raise ValueError(
-                f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples" + ON_VERBS
-            )
-        return w.movedim(before, -1).flatten(before) if self.entries else w
+def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
+    """The numbers of some of N samples.  index: a slice, a mask of N booleans, or sample numbers"""
+    if isinstance(index, slice):
+        return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
+    if not isinstance(index, Tensor) or index.ndim != 1:
+        raise TypeError(
+            f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers" + ON_VERBS
+        )
+    return torch.arange(samples, device="cpu")[index.cpu()]
 
 
 def name_among(key: object, named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> str:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.spread import Spread
-from autograd_hacks.errors import ON_VERBS
-from autograd_hacks.forms import BUDGET, Form, group
+from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
+from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded
+from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
+from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Hinting, Shown, Table, table_of
-from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import Axes, check_dim, check_direction, check_ids, kind_of, name_among
-from autograd_hacks.verbs.rounds import by_rows, second_moments
-from autograd_hacks.verbs.statistics import Statistics
+from autograd_hacks.verbs import matrix, statistics
+from autograd_hacks.verbs.arguments import check_dim, check_direction, check_ids, chosen_samples
+from autograd_hacks.verbs.matrix import Matrix
+from autograd_hacks.verbs.matvec import LIMIT, check_damping, check_limit, check_real, check_size, linear_operator
+from autograd_hacks.verbs.statistics import NoiseScale
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
 
 
-class PerSampleGrads(Hinting, Shown, Statistics):
+class PerSampleGrads(Hinting, Shown, Matrix):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -34,6 +40,10 @@ class PerSampleGrads(Hinting, Shown, Statistics):
     k's of sample n; 'Jacobian' for those of `per_sample_jacobian`; else None
     entries: of `per_sample_jacobian`, the shape of a sample's output; verbs then have these axes behind that of the samples,
     where (N,) is said below, and a form has row k · N + n for entry k of sample n
+
+    Of curvature the rows say JᵀJ / N: after an ordinary backward pass the empirical Fisher matrix, after `backprop_hess` the
+    generalised Gauss-Newton matrix (GGN), which for a likelihood ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares') is
+    the Fisher matrix too.
 
     Each verb takes ``budget``, the bytes that it may use beside its result (and, for modules that are run again, beside
     what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
@@ -52,51 +62,26 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         entries: Sequence[int] = (),
         spread: Spread | None = None,
     ) -> None:
-        self.spread = Spread({}, None) if spread is None else spread
-        self._forms, self.samples, self.reached, self.loss_type = dict(forms), samples, reached, loss_type
+        super().__init__(forms, samples, entries, model, Spread({}, None) if spread is None else spread)
+        self.reached, self.loss_type = reached, loss_type
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-        self._model, self._axes, self.cuts = model, Axes(samples, tuple(entries)), self.spread.cuts
-        self._versions = [
-            (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
-        ]
-
-    def __getitem__(self, name: str | nn.Parameter) -> Form:
-        """A parameter's form.  name: its name, or another one of a shared parameter's, or the parameter itself
-
-        Raises KeyError for what is none of a parameter that trains.
-        """
-        found = self._forms.get(name) if isinstance(name, str) else None
-        return self._forms[self._name_of(name)] if found is None else found
-
-    def _name_of(self, key: object) -> str:
-        model = self._model()
-        named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
-        return name_among(key, named, list(self._forms))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._forms)
-
-    def __len__(self) -> int:
-        return len(self._forms)
-
-    def items(self) -> ItemsView[str, Form]:
-        return self._forms.items()  # Mapping's own would look each name up, ten times in a step
-
-    def values(self) -> ValuesView[Form]:
-        return self._forms.values()
 
     def _table(self) -> Table:
         size = sum(form.shape.numel() for form in self.values())
-        title = f"PerSampleGrads of {self._axes} for {len(self)} parameters, {size} numbers each"
+        title = f"PerSampleGrads of {self._said()} for {len(self)} parameters, {size} numbers each"
         shapes = {name: (self.samples, *self.entries, *form.shape) for name, form in self.items()}
         return table_of(title, self._forms, shapes, {name: ", not reached" for name in self if name not in self.reached})
 
     __repr__ = Shown.__str__
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
+
     def dense(self) -> dict[str, Tensor]:
         """J written out, ``{name: (N, *shape)}``."""
         with self.reading():
-            return self._joined({name: self._axes.placed(form.dense()) for name, form in self.items()})
+            rows = {name: self._placed(form.dense()) for name, form in self.items()}
+            return {name: self.cuts[name].joined(x) if name in self.cuts else x for name, x in rows.items()}
 
     @overload
     def norms(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> Tensor: ...
@@ -109,8 +94,10 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = by_rows(self, self._axes.rows, lambda name, form: form.norms(budget), budget)
-            return self._each_norms(norms) if per_parameter else self._joint_norms(norms)
+            norms = matrix.by_rows(self, lambda _, form: form.norms(budget), budget)
+            if per_parameter:
+                return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
+            return self._placed(whole_norms(norms, self.cuts, self._joint_norms))
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
@@ -126,16 +113,13 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         per_parameter: whether to return {name: N} instead
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        check_direction(v, {name: self.shape_of(name) for name in self})
-        v = self._own(v)
+        own = self._direction(v)
+
+        def along(name: str, form: Form) -> Tensor:
+            return form.dot(own[name].to(form.like.device).conj().resolve_conj(), budget)
+
         with self.reading():
-
-            def along(name: str, form: Form) -> Tensor:
-                return form.dot(v[name].to(form.like.device).conj().resolve_conj(), budget)
-
-            return (
-                self._each(by_rows(self, self._axes.rows, along, budget)) if per_parameter else self._summed(along, budget)
-            )
+            return self._each(matrix.by_rows(self, along, budget)) if per_parameter else self._added(along, budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -176,12 +160,40 @@ class PerSampleGrads(Hinting, Shown, Statistics):
                 "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
                 "trained." + ON_VERBS
             )
+        if not per_parameter:
+            return self._between(other, lambda name, form: form.gram(other[name], budget))
         with self.reading(), other.reading():
-            if per_parameter:
-                products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
-                return {name: other._axes.placed(own, own.ndim - 1) for name, own in products.items()}
-            found = self._products(other, (self._axes.rows, other._axes.rows), budget)
-            return self._axes.placed(other._axes.placed(found, 1))
+            products = self._each({name: form.gram(other[name], budget) for name, form in self.items()})
+            return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
+
+    def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
+        """⟨gₙ, g′ₘ⟩ of this process's samples with those of all processes, (N, M), M in the order of the processes.
+
+        dim: from rows that are projected to so many coordinates, as `project` does it: N · dim numbers go to each process.
+        Unless told, the products are exact: the rows of all, written out, go to each process, one parameter at a time
+        limit: bytes that those may have
+
+        All processes at once.  Raises BlockTooLarge on all where the rows of a parameter take more.
+        Source: Park et al. 2023, "TRAK" (arXiv:2303.14186), for projected rows.
+        """
+        everyones = self.spread.everyones
+        if dim is not None:
+            with self.summing(lambda: self.project(dim, seed)) as (own, _):
+                return own @ everyones(own).mT
+        size = max((form.shape.numel() * form.like.element_size() for form in self.values()), default=0)
+        with self.summing(lambda: None, self.samples) as (_, count):
+            if count * size > limit:
+                raise BlockTooLarge(
+                    f"the rows of all {count:.0f} samples have {count * size / 2**20:,.0f} MiB for the largest parameter, "
+                    f"which each process would be sent; the limit is {limit / 2**20:,.0f} MiB. Project them, "
+                    "gram_of_all(dim=4096), or raise limit."
+                )
+            shape = self.samples, int(count)
+
+            def products(forms: Mapping[str, Form]) -> Tensor:
+                return matrix.added((form.gram(Dense(everyones(form.dense()))) for form in forms.values()), shape)
+
+            return whole_sum(self, self.cuts, products)
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
         """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
@@ -190,7 +202,7 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         Raises as `weighted_sum` does.
         """
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
-            return self.spread.settled(second_moments(self, self._axes.rows, w, {}, budget).items())
+            return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
 
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
@@ -202,8 +214,12 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         Raises ValueError for a ``dim`` below 1.
         """
         check_dim("project was given dim", dim)
+
+        def projected(name: str, form: Form) -> Tensor:
+            return form.project(matrix.random_map(name, form.shape, dim, seed, self.cuts.get(name)), budget)
+
         with self.reading():
-            return self._summed(lambda name, form: form.project(self._map(name, dim, seed), budget), budget, dim)
+            return self._added(projected, budget, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -214,9 +230,9 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         """
         check_ids(ids, groups, self.samples)
         if groups is None:
-            known, ids = ids.unique(return_inverse=True)
-            groups = len(known)
-        ids = self._axes.of_samples(ids, groups)
+            names, ids = ids.unique(return_inverse=True)
+            groups = len(names)
+        ids = self._rows_of(ids, groups)
         forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
         return self.with_forms(forms, groups)
 
@@ -227,15 +243,8 @@ class PerSampleGrads(Hinting, Shown, Statistics):
 
         Raises IndexError for a mask of another length, or numbers out of range.
         """
-        if not isinstance(index, slice | Tensor) or (isinstance(index, Tensor) and index.ndim != 1):
-            raise TypeError(
-                f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers"
-                + ON_VERBS
-            )
-        if isinstance(index, slice):
-            index = torch.tensor(range(self.samples)[index], dtype=torch.long, device="cpu")
-        chosen = torch.arange(self.samples, device="cpu")[index.cpu()]
-        rows = self._axes.of_samples(chosen, self.samples)
+        chosen = chosen_samples(index, self.samples)
+        rows = self._rows_of(chosen, self.samples)
         return self.with_forms({n: form[rows.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> PerSampleGrads:
@@ -252,12 +261,190 @@ class PerSampleGrads(Hinting, Shown, Statistics):
         made.batches, made.batch, made.spread = self.batches, self.batch, self.spread.local()
         return made
 
-    def __reduce_ex__(self, protocol: object) -> str:
-        raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
+    # Noise and directions.
 
-    @property
-    def entries(self) -> tuple[int, ...]:
-        return self._axes.entries
+    def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
+        """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
 
-    def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
-        return self._axes.by_row(w, several, any(form.like.is_complex() for form in self.values()))
+        Raises ValueError for fewer than two samples, and for rows of an output's entries.
+        """
+        with self._counted("variance") as samples:
+            means = statistics.means(self, self.spread, samples, budget)
+            return statistics.variances(self, means, self.spread, samples, budget)
+
+    def snr(self, budget: int = BUDGET) -> dict[str, Tensor]:
+        """The signal to noise ratio of each number's gradient, {name: shape}: ḡ² over `variance`.
+
+        It is that of one sample: a step's has N times as much.  0 where no sample has a gradient, infinite where all have
+        the same.
+        Raises as `variance` does.
+        Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
+        """
+        with self._counted("snr") as samples:
+            return statistics.signal_to_noise(self, self.spread, samples, budget)
+
+    def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
+        """The gradient noise scale tr Σ / ‖G‖², `NoiseScale.scale`, with both numbers, from one batch.
+
+        per_parameter: whether to return {name: NoiseScale} instead
+        Raises as `variance` does, and NothingRecorded for rows that are no gradients of losses.
+        Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
+        batches of 1 and N samples.
+        """
+        if self.hess_type is not None and not self.entries:
+            raise NothingRecorded(
+                "noise_scale: these are the rows of backprop_hess, and no gradients of losses. Run loss.backward() instead."
+            )
+        with self._counted("noise_scale") as samples:
+            each = statistics.noise_scales(self, self.spread, samples, budget)
+        if per_parameter:
+            return each
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        return NoiseScale(*(sum((x.to(parts[0].device) for x in parts), zero) for parts in zip(*each.values())))
+
+    def cosine(self, other: PerSampleGrads | Mapping[str, Tensor] | None = None, budget: int = BUDGET) -> Tensor:
+        """The cosine of the angle between gradients, (N, M), or with a direction, N; 0 for a gradient of zeros.
+
+        other: the gradients of another batch by the same model, these themselves unless told; or a direction, {name: shape}
+        Raises as ``gram`` and ``dot`` do.
+        """
+        other = self if other is None else other
+        if not isinstance(other, PerSampleGrads):
+            check_direction(other, self._shapes())
+            wide = {name: whole_of(x).to(torch.promote_types(x.dtype, torch.float32)) for name, x in other.items()}
+            length = matrix.nonzero(matrix.joint_norms([row_norms(x.reshape(1, -1)).cpu() for x in wide.values()], 1))
+            along = self.dot({name: x / length.to(x.device) for name, x in wide.items()}, budget)
+            return along / matrix.nonzero(self.norms(budget=budget))
+        theirs, products = other, self.gram(other, budget)  # checks the other
+        n = self.norms(budget=budget)
+        m = n if other is self else other.norms(budget=budget)
+        found = products / matrix.nonzero(n).view(*n.shape, *[1] * m.ndim) / matrix.nonzero(m)
+        again = matrix.leave_range(n, m)[:, None].flatten(1).any(1).nonzero()[:, 0]
+        if not len(again):
+            return found
+        # By rows of length one, whose products stay in the range of numbers.
+        some = self.select(again)
+        mine, yours = some._by_row(matrix.nonzero(n[again])), theirs._by_row(matrix.nonzero(m))
+        units = some._between(theirs, lambda name, form: matrix.unit_products(form, theirs[name], mine, yours, budget))
+        return found.index_put((again,), units)
+
+    def scaled(self, w: Tensor) -> PerSampleGrads:
+        """The rows wₙ gₙ, lazily.  w: N.  Raises as ``second_moment`` does for other weights."""
+        w = self._by_row(w)
+        return self.with_forms({name: scale(form, w.to(form.like.device)) for name, form in self.items()}, self.samples)
+
+    # Curvature.
+
+    def fisher_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N.
+
+        It is the empirical one after an ordinary backward pass; after `backprop_hess` the true one, or its estimate by
+        labels that were drawn.
+
+        v: {name: shape} for all parameters, as gradients are.  Returns the same.
+        Raises as ``dot`` does, and NothingRecorded for the rows of a Jacobian, which has no likelihood.
+        Source: Kunstner et al. 2019, "Limitations of the empirical Fisher approximation" (arXiv:1905.12558).
+        """
+        if self.hess_type == "Jacobian":
+            raise NothingRecorded("the rows are those of a Jacobian, which has no likelihood: use ggn_matvec for JᵀJ v / N")
+        return self._narrowed(self._matvec(v))
+
+    def ggn_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, after `backprop_hess`.
+
+        v: {name: shape} for all parameters, as gradients are.  Returns the same.
+        Raises as ``dot`` does, and NothingRecorded after an ordinary backward pass.
+        Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
+        """
+        if self.hess_type is None:
+            raise NothingRecorded(
+                "these are the gradients of the samples' losses, of which the empirical Fisher matrix is made "
+                "(fisher_matvec), and not the Gauss-Newton matrix: run backprop_hess(output) instead of loss.backward()."
+            )
+        return self._narrowed(self._matvec(v))
+
+    def natural_gradient(
+        self, v: Mapping[str, Tensor], damping: float | None = None, limit: float = LIMIT
+    ) -> dict[str, Tensor]:
+        """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
+
+        v: {name: shape}, a gradient say    damping: λ > 0; the rounding of v and of JᵀJ is divided by it, so that single
+        precision wants it well above 10⁻⁶ of the largest eigenvalue    limit: bytes that J Jᵀ may have, in double precision
+        Raises as ``dot`` does, TypeError without a damping, ValueError for one that is not above 0, BlockTooLarge for too
+        many rows.
+        Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
+        """
+        self._check_alone("natural_gradient")
+        damping = check_damping("natural_gradient", damping, self._row_count)
+        check_real(self, self.cuts)
+        check_limit(limit)
+        if (size := 8 * self._row_count**2) > limit:
+            raise BlockTooLarge(
+                f"J Jᵀ has {self._row_count:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the "
+                f"limit is {limit / 2**20:,.0f} MiB. Draw vectors, backprop_hess(output, samples=1); or use conjugate "
+                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or raise limit."
+            )
+        products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
+        products.diagonal().add_(count * damping)
+        along = self.dot(v)
+        inside = torch.linalg.solve(products, along.double().flatten()) if len(products) else along
+        back = self._transposed(inside.view(along.shape))
+        return self._narrowed({name: (v[name].to(x) - x) / damping for name, x in back.items()})
+
+    def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
+        """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
+
+        name, other: the parameters', as ``named_parameters`` has them; one for the diagonal block
+        limit: bytes that the block may have
+        Raises KeyError for a name that is none of a parameter that trains, BlockTooLarge for a larger block.
+        """
+        self._check_alone("block")
+        other = name if other is None else other
+        for each in (name, other):
+            if each not in self:
+                raise KeyError(f"block was given {each!r}; expected the name of a parameter that trains: {', '.join(self)}")
+        mine, theirs = self[name], self[other]
+        check_real(self, self.cuts)
+        check_limit(limit)
+        check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
+        with self.reading():
+            return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
+
+    def to_vector(self, v: Mapping[str, Tensor]) -> Tensor:
+        """{name: shape} as one vector, P: the parameters in order, as ``torch.nn.utils.parameters_to_vector`` has them."""
+        return torch.cat([v[name].flatten() for name in self])
+
+    def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
+        """One vector, P, as {name: shape}; the inverse of `to_vector`."""
+        sizes = [form.shape.numel() for form in self.values()]
+        if vector.shape != (sum(sizes),):
+            raise ValueError(
+                f"from_vector was given shape {tuple(vector.shape)}; expected ({sum(sizes)},), a number per parameter"
+                + ON_CURVATURE
+            )
+        return {name: part.view(form.shape) for part, (name, form) in zip(vector.split(sizes), self.items())}
+
+    def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
+        """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
+
+        damping: λ ≥ 0    Vectors are laid out as `to_vector` and `from_vector` say.
+        Raises ImportError without scipy, ValueError for another damping.
+        """
+        self._check_alone("as_linear_operator")
+        damping = check_damping("as_linear_operator", damping)
+        check_real(self, self.cuts)
+
+        def product(x: Tensor) -> Tensor:
+            return self.to_vector(self._matvec(self.from_vector(x))) + damping * x
+
+        return linear_operator(sum(form.shape.numel() for form in self.values()), next(iter(self.values())).like, product)
+
+    def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """JᵀJ v / N, in what forms add up in: single precision at the least."""
+        check_real(self, self.cuts)
+        with self.summing(lambda: None, self.batch) as (_, count):
+            return self._transposed(self.dot(v) / max(1, count))
+
+    def _narrowed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In the parameters' dtypes."""
+        return {name: x.to(self[name].like.dtype) for name, x in found.items()}

@@ -26,8 +26,7 @@ from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.untouched import without_autocast
 from autograd_hacks.verbs.arguments import check_dim, check_direction
-from autograd_hacks.verbs.rounds import Verb, added, joint_norms
-from autograd_hacks.verbs.whole import random_map
+from autograd_hacks.verbs.matrix import Verb, added, joint_norms, random_map
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""

@@ -1,0 +1,320 @@
+"""The forms of a whole model: when they may be read, some samples at a time, and added up over the parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
+from functools import reduce
+from math import prod
+from typing import TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.distributed.cut import whole_sum
+from autograd_hacks.distributed.spread import Spread, whole_of
+from autograd_hacks.errors import ON_NOISE, ON_VERBS, NotReduced, StaleRecord
+from autograd_hacks.forms import Form, RandomMap
+from autograd_hacks.forms.numerics import row_norms, smallest, stretches
+from autograd_hacks.forms.source import Source
+from autograd_hacks.support.parts import Cut
+from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.untouched import outside_inference, without_autocast
+from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
+
+T = TypeVar("T")
+
+Forms = Mapping[str, Form]
+"""Of the same N samples, by the parameter's name."""
+
+Verb = Callable[[str, Form], Tensor]
+"""``verb(name, form)`` returns something for each of the form's samples."""
+
+
+def by_rows(forms: Forms, verb: Verb, budget: int) -> dict[str, Tensor]:
+    """{name: N ...}, what a verb says of every form."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in forms}
+    for name, _, form in _pieces(forms, budget):
+        parts[name].append(verb(name, form))
+    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
+
+
+def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
+    """(N, *shape): what a verb says, added up over all forms."""
+    like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0, device="cpu"))
+    total = like.new_zeros(samples, *shape)
+    for name, piece, form in _pieces(forms, budget):
+        part = verb(name, form).to(total.device)
+        total = total.to(torch.promote_types(total.dtype, part.dtype))
+        total[piece] += part
+    return total
+
+
+def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
+    """{name: shape}: Σₙ wₙ (gₙ - about)², elementwise.  w: N, ones unless told    about: {name: shape}, else zero"""
+    totals: dict[str, Tensor] = {}
+    for name, piece, form in _pieces(forms, budget):
+        weights = form.new_sums(form.samples).abs() + 1 if w is None else w[piece].to(form.like.device)
+        found = form.second_moment(weights, about.get(name), budget)
+        totals[name] = totals[name] + found if name in totals else found
+    return {name: totals[name] for name in forms}
+
+
+def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
+    """(N, M): inner products of the rows over their lengths, which are divided by first.  n: N, m: M, the lengths"""
+    total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
+    for rows, block in form.blocks(int(budget * share) // 3):
+        theirs = other if block is form else other.block(rows)
+        mine, yours = block.wide().matrix(), theirs.wide().matrix()
+        total += (mine / n.to(mine)[:, None].real) @ (yours / m.to(yours)[:, None].real).mH
+    return total
+
+
+def nonzero(lengths: Tensor) -> Tensor:
+    """Lengths to divide by."""
+    return lengths.masked_fill(lengths == 0, 1)
+
+
+def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Which of our rows have products with some of theirs that leave the range of numbers.  mine: (N, ...), lengths"""
+    finite = theirs[(theirs > 0) & theirs.isfinite()].detach()
+    if not len(finite):
+        return torch.zeros_like(mine, dtype=torch.bool)
+    least, most = smallest(finite.dtype), torch.finfo(finite.dtype).max / 16
+    return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
+
+
+def _pieces(forms: Forms, budget: int) -> Iterator[tuple[str, slice, Form]]:
+    """Parameters with the samples to ask them for and these samples' form.
+
+    Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run once
+    for these and not once for each parameter.
+    """
+    together: dict[frozenset[Source], list[str]] = {}
+    for name, form in forms.items():
+        together.setdefault(frozenset(form.sources), []).append(name)
+    for sources, names in together.items():
+        samples = forms[names[0]].samples
+        sizes = [forms[name].like.element_size() * sum(source.row_size for source in sources) for name in names if sources]
+        for piece in stretches(samples, budget // max(1, *sizes) if sources else samples):
+            for name in names:
+                yield name, piece, forms[name] if piece == slice(0, samples) else forms[name][piece]
+
+
+def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
+    """The norms of rows that are cut over parameters, N.  norms: of the parts, N each"""
+    if not norms:
+        return torch.zeros(samples, device="cpu")
+    # Those of a model may differ in dtype and device.
+    dtype = reduce(torch.promote_types, (part.dtype for part in norms))
+    return row_norms(torch.stack([part.to(norms[0].device, dtype) for part in norms], dim=1))
+
+
+def added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The sum over parameters, which may differ in dtype and device."""
+    total: Tensor | None = None
+    for part in found:
+        if total is None:
+            total = part
+        elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
+            total = total + part.to(total.device)
+        else:
+            total += part.to(total.device)
+    return torch.zeros(shape, device="cpu") if total is None else total
+
+
+def own_parts(v: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+    """What this process's layers have of a direction.  v: {name: shape}, in shards or alike on all processes"""
+    return {name: cuts[name].own(x) if name in cuts else whole_of(x) for name, x in v.items()}
+
+
+def random_map(name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | None) -> RandomMap:
+    """A parameter's random map, or what that of the whole is on a part.  shape: the part's"""
+    within = None if cut is None else (cut.shape, cut.start(0), cut.start(1))
+    return RandomMap(unwrapped(name), shape, dim, seed, within)
+
+
+class Matrix(Mapping[str, Form]):
+    """The matrix J of a whole model: a form for each parameter, by name.
+
+    samples: N    entries: the axes of a sample's output that has a row for each of its numbers, if any
+    spread: the processes that have other samples, or other parts of parameters (cuts)
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        samples: int,
+        entries: Sequence[int],
+        model: weakref.ref[nn.Module],
+        spread: Spread,
+    ) -> None:
+        self._forms, self.samples, self.entries, self._model = dict(forms), samples, tuple(entries), model
+        self.spread, self.cuts = spread, spread.cuts
+        # Whose forms hold what, and how often that had been overwritten when they were made.
+        self._versions = [
+            (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
+        ]
+
+    def __getitem__(self, name: str | nn.Parameter) -> Form:
+        """A parameter's form.  name: its name, or another one of a shared parameter's, or the parameter itself
+
+        Raises KeyError for what is none of a parameter that trains.
+        """
+        form = self._forms.get(name) if isinstance(name, str) else None
+        if form is not None:
+            return form
+        model = self._model()
+        named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
+        return self._forms[name_among(name, named, list(self._forms))]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def items(self) -> ItemsView[str, Form]:
+        return self._forms.items()  # Mapping's own would look each name up, ten times in a step
+
+    def values(self) -> ValuesView[Form]:
+        return self._forms.values()
+
+    @property
+    def _row_count(self) -> int:
+        """How many there are: N for each of the entries, in their order."""
+        return self.samples * prod(self.entries)
+
+    def _said(self) -> str:
+        """Whose rows they are, for people."""
+        each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
+        return f"{self.samples} samples{each}"
+
+    def _placed(self, rows: Tensor, axis: int = 0) -> Tensor:
+        """What was found for each row, with (N, *entries) in the place of the rows' axis."""
+        if not self.entries:
+            return rows
+        return rows.unflatten(axis, (*self.entries, self.samples)).movedim(axis + len(self.entries), axis)
+
+    def _rows_of(self, samples: Tensor, count: int) -> Tensor:
+        """The rows of all entries of some samples, each entry's together.  samples: their numbers, in [0, count)"""
+        return (torch.arange(prod(self.entries), device=samples.device)[:, None] * count + samples).flatten()
+
+    def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
+        """Weights in the order of the rows.  w: N, or (N, *entries)    several: whether there may be K for each"""
+        shape = (self.samples, *self.entries)
+        axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
+        expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
+        may_be_complex = any(form.like.is_complex() for form in self.values())
+        if not isinstance(w, Tensor) or not (w.is_floating_point() or (w.is_complex() and may_be_complex)):
+            raise TypeError(f"the weights are {kind_of(w)}; expected a floating-point tensor of shape {expected}" + ON_VERBS)
+        before = w.ndim - len(shape)
+        if before not in range(1 + several) or w.shape[before:] != shape:
+            raise ValueError(
+                f"the weights have shape {tuple(w.shape)}; expected {expected} with N = {self.samples} samples" + ON_VERBS
+            )
+        return w.movedim(before, -1).flatten(before) if self.entries else w
+
+    # When the forms may be read, and how they are asked.
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which the gradients are what they were when they were taken."""
+        self._check()
+        with outside_inference(), self.spread.weights(), self._released():
+            yield
+
+    @contextmanager
+    def summing(self, own: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
+        """`reading`, for sums over the samples of all processes: what ``own()`` returns here, if it raises on none, and the
+        sum of the counts."""
+
+        def checked() -> T:
+            self._check()
+            return own()
+
+        with outside_inference(), self.spread.weights():
+            found, (total,) = self.spread.agreed(checked, lambda _: [count], 1)
+            with self._released():
+                yield found, total
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[int]:
+        """A context for sums over all samples; how many all processes have."""
+        if self.entries:
+            raise ValueError(
+                f"{what}: these are the gradients of {self._said()}, and over which of them is meant can't be known. Take "
+                "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_NOISE
+            )
+        with self.summing(lambda: None, self.samples) as (_, count):
+            if count < 2:
+                raise ValueError(
+                    f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_NOISE
+                )
+            yield int(count)
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        with without_autocast(form.like for form in self.values()):
+            try:
+                yield
+            finally:
+                for form in self.values():
+                    form.release()
+
+    def _check(self) -> None:
+        self.spread.check()
+        for name, tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise StaleRecord(
+                    f"what the per-sample gradients of {name!r} are made of, a tensor of shape {tuple(tensor.shape)}, was "
+                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
+                    "them before that, or give the layer a copy: x.clone()."
+                )
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """The parameters' shapes, those of the whole."""
+        return {name: self.cuts[name].shape if name in self.cuts else form.shape for name, form in self.items()}
+
+    def _direction(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What layers here have of a direction.  v: {name: shape}"""
+        check_direction(v, self._shapes())
+        return own_parts(v, self.cuts)
+
+    def _added(self, verb: Verb, budget: int, *shape: int) -> Tensor:
+        """(N, *shape): what a verb says, added up over parameters."""
+        rows = self._row_count
+        return self._placed(whole_sum(self, self.cuts, lambda forms: summed(forms, rows, verb, budget, *shape)))
+
+    def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same of whole parameters.  parts: {name: rows ...}, of what this process has of them"""
+        whole = {n: whole_sum({n: x}, self.cuts, lambda own: next(iter(own.values()))) for n, x in parts.items()}
+        return {name: self._placed(x) for name, x in whole.items()}
+
+    def _joint_norms(self, norms: Mapping[str, Tensor]) -> Tensor:
+        return joint_norms(list(norms.values()), self._row_count)
+
+    def _between(self, other: Matrix, product: Verb) -> Tensor:
+        """(N, M), added up over parameters.  product: of a parameter's rows with those of the other batch"""
+        shape = self._row_count, other._row_count
+        with self.reading(), other.reading():
+            found = whole_sum(self, self.cuts, lambda forms: added((product(n, form) for n, form in forms.items()), shape))
+            return self._placed(other._placed(found, 1))
+
+    def _transposed(self, w: Tensor) -> dict[str, Tensor]:
+        """Jᵀ w, in what forms add up in."""
+        w = self._by_row(w)
+        with self.reading():
+            sums = ((name, form.weighted_sum(w.to(form.like.device, form.sum_dtype))) for name, form in self.items())
+            return self.spread.settled(sums)
+
+    def _check_alone(self, what: str) -> None:
+        """Raises where a verb would take this process's rows for all."""
+        if self.spread.mesh is not None:
+            raise NotReduced(
+                f"{what} needs the inner products of all rows, and this process has {self.samples} of those of "
+                f"{self.spread.mesh.size()} processes. Take it of this process's samples, grads.local().{what}(...), or "
+                "products with JᵀJ, which are everyone's: fisher_matvec, ggn_matvec."
+            )
