@@ -8,7 +8,7 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 import sys
 
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.capture import hooks
+from autograd_hacks.capture import attached
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import (
     clear_backprops,
@@ -35,7 +35,7 @@ from autograd_hacks.verbs.private import clip_and_noise_
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 
-sys.modules["autograd_hacks.hooks"] = hooks  # where pickles of hooked models look for what is left of a hook
+sys.modules["autograd_hacks.hooks"] = attached  # where old pickles of hooked models look for what is left of a hook
 
 __version__ = "0.1.0"
 
