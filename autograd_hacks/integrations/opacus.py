@@ -10,13 +10,12 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, NothingRecorded, needed
-from autograd_hacks.integrations.alone import check_alone
-from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.setting import check_alone, check_may_set, mark_set
 
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine
@@ -89,13 +88,10 @@ class DPOptimizer(_DPOptimizer):
 
     def _grads(self) -> PerSampleGrads:
         """The rows of the optimizer's own parameters, which are not handed out twice."""
-        record = recorder_of(self.model).record
-        check_sets_all(record, "DPOptimizer.step")
-        if any(segment.replaced for segment in record.segments):
-            raise NothingRecorded(
-                "DPOptimizer.step: no backward pass since the last step. Run a forward and a backward pass."
-            )
-        is_told = any(recorded.losses for segment in record.segments for recorded in segment.passes)  # by backward(losses)
+        recorder = recorder_of(self.model)
+        check_may_set(recorder, "DPOptimizer.step", once=True)
+        passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
+        is_told = any(recorded.losses for recorded in passes)  # by backward(losses)
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
         instead = "Take clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which knows of the others."
         check_alone(grads, "DPOptimizer.step", instead)
@@ -104,8 +100,7 @@ class DPOptimizer(_DPOptimizer):
                 f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
                 "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
             )
-        for segment in record.segments:
-            segment.replaced = True
+        mark_set(recorder)
         own = {id(p) for p in self.params}
         chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in own}
         return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)

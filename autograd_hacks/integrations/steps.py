@@ -14,13 +14,12 @@ from torch.amp.grad_scaler import OptState
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.errors import ON_STEPS
-from autograd_hacks.integrations.alone import check_alone
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
-from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.setting import check_alone, set_grads
 
 
 class Steps:
@@ -140,9 +139,7 @@ class Steps:
             if scale != 1:  # what overflowed is to be skipped, whichever parameter it was in
                 weights = weights.where(norms.isfinite(), torch.nan)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
-            set_grads(model, sums, parts.reached)
-            for segment in recorder_of(model).record.segments:
-                segment.replaced = True
+            set_grads(model, sums, parts.reached, recorder=recorder_of(model))
         return {f"grads/{key}": float(value) for key, value in found.items()}
 
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:

@@ -9,10 +9,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_TORCHJD, needed
-from autograd_hacks.integrations.alone import check_alone
-from autograd_hacks.verbs.arguments import set_grads
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.setting import check_alone, set_grads
 
 with needed("torchjd"):
     from torchjd.aggregation import (

@@ -1,11 +1,10 @@
-"""What verbs are given and leave: directions, dimensions, names, and ``.grad``."""
+"""What verbs are given: directions, dimensions, names."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS
@@ -13,37 +12,6 @@ from autograd_hacks.support.kinds import is_whole
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
-
-
-def set_grads(model: nn.Module, sums: Mapping[str, Tensor | None], reached: Collection[str], add: bool = False) -> None:
-    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.  What is a part of more
-    memory, a flat buffer of gradients say, is written in place, and zeros where the loss did not reach.
-
-    sums: {name: shape}, in memory of their own    reached: the names of those that it reached
-    add: whether to add to what is there
-    """
-    for name, parameter in model.named_parameters():
-        total = sums.get(name)
-        if name in reached and total is not None:
-            own, before = total.detach().to(parameter.dtype), parameter.grad
-            if before is not None and _is_part(before) and (own.shape, own.device) == (before.shape, before.device):
-                with torch.no_grad():
-                    before.copy_(own.add_(before) if add else own)
-            else:
-                parameter.grad = own if before is None or not add else own.add_(before)
-        elif name in sums and not add and parameter.grad is not None and _is_part(parameter.grad):
-            parameter.grad.zero_()
-        elif name in sums and not add:
-            parameter.grad = None
-
-
-def _is_part(grad: Tensor) -> bool:
-    """Whether a gradient is a view of memory that has more in it, and that may be written: not that of a graph."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
-        return False
-    base = grad._base
-    is_flat = base is not None and base.ndim == 1 < grad.ndim
-    return is_flat or grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def check_dim(what: str, dim: int) -> None:

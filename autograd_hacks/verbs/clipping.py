@@ -1,6 +1,9 @@
-"""Per-sample gradient clipping."""
+"""Per-sample gradient clipping: a step of clipped gradients, and one of differentially private training."""
 
-from math import inf
+from collections.abc import Mapping
+from hashlib import sha256
+from math import inf, nan
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -11,14 +14,15 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import ON_CLIPPING, ON_PASSES, ON_SCALERS, NothingRecorded
-from autograd_hacks.reading.guards import check_sets_all
-from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
+from autograd_hacks.reading.scale import check_scale
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.memory import Pool
-from autograd_hacks.verbs.arguments import kind_of, set_grads
+from autograd_hacks.support.parts import cut_as
+from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
+from autograd_hacks.verbs.setting import check_may_set, set_grads
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
@@ -74,9 +78,12 @@ def clip_grad1_norm_(
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def own() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
-        _check_numbers(max_norm, batch_size)
-        _check_scale(scale, scaler)
-        return _own(model, recorder, spread, loss_type, error_if_nonfinite, budget, scaler, add, norms)
+        _check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
+        _check_scaler(scale, scaler)
+        check_may_set(recorder, "clip_grad1_norm_", add)
+        grads, written = written_where_it_saves(grads_of(model, recorder, spread, loss_type), 3 * budget // 4, recorder.pool)
+        lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
+        return grads, written, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
     def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
         return [found[0].samples, *(name in found[0].reached for name in names)]
@@ -84,85 +91,96 @@ def clip_grad1_norm_(
     with spread.weights():
         (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
         weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
-        if (
-            scaler is not None and scaler.is_enabled()
-        ):  # each optimizer's step is to be skipped, whichever parameter overflowed
+        if scaler is not None and scaler.is_enabled():
+            # Each optimizer's step is to be skipped, whichever parameter overflowed.
             weights = weights.where(lengths.isfinite(), torch.nan)
         if batch_size is not None:
             weights = weights / float(batch_size)
         elif grads.loss_type == "mean":
             weights = weights / max(1, samples)
         sums = grads.weighted_sum(weights, budget // 4)
-    set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add)
-    for segment in recorder.record.segments:
-        segment.replaced = True
-    for key, rows in written.items():  # for the next step
-        recorder.pool.give_back(key, rows)
+    set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
+    _give_back(written, recorder)
     return lengths
 
 
-def _check_numbers(max_norm: float, batch_size: float | None) -> None:
-    for what, number in {"max_norm": max_norm, "batch_size": 1 if batch_size is None else batch_size}.items():
-        if not is_number(number):
-            raise TypeError(f"clip_grad1_norm_ was given {what}={number!r}; expected a number" + ON_CLIPPING)
-        if not number > 0 or (what == "batch_size" and number == inf):
-            raise ValueError(f"clip_grad1_norm_ was given {what}={number}; expected a number larger than 0" + ON_CLIPPING)
-
-
-def _own(
+@torch.no_grad()
+def clip_and_noise_(
     model: nn.Module,
-    recorder: Recorder,
-    spread: Spread,
-    loss_type: str | None,
-    error_if_nonfinite: bool,
-    budget: int,
-    scaler: torch.amp.GradScaler | None,
-    add: bool,
-    norms: Tensor | None,
-) -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
-    """This process's rows, those that were written out, and their norms without the scale."""
-    check_ordinary(recorder.record, "gradient to clip")
-    check_sets_all(recorder.record, "clip_grad1_norm_")
-    if add:
-        check_adds(recorder)
-    own = grads_of(model, recorder, spread, loss_type)
-    grads, written = written_where_it_saves(own, 3 * budget // 4, recorder.pool)
-    if norms is None:
-        of_model = grads.norms(budget=budget // 4)
-        assert isinstance(of_model, Tensor)
-        norms = over_stages(of_model, recorder.record)
-    elif not isinstance(norms, Tensor) or norms.shape != (grads.samples,):
+    max_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: float,
+    groups: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    add: bool = False,
+    loss_type: str | None = None,
+    budget: int = BUDGET,
+    process_group: Where = None,
+) -> Tensor:
+    """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
+
+    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
+    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
+    of complex numbers.  The divisor does not depend on the samples: for Poisson sampling, each of D samples with a
+    probability q, it is q · D.  Batches may be empty, for which there is still a forward and backward pass to run.  A sample
+    whose gradient or norm is not finite contributes nothing.  All parameters that train get noise, whether or not the loss
+    reached them.
+
+    max_norm, expected_batch_size: above 0; max_norm=inf without noise alone    noise_multiplier: 0 or more
+    groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
+    expected. All of a user's must be in this batch
+    generator: that draws the noise, parameter by parameter; torch's own unless told. Where processes share a batch, the
+    state on the first of them counts for all, so that noise is added once
+    add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
+    but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
+
+    Returns the norms before clipping, N, or of each group in the order of the ids, NaN where none of its samples is finite.
+    They are not private.
+
+    Raises ValueError for numbers out of range, for groups of another shape or that several processes have, and as
+    `clip_grad1_norm_` does for ``add``; NothingRecorded for a pass that ``.grad`` was set from already; and what
+    `compute_grad1` raises.
+
+    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1.
+    """
+    numbers = {"noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}
+    _check_numbers("clip_and_noise_", max_norm=max_norm, **numbers)
+    if max_norm == inf and noise_multiplier:
         raise ValueError(
-            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {grads.samples}, one for each sample" + ON_CLIPPING
+            f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite max_norm, "
+            "of which the noise is a multiple, or noise_multiplier=0" + ON_CLIPPING
         )
-    norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
-    if error_if_nonfinite and not norms.isfinite().all():
-        raise RuntimeError(
-            f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
-            "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
-        )
-    return grads, written, norms
+    recorder = recorder_of(model)
+    spread = spread_of(model, recorder, process_group)
+    has_groups = groups is not None
+
+    def own() -> _Rows:
+        check_may_set(recorder, "clip_and_noise_", add, once=True)
+        grads, written = written_where_it_saves(grads_of(model, recorder, spread, loss_type), 3 * budget // 4, recorder.pool)
+        return _finite(grads, written, groups, recorder, budget // 4)
+
+    rows, (grouped, processes) = spread.agreed(own, lambda _: [has_groups, 1], 2)
+    _check_apart(spread, groups, grouped, processes)
+    weights = (float(max_norm) / rows.kept_norms).clamp(max=1) / float(expected_batch_size)
+    set_grads(model, rows.kept.weighted_sum(weights, budget // 4), list(rows.kept), add, recorder)
+    _give_back(rows.written, recorder)
+    if noise_multiplier:
+        deviation = float(noise_multiplier) * float(max_norm) / float(expected_batch_size)
+        _add_noise(model, spread, recorder, deviation, generator)
+    return rows.norms
 
 
-def check_adds(recorder: Recorder) -> None:
-    """Raises where ``.grad`` holds some of what is to be added."""
-    segments = recorder.record.segments
-    if recorder.param_grad.wanted or any(recorded.fills_grad for segment in segments for recorded in segment.passes):
-        raise ValueError(
-            "clip_grad1_norm_ was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
-            "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "
-            "where layers are called by themselves; or run all micro-batches within accumulate(model) and clip once."
-            + ON_PASSES
-        )
-    if any(segment.replaced for segment in segments):
-        raise NothingRecorded(
-            "clip_grad1_norm_(add=True): the last backward pass was put into .grad already, and would be added "
-            "once more. Run another forward and backward pass before; within accumulate(model), which keeps all passes, "
-            "clip once, at its end." + ON_PASSES
-        )
+def _check_numbers(verb: str, **numbers: float) -> None:
+    for what, number in numbers.items():
+        if not is_number(number):
+            raise TypeError(f"{verb} was given {what}={number!r}; expected a number" + ON_CLIPPING)
+        may_be_zero = what == "noise_multiplier"
+        if not (number > 0 or (number == 0 and may_be_zero)) or (number == inf and what != "max_norm"):
+            least = "0 or more" if may_be_zero else "a number larger than 0"
+            raise ValueError(f"{verb} was given {what}={number}; expected {least}" + ON_CLIPPING)
 
 
-def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
+def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
     """Raises where ``scaler.step`` would divide by the scale twice, or not at all."""
     check_scale(scale)
     if scale != 1:
@@ -183,6 +201,21 @@ def _check_scale(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> 
         )
 
 
+def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
+    """Norms without the scale, N."""
+    if not isinstance(norms, Tensor) or norms.shape != (samples,):
+        raise ValueError(
+            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples}, one for each sample" + ON_CLIPPING
+        )
+    norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
+    if error_if_nonfinite and not norms.isfinite().all():
+        raise RuntimeError(
+            f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
+            "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
+        )
+    return norms
+
+
 def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tuple[PerSampleGrads, dict[str, Tensor]]:
     """The same, with some rows written out: those of which norms and weighted sums both are best taken so; and these.
 
@@ -199,3 +232,88 @@ def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tu
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
                 found[name], left = form.written(written[key]), left - size
     return grads.with_forms(found, grads.samples) if written else grads, written
+
+
+def _give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
+    """Keeps the memory of rows for the next step."""
+    for key, rows in written.items():
+        recorder.pool.give_back(key, rows)
+
+
+# Private steps.
+
+
+class _Rows(NamedTuple):
+    """This process's."""
+
+    norms: Tensor  # of all samples, or of each group
+    kept: PerSampleGrads  # of the samples that are finite, or of each group's
+    kept_norms: Tensor
+    written: Mapping[str, Tensor]  # those that were written out
+
+
+def _finite(
+    grads: PerSampleGrads, written: Mapping[str, Tensor], groups: Tensor | None, recorder: Recorder, budget: int
+) -> _Rows:
+    if groups is not None:
+        grads.group(groups)  # checks them
+    norms = over_stages(grads.norms(budget=budget), recorder.record)
+    finite = norms.isfinite()
+    kept, kept_norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])  # 0 · NaN is NaN
+    if groups is not None:
+        names, groups = groups.unique(), groups[finite.to(groups.device)]
+        kept = kept.group(groups)
+        kept_norms = over_stages(kept.norms(budget=budget), recorder.record)
+        norms = kept_norms.new_full((len(names),), nan)
+        norms[torch.isin(names, groups).to(norms.device)] = kept_norms
+    return _Rows(norms, kept, kept_norms, written)
+
+
+def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
+    """Raises, on all processes, where a group's samples are not all on one."""
+    if grouped not in (0, processes):
+        raise ValueError(
+            f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
+            + ON_CLIPPING
+        )
+    if groups is None or spread.mesh is None:
+        return
+    names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"clip_and_noise_: several processes have samples of groups {names[counts > 1].tolist()[:10]}, each of which "
+            "would clip its own part. Send all of a group's samples to one process." + ON_CLIPPING
+        )
+
+
+def _add_noise(
+    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, generator: torch.Generator | None
+) -> None:
+    """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
+    stage = None if recorder.record.stage is None else recorder.record.stage()
+    drawing = _of_all(spread, model, generator)
+    if stage is not None:
+        device = torch.device("cpu") if drawing is None else drawing.device
+        seed = int(torch.randint(2**62, (), generator=drawing, device=device))
+        key = sha256(repr((seed, stage.stage_index)).encode()).digest()
+        drawing = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
+    for p in model.parameters():
+        if p.requires_grad and p.grad is not None:
+            kind = torch.promote_types(p.dtype, torch.float32)
+            device = p.device if drawing is None else drawing.device
+            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
+            shape = (*p.shape, 2) if p.is_complex() else p.shape
+            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
+            noise = torch.view_as_complex(noise) if p.is_complex() else noise
+            p.grad += cut_as(noise.to(p.device, p.dtype), p)
+
+
+def _of_all(spread: Spread, model: nn.Module, generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator; of several processes' one in the state of the first's."""
+    if not spread.groups():
+        return generator
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
+    generator.set_state(spread.firsts(generator.get_state().to(device)).cpu())
+    return generator

@@ -13,13 +13,12 @@ from autograd_hacks.errors import ON_SCALERS
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
-from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.support.untouched import without_autocast
-from autograd_hacks.verbs.arguments import set_grads
+from autograd_hacks.verbs.setting import check_may_set, set_grads
 
 
 def compute_grad1(
@@ -60,9 +59,8 @@ def compute_grad1(
         share = 1 / max(1, samples) if recorder.record.reduction(loss_type) == "mean" else 1.0
         with switches_kept(), torch.no_grad(), without_autocast(own.values()), spread.reading():
             totals = spread.settled((name, _total(forms[name], own[name], share)) for name in names if name in reached)
-    set_grads(model, {name: totals.get(name) for name in names}, reached)
-    for segment in recorder.record.segments if not recorder.param_grad.wanted else ():
-        segment.replaced = True
+    sums = {name: totals.get(name) for name in names}
+    set_grads(model, sums, reached, recorder=None if recorder.param_grad.wanted else recorder)
 
 
 def _samples(forms: Mapping[str, Form | None]) -> int:
@@ -83,7 +81,7 @@ def _written(
         check_ordinary(recorder.record, "grad1")
         if set_grad:
             _check_unscaled(scaling)
-            check_sets_all(recorder.record, "compute_grad1(set_grad=True)")
+            check_may_set(recorder, "compute_grad1(set_grad=True)")
         with spread.reading():
             forms = read(model, seen, recorder, loss_type, scaling)
             with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
