@@ -1,9 +1,12 @@
-"""Rows on disk: a file that grows batch by batch, is whole after each, and can be gone on with."""
+"""Rows on disk: a file that grows batch by batch, is whole after each, and can be gone on with by the same batches."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_DATA_SETS
-from autograd_hacks.support.digest import digest_of
 
 _KINDS = {
     torch.float16: ("<f2", "F16"),
@@ -39,40 +41,35 @@ class RowFile:
     def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
         self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
         self._batches, self._seen = 0, ""  # by this call
+        self.known: dict[str, Any] = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
         if self.path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors" + ON_DATA_SETS
             )
         if self.path.exists() != self._notes.exists():
-            raise ValueError(
-                f"of {self.path} and {self._notes} there is but one, so that it can't be gone on with; delete it"
-                + ON_DATA_SETS
-            )
-        fresh = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
+            raise self._refused(f"and {self._notes}: there is but one, so that it can't be gone on with; delete it")
         try:
-            self.known: dict[str, Any] = json.loads(self._notes.read_text()) if self._notes.exists() else fresh
+            if self._notes.exists():
+                self.known = json.loads(self._notes.read_text())
         except ValueError as error:
             raise ValueError(f"{self._notes} is no JSON any more ({error}); delete both files" + ON_DATA_SETS) from error
         if self.known["origin"] != origin:
-            raise ValueError(
-                f"{self.path} holds rows of other weights, or of other checkpoints; delete it, or name another"
-                + ON_DATA_SETS
-            )
-        if self.known["rows"] and self.path.stat().st_size < _HEADER + self._size():
-            raise ValueError(
-                f"{self.path} has {self.path.stat().st_size} bytes, of {_HEADER + self._size()} that were written; delete "
-                "it and its notes" + ON_DATA_SETS
-            )
+            raise self._refused("holds rows of other weights, or of other checkpoints; delete it, or name another")
+        if self.known["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
+            raise self._refused(f"has {size} bytes, of {_HEADER + self._size()} that were written; delete it and its notes")
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
 
     def wants(self, batch: object) -> bool:
         """Whether the rows of one more batch are asked for: of a new one, or of the last in the file, to be compared."""
-        self._batches, self._seen, known = self._batches + 1, digest_of(batch, before=self._seen), self.known
-        if self._batches == known["batches"] and self._seen != known["seen"]:
-            raise ValueError(
-                f"{self.path} holds rows of other batches, or of these in another order. A loader that is gone on with must "
-                "not shuffle: DataLoader(data, shuffle=False). Or delete the file to begin anew." + ON_DATA_SETS
+        self._batches, self._seen = self._batches + 1, digest_of(batch, before=self._seen)
+        if self._batches == self.known["batches"] and self._seen != self.known["seen"]:
+            raise self._refused(
+                "holds rows of other batches, or of these in another order. A loader that is gone on with must not shuffle: "
+                "DataLoader(data, shuffle=False). Or delete the file to begin anew."
             )
-        return bool(self._batches >= known["batches"])
+        return bool(self._batches >= self.known["batches"])
 
     def take(self, rows: Tensor) -> None:
         """The rows of the batch that `wants` was told of."""
@@ -84,9 +81,8 @@ class RowFile:
     def end(self) -> Tensor:
         """All rows, as `rows` has them, after the last batch."""
         if self._batches < self.known["batches"]:
-            raise ValueError(
-                f"{self.path} holds rows of {self.known['batches']} batches; the loader has {self._batches}. Delete the file"
-                + ON_DATA_SETS
+            raise self._refused(
+                f"holds rows of {self.known['batches']} batches; the loader has {self._batches}. Delete the file"
             )
         return self.rows()
 
@@ -97,19 +93,20 @@ class RowFile:
                 f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}. Let the verb return "
                 "rows.float()" + ON_DATA_SETS
             )
-        shape, dtype, known = list(rows.shape[1:]), str(rows.dtype), self.known
-        if known["shape"] is None:
-            known |= {"shape": shape, "dtype": dtype}
-        if [shape, dtype] != [known["shape"], known["dtype"]]:
-            raise ValueError(
-                f"{self.path} holds {known['dtype']} rows of shape {tuple(known['shape'])}, and these are {dtype} of "
-                f"{tuple(shape)}: another verb's; delete it, or name another" + ON_DATA_SETS
+        kind = {"shape": list(rows.shape[1:]), "dtype": str(rows.dtype)}
+        if self.known["shape"] is None:
+            self.known |= kind
+        elif not kind.items() <= self.known.items():
+            raise self._refused(
+                f"holds {self.known['dtype']} rows of shape {tuple(self.known['shape'])}, and these are {rows.dtype} of "
+                f"{tuple(rows.shape[1:])}: another verb's; delete it, or name another"
             )
-        before = known["rows"] * prod(shape) * rows.element_size()
-        self.known = known | {"rows": known["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
+        end = _HEADER + self._size()
+        more = {"rows": self.known["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
+        self.known = self.known | more
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            file.truncate(_HEADER + before)  # of a batch that was not written to its end
-            file.seek(_HEADER + before)
+            file.truncate(end)  # of a batch that was not written to its end
+            file.seek(end)
             file.write(rows.numpy().tobytes())
             file.seek(0)
             file.write(self._header())
@@ -119,42 +116,102 @@ class RowFile:
 
     def _check_last(self, rows: Tensor) -> None:
         """Raises ValueError where the file ends with other rows than these.  rows: those of the last batch, taken anew"""
-        shape = [self.known["rows"], *self.known["shape"]]
-        if list(rows.shape[1:]) == shape[1:] and str(rows.dtype) == self.known["dtype"] and len(rows) <= shape[0]:
-            last, rows = self.rows()[shape[0] - len(rows) :].double(), rows.detach().cpu().double()
+        all_rows = self.rows()
+        if rows.shape[1:] == all_rows.shape[1:] and rows.dtype == all_rows.dtype and len(rows) <= len(all_rows):
+            last, rows = all_rows[len(all_rows) - len(rows) :].double(), rows.detach().cpu().double()
             apart = (rows - last).nan_to_num().norm()
             if torch.equal(rows.isnan(), last.isnan()) and apart <= SAME * last.nan_to_num().norm():
                 return
-        raise ValueError(
-            f"{self.path} holds other rows of the last batch in it than this call makes: by another verb or loss, or by a "
-            "model with dropout, which says something else each time: model.eval(). Delete it, or name another"
-            + ON_DATA_SETS
+        raise self._refused(
+            "holds other rows of the last batch in it than this call makes: by another verb or loss, or by a model with "
+            "dropout, which says something else each time: model.eval(). Delete it, or name another"
         )
+
+    def _dtype(self) -> torch.dtype:
+        return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])
 
     def _size(self) -> int:
         """Of the rows, in bytes."""
         return int(self.known["rows"]) * prod(self.known["shape"]) * self._dtype().itemsize
 
-    def _dtype(self) -> torch.dtype:
-        return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])
-
     def _header(self) -> bytes:
         (numpy_kind, kind), shape = _KINDS[self._dtype()], [self.known["rows"], *self.known["shape"]]
         if self.path.suffix == ".npy":
-            described = repr({"descr": numpy_kind, "fortran_order": False, "shape": tuple(shape)})
-            return (
-                b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + described.ljust(_HEADER - 11).encode() + b"\n"
-            )
-        described = json.dumps({KEY: {"dtype": kind, "shape": shape, "data_offsets": [0, self._size()]}})
-        return (_HEADER - 8).to_bytes(8, "little") + described.ljust(_HEADER - 8).encode()
+            text = repr({"descr": numpy_kind, "fortran_order": False, "shape": tuple(shape)})
+            return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.ljust(_HEADER - 11).encode() + b"\n"
+        text = json.dumps({KEY: {"dtype": kind, "shape": shape, "data_offsets": [0, self._size()]}})
+        return (_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8).encode()
 
     def rows(self) -> Tensor:
         """The rows, read from the file as they are used; what is written to them stays in memory."""
         if self.known["shape"] is None:
             return torch.zeros(0, device="cpu")
-        import numpy as np
-
         shape = (self.known["rows"], *self.known["shape"])
         if not prod(shape):
             return torch.zeros(shape, dtype=self._dtype(), device="cpu")
+        import numpy as np
+
         return torch.from_numpy(np.memmap(self.path, _KINDS[self._dtype()][0], "c", _HEADER, shape))
+
+
+# What tells batches and weights from others, in any process.
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def digest_of(*things: object, before: str = "") -> str:
+    """What tells nested tensors, arrays, numbers, text and objects that hold such from others.  before: to go on from"""
+    digest = hashlib.sha256(before.encode())
+    for piece in _pieces(things, []):
+        digest.update(f"{len(piece)} ".encode())  # or "1", "12" would be "11", "2"
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
+    """around: what this is a part of, from outside in"""
+    if isinstance(thing, _PLAIN):
+        yield repr(thing).encode()
+        return
+    depth = next((n for n, outer in enumerate(around) if outer is thing), None)
+    if depth is not None:  # as a batch that refers to its data set, which has it
+        yield f"again {depth}".encode()
+        return
+    yield type(thing).__qualname__.encode()
+    parts: Any = ()
+    if isinstance(thing, Tensor):
+        x = thing.detach()
+        if x.is_nested:
+            parts = x.unbind()
+        elif x.is_sparse:
+            parts = x.shape, x._indices(), x._values()
+        else:
+            x = (x if x.layout == torch.strided else x.to_dense()).resolve_conj().resolve_neg().cpu().contiguous()
+            yield repr((tuple(x.shape), x.dtype)).encode()
+            yield x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    elif isinstance(thing, Mapping):
+        parts = [list(thing), *thing.values()]
+    elif isinstance(thing, list | tuple):
+        yield str(len(thing)).encode()
+        parts = thing
+    elif callable(getattr(thing, "tobytes", None)):  # an array, an image
+        kind = str(getattr(thing, "dtype", None))
+        yield repr([getattr(thing, name, None) for name in ("shape", "size", "mode")] + [kind]).encode()
+        if kind == "object":  # whose bytes are addresses
+            parts = thing.tolist()
+        else:
+            yield thing.tobytes()
+    elif attributes := _attributes(thing):
+        parts = [attributes]
+    else:
+        yield _ADDRESS.sub("", repr(thing)).encode()
+    for part in parts:
+        yield from _pieces(part, [*around, thing])
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    slots = [getattr(kind, "__slots__", ()) for kind in type(thing).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    found = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
+    return found | (vars(thing) if hasattr(thing, "__dict__") else {})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn as nn
@@ -13,23 +14,26 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
-from autograd_hacks.support.digest import digest_of
-from autograd_hacks.support.display import progress
+from autograd_hacks.forms import Dense, Form, Lookup, Outer
+from autograd_hacks.support.display import progress, written_bytes
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.row_files import RowFile
+from autograd_hacks.support.row_files import RowFile, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of, names_matching
-from autograd_hacks.verbs.checkpoints import Checkpoints, listed, weights_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.kept import kept, size_kept
 from autograd_hacks.verbs.losses import backward_to
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
+State: TypeAlias = "Mapping[str, Tensor] | str | os.PathLike[str]"
+Checkpoints: TypeAlias = "Iterable[tuple[State, float]]"
+"""State dictionaries, or files of such, each with a weight."""
 KEPT = 2**28
 """Bytes for gradients that are kept from batch to batch."""
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
 """Verbs between samples."""
+_ALONE = ""
+"""The name of what a verb returns in no dictionary."""
 _ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
 """Verbs that have a row for each sample, which can't be added up over batches."""
 
@@ -76,47 +80,47 @@ def over(
     checkpoints.
     """
     recorder = recorder_of(model)
-    record, known = recorder.record, listed(model, checkpoints)
+    record, states = recorder.record, _listed(model, checkpoints)
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
         raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
     file = None
     if out is not None:
-        origin = digest_of(model.state_dict() if known is None else known, only)
+        origin = digest_of(model.state_dict() if states is None else states, only)
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
         file = RowFile(_of_process(out), origin)
     recorder.planner.doubts = True  # of what was proven by another loss
-    step = _Step(model, loss, verb, against, only, budget, known is not None)
-    found: list[dict[str, Tensor]] = []
-    batches, is_dict = 0, False
-    with weights_of(model, known) as weights:
+    step = _Step(model, loss, verb, against, only, budget, states is not None)
+    pieces: list[dict[str, Tensor]] = []
+    batches = 0
+    with _weights_of(model, states) as weights:
         for batch in progress(loader, "gradients", "batch"):
             batches += 1
             if file is not None and not file.wants(batch):
                 continue
             piece: dict[str, Tensor] = {}
             for number, weight in enumerate(weights()):
-                own, is_dict = step.rows(batch, total, number)
-                own = {name: x if weight == 1 else x * weight for name, x in own.items()}
-                piece = {name: x + piece[name] for name, x in own.items()} if piece else own
-            if file is not None:
-                if is_dict:
-                    raise ValueError(
-                        "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
-                    )
-                file.take(piece[""])
+                rows = step.rows(batch, total, number)
+                rows = {name: x if weight == 1 else x * weight for name, x in rows.items()}
+                piece = {name: x + piece[name] for name, x in rows.items()} if piece else rows
+            if file is None:
+                _check_alike(pieces, piece, total)
+                pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
+            elif _ALONE in piece:
+                file.take(piece[_ALONE])
             else:
-                _check_alike(found, piece, total)
-                found = [{n: found[0][n] + x for n, x in piece.items()}] if total and found else [*found, piece]
+                raise ValueError(
+                    "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
+                )
     record.clear("over has read its passes, and thrown them away")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
     if file is not None:
         return file.end()
-    joined = {name: torch.cat([piece[name] for piece in found]) if not total else x for name, x in found[0].items()}
-    return joined if is_dict else joined[""]
+    joined = {name: torch.cat([piece[name] for piece in pieces]) if not total else x for name, x in pieces[0].items()}
+    return joined.get(_ALONE, joined)
 
 
 def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object, budget: object) -> None:
@@ -145,14 +149,13 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
         )
 
 
-def _check_alike(found: Sequence[Mapping[str, Tensor]], piece: Mapping[str, Tensor], total: bool) -> None:
+def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], total: bool) -> None:
     """Raises ValueError where a verb returns something else for one batch than for the first."""
-    first = found[0] if found else piece
-    own, expected = ({name: tuple(x.shape[not total :]) for name, x in each.items()} for each in (piece, first))
-    if own != expected:
+    first, now = ({name: tuple(x.shape[not total :]) for name, x in each.items()} for each in ([*pieces, piece][0], piece))
+    if now != first:
         raise ValueError(
-            f"over: verb returned {'sums' if total else 'rows'} of shape {own.get('', own)} for one batch, and of "
-            f"{expected.get('', expected)} for the first; expected the same for all. What depends on the other samples of a "
+            f"over: verb returned {'sums' if total else 'rows'} of shape {now.get(_ALONE, now)} for one batch, and of "
+            f"{first.get(_ALONE, first)} for the first; expected the same for all. What depends on the other samples of a "
             "batch can't be had batch by batch; inner products with samples of another data set are, by against="
             + ON_DATA_SETS
         )
@@ -181,37 +184,38 @@ class _Step:
         self._weights: object = None  # by which they were taken
         self._seen: list[str] = []  # what tells the other data's batches from others
 
-    def rows(self, batch: Any, total: bool, checkpoint: int) -> tuple[dict[str, Tensor], bool]:
-        """What the verb returns, by name, and whether it has names.  checkpoint: which weights the model has"""
+    def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
+        """What the verb returns, by name; by `_ALONE` what has none.  checkpoint: which weights the model has"""
         grads = self._grads(batch)
         if self._against is None:
-            return self._checked(self._verb(grads), None if total else grads.samples)
+            return _by_name(self._verb(grads), None if total else grads.samples)
         blocks = []
         for others in self._others(self._against, checkpoint):
-            blocks.append(self._checked(self._verb(grads, others), grads.samples))
+            blocks.append(_by_name(self._verb(grads, others), grads.samples))
         if not blocks:
             raise ValueError("over was given against without batches" + ON_DATA_SETS)
-        return {name: torch.cat([own[name] for own, _ in blocks], 1) for name in blocks[0][0]}, blocks[0][1]
+        return {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
 
     def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
         """The gradients of the other data, batch by batch."""
         weights = None if self._is_brought else _look_of(self._model)
         if weights != self._weights:
             self._kept, self._whole, self._left, self._weights = {}, set(), self._budget, weights
-        known = self._kept.setdefault(checkpoint, [])
-        yield from (before := list(known))
+        kept = self._kept.setdefault(checkpoint, [])
+        first = len(kept)
+        yield from kept[:]
         if checkpoint in self._whole:
             return
         is_room = True
         for number, batch in enumerate(against):
-            if number < len(before):
+            if number < first:
                 continue
             self._check_order(number, batch)
             grads = self._grads(batch)
-            is_room = is_room and number == len(known) and (size := size_kept(grads)) <= self._left
+            is_room = is_room and number == len(kept) and (size := _size_copied(grads)) <= self._left
             if is_room:
                 self._left -= size
-                known.append(grads := kept(grads))
+                kept.append(grads := _copied(grads))
             yield grads
         if is_room:
             self._whole.add(checkpoint)
@@ -228,25 +232,24 @@ class _Step:
             )
 
     def _grads(self, batch: Any) -> PerSampleGrads:
-        parameters = list(self._model.parameters())
-        before = [p.grad for p in parameters]
-        recorder = recorder_of(self._model)
-        hooks = [own for p in parameters if (own := getattr(p, "_post_accumulate_grad_hooks", None)) and not has_processes()]
-        kept_hooks = [dict(own) for own in hooks]
+        parameters = [(p, p.grad) for p in self._model.parameters()]
+        of_all = [] if has_processes() else [getattr(p, "_post_accumulate_grad_hooks", None) for p, _ in parameters]
+        hooks = [(table, dict(table)) for table in of_all if table]
+        ours = recorder_of(self._model).backward.own_hooks()
         try:
-            for own in hooks:  # of an optimizer, say, that steps in the backward pass
-                for key in own.keys() - recorder.backward.own_hooks():
-                    del own[key]
-            for p in parameters:
+            for table, _ in hooks:  # of an optimizer, say, that steps in the backward pass
+                for key in table.keys() - ours:
+                    del table[key]
+            for p, _ in parameters:
                 p.grad = None
             with torch.enable_grad():
                 backward_to(self._loss(self._model, batch), self._chosen(), "sum")
             return per_sample_grads(self._model, only=self._only)
         finally:
-            for p, grad in zip(parameters, before):
+            for p, grad in parameters:
                 p.grad = grad
-            for own, known in zip(hooks, kept_hooks):
-                own.update(known)
+            for table, before in hooks:
+                table.update(before)
 
     def _chosen(self) -> list[Tensor] | None:
         """The parameters that the pass is to go as far as; None for all, for which processes wait for each other."""
@@ -256,32 +259,31 @@ class _Step:
         named = list(self._model.named_parameters(remove_duplicate=False))
         return [trained[name] for name in names_matching(self._only, named, list(trained))]
 
-    def _checked(self, found: Any, samples: int | None) -> tuple[dict[str, Tensor], bool]:
-        """samples: how many rows there are to be"""
-        is_dict = isinstance(found, Mapping)
-        own = dict(found) if is_dict else {"": found}
-        for x in own.values():
-            if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
-                rows = "sums" if samples is None else f"{samples} rows, one for each sample"
-                raise ValueError(
-                    f"over: verb returned {kind_of(x)}; expected {rows}, in a tensor or a dictionary of tensors"
-                    + ON_DATA_SETS
-                )
-        return {name: x.detach().cpu() for name, x in own.items()}, is_dict
+
+def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
+    """What a verb has returned, on the CPU.  samples: how many rows there are to be; None for sums"""
+    named = dict(returned) if isinstance(returned, Mapping) else {_ALONE: returned}
+    for x in named.values():
+        if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
+            rows = "sums" if samples is None else f"{samples} rows, one for each sample"
+            raise ValueError(
+                f"over: verb returned {kind_of(x)}; expected {rows}, in a tensor or a dictionary of tensors" + ON_DATA_SETS
+            )
+    return {name: x.detach().cpu() for name, x in named.items()}
 
 
 def _look_of(model: nn.Module) -> object:
     """What changes where a model's numbers do, also where they are written to by ``.data``, of which torch doesn't hear."""
-    own = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
-    dense = [x for x in own if x.layout == torch.strided and not x.is_meta]
+    parts = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
+    dense = [x for x in parts if x.layout == torch.strided and not x.is_meta]
     real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in dense]
-    numbers = [x for x in real if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-    sizes = [
-        each for x in numbers for each in (torch.linalg.vector_norm(x, dtype=torch.float64), x.sum(dtype=torch.float64))
-    ]
-    by_device = [[x for x in sizes if x.device == device] for device in dict.fromkeys(x.device for x in sizes)]
-    places = [(x.data_ptr() if x.layout == torch.strided else 0, version_of(x)) for x in own]
-    return [torch.stack(each).tolist() for each in by_device], places, [p.requires_grad for p in model.parameters()]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for x in real:
+        if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            sizes = torch.linalg.vector_norm(x, dtype=torch.float64), x.sum(dtype=torch.float64)
+            by_device.setdefault(x.device, []).extend(sizes)
+    places = [(x.data_ptr() if x.layout == torch.strided else 0, version_of(x)) for x in parts]
+    return [torch.stack(x).tolist() for x in by_device.values()], places, [p.requires_grad for p in model.parameters()]
 
 
 def _of_process(out: str | os.PathLike[str]) -> str:
@@ -294,3 +296,104 @@ def _of_process(out: str | os.PathLike[str]) -> str:
                 + ON_DATA_SETS
             )
     return path.replace("{rank}", str(rank))
+
+
+# Weights of training, to which a model is brought one after the other.
+
+_EXPECTED = "expected [(state, weight), ...], of state dictionaries, or their files, and numbers"
+
+
+@contextmanager
+def _weights_of(model: nn.Module, states: list[tuple[State, float]] | None) -> Iterator[Callable[[], Iterator[float]]]:
+    """What brings the model to one checkpoint after the other, and says their weights; then it is as before.
+
+    states: as `_listed` returns them
+    """
+    if states is None:
+        yield lambda: iter([1.0])
+        return
+    own = model.state_dict()
+
+    def each() -> Iterator[float]:
+        for state, weight in states:
+            loaded: Any = state
+            if isinstance(state, str | os.PathLike):
+                loaded = torch.load(state, map_location="cpu", weights_only=True)
+            if not isinstance(loaded, Mapping) or own.keys().isdisjoint(loaded):
+                what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
+                raise ValueError(
+                    f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
+                    f"state dictionary of this {type(model).__name__}: torch.load(path)['model'] say, where more was saved "
+                    "with it" + ON_DATA_SETS
+                )
+            model.load_state_dict(loaded)
+            yield weight
+
+    before = _cloned(own)
+    try:
+        yield each
+    finally:
+        model.load_state_dict(before)
+
+
+def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
+
+
+def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[State, float]] | None:
+    """The checkpoints as a list, in which none is overwritten as others are loaded.  Raises ValueError for other things."""
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, Mapping | str) or not isinstance(checkpoints, Iterable):
+        raise ValueError(f"over was given checkpoints={kind_of(checkpoints)}; {_EXPECTED}" + ON_DATA_SETS)
+    states = list(checkpoints)
+    if not states:
+        raise ValueError(f"over was given no checkpoints in its list; {_EXPECTED}" + ON_DATA_SETS)
+    trained, live = {_memory_of(p) for p in model.parameters() if p.requires_grad}, 0
+    memory = trained | {_memory_of(x) for x in (*model.parameters(), *model.buffers())}
+    for number, pair in enumerate(states):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], Mapping | str | os.PathLike) or isinstance(pair[1], Mapping | str):
+            raise ValueError(f"over was given {kind_of(pair)} for a checkpoint; {_EXPECTED}" + ON_DATA_SETS)
+        state, weight = pair
+        if isinstance(state, Mapping):
+            places = {_memory_of(x) for x in state.values() if isinstance(x, Tensor)}
+            live += not places.isdisjoint(trained)
+            states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
+    if live > 1:
+        raise ValueError(
+            f"{live} of the checkpoints given to over are the model's weights of now: model.state_dict() holds no copies, "
+            "and training overwrites what it returned before. Save copies, copy.deepcopy(model.state_dict())" + ON_DATA_SETS
+        )
+    return states
+
+
+def _memory_of(x: Tensor) -> object:
+    part = part_of(x)
+    return part.untyped_storage().data_ptr() if part.layout == torch.strided and part.numel() else object()
+
+
+# Rows that outlive what they were made of.
+
+
+def _copied(grads: PerSampleGrads) -> PerSampleGrads:
+    """The same rows in memory of their own: products as copies of their factors, all others written out."""
+    every = torch.arange(grads.samples, device="cpu")  # to take rows by their numbers copies them
+    with grads.reading():
+        own = {n: form[every.to(form.like.device)] if _stays(form) else Dense(form.dense()) for n, form in grads.items()}
+        made = grads.with_forms(own, grads.samples)
+    made._versions = made._versions[len(grads._versions) :]
+    return made
+
+
+def _size_copied(grads: PerSampleGrads) -> int:
+    """How many bytes `_copied` takes."""
+    return sum(
+        sum(x.nbytes for leaf in form.leaves() for x in leaf.held) if _stays(form) else written_bytes(form)
+        for form in grads.values()
+    )
+
+
+def _stays(form: Form) -> bool:
+    """Whether a form is cheap as it is."""
+    return not form.sources and all(isinstance(leaf, Outer | Lookup) for leaf in form.leaves())

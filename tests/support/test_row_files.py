@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from autograd_hacks.support.digest import digest_of
+from autograd_hacks.support.row_files import digest_of
 
 
 class Batch:
