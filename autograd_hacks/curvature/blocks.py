@@ -1,7 +1,6 @@
 """The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ from autograd_hacks.curvature.ekfac import Eigenvalues
 from autograd_hacks.curvature.kronecker import (
     APPROXIMATIONS,
     BIASES,
-    Factors,
-    averaged,
     check_layers,
     factors_of,
-    joined,
     otherwise,
     weight_of,
     weights_by_bias,
@@ -34,8 +30,6 @@ from autograd_hacks.verbs.per_sample import grads_of
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
 """What parameters get, by kind; for 'ekfac' ``ekfac`` besides."""
-
-Mean = Tensor | Factors
 
 
 def compute_hess(
@@ -161,24 +155,24 @@ class _Accumulator:
         limit: float,
         kfac_bias: str,
     ) -> None:
-        if kind not in ATTRIBUTES:
-            raise ValueError(
-                f"compute_hess was given kind={kind!r}; expected one of {', '.join(map(repr, ATTRIBUTES))}" + ON_CURVATURE
-            )
-        if kfac_approx not in APPROXIMATIONS:
-            raise ValueError(
-                f"compute_hess was given kfac_approx={kfac_approx!r}; expected one of {APPROXIMATIONS}" + ON_CURVATURE
-            )
-        if kfac_bias not in BIASES:
-            raise ValueError(f"compute_hess was given kfac_bias={kfac_bias!r}; expected one of {BIASES}" + ON_CURVATURE)
+        for what, given, expected in (
+            ("kind", kind, list(ATTRIBUTES)),
+            ("kfac_approx", kfac_approx, APPROXIMATIONS),
+            ("kfac_bias", kfac_bias, BIASES),
+        ):
+            if given not in expected:
+                listing = ", ".join(map(repr, expected))
+                raise ValueError(f"compute_hess was given {what}={given!r}; expected one of {listing}" + ON_CURVATURE)
         check_limit(limit)
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit = model, kfac_approx, limit
         self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
-        known = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.names = known if parameters is None else _chosen(model, known, parameters)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.names = trained if parameters is None else _chosen(model, trained, parameters)
         self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
-        self.batch, self.means, self.spread = 0, dict[str, Mean | None](), spread_of(model, recorder_of(model))
+        # By parameter: A and B, or the block alone; and how many positions A was added up over.
+        self.sums, self.positions = dict[str, list[Tensor]](), dict.fromkeys(self.names, 0)
+        self.batch, self.spread = 0, spread_of(model, recorder_of(model))
         refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
         for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
@@ -187,52 +181,33 @@ class _Accumulator:
             if self.kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
 
+    @torch.no_grad()
     def end(self, last: Callable[[], None] = lambda: None) -> None:
         """last: what there is to add"""
         with self.spread.weights():
-            _, counts = self.spread.agreed(last, lambda _: self._counts(), 1 + 2 * len(self.names))
-        means = self.means if self.spread.mesh is None else self._of_all(*counts)
+            _, (batch, *counts) = self.spread.agreed(last, lambda _: self._counts(), 1 + 2 * len(self.names))
+        reached = {name: positions for name, count, positions in zip(self.names, counts, counts[len(self.names) :]) if count}
+        sums = {f"{k} {name}": x for name in reached for k, x in enumerate(self.sums.get(name) or self._zeros(name))}
+        total = self.spread.summed(sums)
         for name in self.names:
-            mean = means.get(name)
-            found = (mean.a, mean.b) if isinstance(mean, Factors) else mean
+            found: Any = None
+            if name in reached and self.kind == "kfac":
+                found = total[f"0 {name}"].div_(max(1, reached[name])), total[f"1 {name}"].div_(max(1, batch))
+            elif name in reached:
+                found = total[f"0 {name}"].div_(max(1, batch))
             vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = found
 
     def _counts(self) -> list[int]:
         """How many samples there were, which parameters they have reached, and at how many positions."""
-        own = [self.means.get(name) for name in self.names]
-        return [self.batch, *(x is not None for x in own), *(x.positions if isinstance(x, Factors) else 0 for x in own)]
+        return [self.batch, *(name in self.sums for name in self.names), *self.positions.values()]
 
-    @torch.no_grad()
-    def _of_all(self, batch: float, *counts: float) -> dict[str, Mean | None]:
-        """The means over the samples of all processes, whole on each.  batch, counts: as `_counts` has them, of all"""
-        own = [self.means.get(name) for name in self.names]
-        reaching, positions, found = counts[: len(own)], counts[len(own) :], dict[str, Mean | None]()
-        shares: dict[str, Tensor] = {}
-        for name, mean, reached, count in zip(self.names, own, reaching, positions):
-            p = self.model.get_parameter(name)
-            rows, columns = (p.shape[0] if p.ndim else 1), (p.shape[1:].numel() if p.ndim > 1 else 1)
-            columns += name in self.joint.values()
-            zeros = torch.zeros((), dtype=accumulation_dtype(p.dtype), device=p.device)
-            if not reached:
-                continue
-            if self.kind == "kfac":
-                a, b = (
-                    (mean.a, mean.b)
-                    if isinstance(mean, Factors)
-                    else (zeros.expand(columns, columns), zeros.expand(rows, rows))
-                )
-                seen = mean.positions if isinstance(mean, Factors) else 0
-                shares[f"A {name}"], shares[f"B {name}"] = a * (seen / max(1, count)), b * (self.batch / max(1, batch))
-            else:
-                shape = p.shape if self.kind == "diag" else (*p.shape, *p.shape)
-                shares[name] = (mean if isinstance(mean, Tensor) else zeros.expand(shape)) * (self.batch / max(1, batch))
-        total = self.spread.summed(shares)
-        for name, reached, count in zip(self.names, reaching, positions):
-            if reached and self.kind == "kfac":
-                found[name] = Factors(total[f"A {name}"], total[f"B {name}"], int(count))
-            elif reached:
-                found[name] = total[name]
-        return found
+    def _zeros(self, name: str) -> list[Tensor]:
+        """The sums of a parameter that only other processes' samples have reached."""
+        p = self.model.get_parameter(name)
+        rows, columns = (p.shape[0] if p.ndim else 1), p.shape[1:].numel() + (name in self.joint.values())
+        kfac, block = [(columns, columns), (rows, rows)], [p.shape if self.kind == "diag" else (*p.shape, *p.shape)]
+        dtype = accumulation_dtype(p.dtype)
+        return [torch.zeros(shape, dtype=dtype, device=p.device) for shape in (kfac if self.kind == "kfac" else block)]
 
     @torch.no_grad()
     def add(self) -> None:
@@ -245,33 +220,34 @@ class _Accumulator:
             )
         reached = [name for name in self.names if name in grads.reached]
         self._check(grads, reached)
-        join: Callable[[Sequence[tuple[Any, int]]], Mean | None] = joined if self.kind == "kfac" else averaged
         with grads.reading():
-            for name in self.names:
-                mean = self._mean_of(name, grads) if name in reached and name not in self.joint else None
-                self.means[name] = join([(self.means.get(name), self.batch), (mean, grads.batch)])
+            for name in reached:
+                if name not in self.joint:
+                    now = self._sums_of(name, grads)
+                    self.sums[name] = [x.add_(y) for x, y in zip(self.sums[name], now)] if name in self.sums else now
         self.batch += grads.batch
 
-    def _mean_of(self, name: str, grads: PerSampleGrads) -> Mean:
+    def _sums_of(self, name: str, grads: PerSampleGrads) -> list[Tensor]:
         form = grads[name]
         if self.kind == "diag":
-            return form.second_moment(form.new_sums(form.samples) + 1 / max(1, grads.batch))
+            return [form.second_moment(form.new_sums(form.samples) + 1)]
         if self.kind == "full":
-            return form.cross(form).view(*form.shape, *form.shape).div_(max(1, grads.batch))
+            return [form.cross(form).view(*form.shape, *form.shape)]
         fan_in = form.shape[1:].numel() + (name in self.joint.values())
         is_matrix = len(form.shape) > 1 and len(grads.batches) == 1
         memory = self._pool.take(f"A of {name}", (fan_in, fan_in), form.new_sums(0)) if is_matrix else None
         if self.shares and len(form.shape) == 1:
-            found = factors_of(grads[weight_of(self.model, name, grads.reached)], self.kfac_approx, grads.batches)
-            found = None if found is None else replace(found, a=found.a.new_ones(1, 1))
+            factors = factors_of(grads[weight_of(self.model, name, grads.reached)], self.kfac_approx, grads.batches)
+            factors = None if factors is None else factors._replace(a=factors.a.new_ones(1, 1), positions=1)
         else:
-            found = factors_of(form, self.kfac_approx, grads.batches, memory, name in self.joint.values())
-        if found is None:
+            factors = factors_of(form, self.kfac_approx, grads.batches, memory, name in self.joint.values())
+        if factors is None:
             raise UnsupportedLayer(
                 f"{name} has no Kronecker factors: its layer was called several times in a forward, or was run again for "
                 f"its rows. {otherwise(self.asked)}"
             )
-        return found
+        self.positions[name] += factors.positions
+        return [factors.a, factors.b]
 
     def _check(self, grads: PerSampleGrads, reached: Sequence[str]) -> None:
         if not reached:

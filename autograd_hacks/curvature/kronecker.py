@@ -16,7 +16,8 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two tr
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -29,27 +30,12 @@ APPROXIMATIONS = ("expand", "reduce")
 BIASES = ("exact", "shared", "joint")
 
 
-@dataclass(frozen=True)
-class Factors:
-    """A, (I, I), the mean over some positions, and B, (O, O), over samples."""
+class Factors(NamedTuple):
+    """N T A, (I, I), the sum over positions, and N B, (O, O), that over samples; both may be added up over batches."""
 
     a: Tensor
     b: Tensor
     positions: int
-
-
-def averaged(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """The mean of batches' means, with their numbers of samples; None for those that did not reach the parameter."""
-    total = sum(samples for _, samples in parts)
-    shares = [own if samples == total else own * (samples / total) for own, samples in parts if own is not None]
-    return torch.stack(shares).sum(0) if len(shares) > 1 else next(iter(shares), None)
-
-
-def joined(parts: Sequence[tuple[Factors | None, int]]) -> Factors | None:
-    """`averaged` for factors; A counts by positions."""
-    a = averaged([(own.a, own.positions) for own, _ in parts if own is not None])
-    b = averaged([(None if own is None else own.b, samples) for own, samples in parts])
-    return None if a is None or b is None else Factors(a, b, sum(own.positions for own, _ in parts if own is not None))
 
 
 def factors_of(
@@ -61,37 +47,39 @@ def factors_of(
     joint: whether the inputs have a 1 behind them
     """
     parts = form.parts if len(batches) > 1 else [form]
-    out = out if len(parts) == 1 else None
-    found = [(_of_batch(part, kfac_approx, samples, out, joint), samples) for part, samples in zip(parts, batches)]
-    return None if any(own is None for own, _ in found) else joined(found)
+    found = [_of_batch(part, kfac_approx, samples, joint, out) for part, samples in zip(parts, batches)]
+    known = [factors for factors in found if factors is not None]
+    if len(known) < len(parts):
+        return None
+    a, b = reduce(torch.add, (factors.a for factors in known)), reduce(torch.add, (factors.b for factors in known))
+    return Factors(a, b, sum(factors.positions for factors in known))
 
 
-def _of_batch(form: Form, kfac_approx: str, samples: int, out: Tensor | None, joint: bool) -> Factors | None:
+def _of_batch(form: Form, kfac_approx: str, samples: int, joint: bool, out: Tensor | None) -> Factors | None:
     if len(form.shape) < 2:  # a bias, whose block is B itself
         values = form.wide().matrix()
-        return Factors(values.new_ones(1, 1), values.mT @ (values / max(1, samples)), 1)
-    if (known := form.wide().factors()) is None:
+        return Factors(values.new_ones(1, 1), values.mT @ values, 1)
+    if (products := form.wide().factors()) is None:
         return None
-    gradients, inputs, rows = known
+    gradients, inputs, rows = products
     inputs = with_ones(inputs) if joint else inputs
     if kfac_approx == "reduce" and inputs.shape[1]:  # without positions the loss did not reach the parameter
         shares = _added(torch.ones_like(inputs[..., :1]), rows, samples).clamp(min=1)
         inputs = (_added(inputs, rows, samples) / shares)[:, None]
         gradients = [_added(b, rows, samples)[:, None] for b in gradients]
-    positions = inputs.shape[0] * inputs.shape[1]
     b = gradients[0].new_zeros(2 * gradients[0].shape[2:])
     for gradient in gradients:
-        _add_products(b, gradient, 1 / max(1, samples), beta=1)
+        _add_products(b, gradient)
     a = inputs.new_empty(2 * inputs.shape[2:]) if out is None or out.dtype != inputs.dtype else out
-    return Factors(_add_products(a, inputs, 1 / max(1, positions), beta=0), b, positions)
+    return Factors(_add_products(a.zero_(), inputs), b, inputs.shape[0] * inputs.shape[1])
 
 
-def _add_products(total: Tensor, x: Tensor, share: float, beta: int) -> Tensor:
-    """beta · total + share · Σₙₜ xₙₜ xₙₜᵀ, in place.  x: N T F"""
+def _add_products(total: Tensor, x: Tensor) -> Tensor:
+    """total + Σₙₜ xₙₜ xₙₜᵀ, in place.  x: N T F"""
     if x.is_contiguous() or x.shape[1] == 1:
         rows = x.flatten(0, 1)
-        return total.addmm_(rows.mT, rows, beta=beta, alpha=share)
-    return total.addbmm_(x.mT, x, beta=beta, alpha=share)  # windows lie in memory the other way around, sample by sample
+        return total.addmm_(rows.mT, rows)
+    return total.addbmm_(x.mT, x)  # windows lie in memory the other way around, sample by sample
 
 
 def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
