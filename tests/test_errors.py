@@ -110,7 +110,8 @@ def unexplained(text: str) -> list[tuple[int, str]]:
                 continue
             last = node.exc.args[0].right if isinstance(node.exc.args[0], ast.BinOp) else node.exc.args[0]
             page = last.func if isinstance(last, ast.Call) else last
-            is_named = isinstance(page, ast.Name) and (page.id == "see" or page.id.startswith("ON_"))
+            # A check that several verbs share is given its page.
+            is_named = isinstance(page, ast.Name) and (page.id in ("see", "page") or page.id.startswith("ON_"))
             if getattr(node.exc.func, "id", "") in kinds and not is_named:
                 found.append((node.lineno, function.name))
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from math import prod
 
@@ -23,7 +22,7 @@ from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.trial import Grads, layout_in, listening
-from autograd_hacks.support.display import progress
+from autograd_hacks.support.display import bytes_of, progress, written_bytes
 from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
@@ -57,15 +56,25 @@ def per_sample_jacobian(
     raises.
     """
     recorder = recorder_of(model)
-    _check_arguments(output, chunk_size)
-    with outside_inference(), _aside(recorder):
-        layout, samples, version = recorder.record.outputs.get(output) or (None, None, None)
+    record = recorder.record
+    if chunk_size is not None and not is_whole(chunk_size):
+        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None" + ON_OUTPUTS)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(
+            f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None" + ON_OUTPUTS
+        )
+    check_output(WHAT, output, ON_OUTPUTS)
+    # The passes leave the record as it is.
+    arrival_kept = restored(partial(setattr, record, "on_arrival", record.on_arrival))
+    with outside_inference(), arrival_kept, record.set_aside(), recorder.backward.aside():
+        record.on_arrival = None
+        layout, samples, version = record.outputs.get(output) or (None, None, None)
         is_returned = version == version_of(output)  # and not overwritten since
         with torch.enable_grad():
             first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
         # Inputs too: reentrant checkpoints lead to nothing else.  But for them no other model's records would be left alone.
-        own = set(recorder.record.parameters_of(model).values())
-        leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in own]
+        parameters = set(record.parameters_of(model).values())
+        leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in parameters]
         if leaves and not is_returned:
             _check_function(recorder, first, leaves)
         count = prod(first.shape[1:])
@@ -116,15 +125,6 @@ def leaves_of(root: Tensor) -> Iterator[Tensor]:
         if leaf is not None and leaf.requires_grad:
             yield leaf
         waiting += [after for after, _ in node.next_functions]
-
-
-@contextmanager
-def _aside(recorder: Recorder) -> Iterator[None]:
-    """A context whose passes leave the record as it is."""
-    record = recorder.record
-    with restored(partial(setattr, record, "on_arrival", record.on_arrival)), record.set_aside(), recorder.backward.aside():
-        record.on_arrival = None
-        yield
 
 
 def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:
@@ -213,38 +213,27 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
 
 @torch.no_grad()
 def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
-    """The forms, written out where that takes less memory."""
+    """The forms, written out where that takes less memory than what they are made of."""
+
+    def is_large(form: Form) -> bool:
+        return bool(form.sources) or bytes_of(x for leaf in form.leaves() for x in leaf.held) > written_bytes(form)
+
     with grads.reading():
-        return {name: Dense(form.dense()) if _is_large(form) else form for name, form in grads.items()}
+        return {name: Dense(form.dense()) if is_large(form) else form for name, form in grads.items()}
 
 
-def _is_large(form: Form) -> bool:
-    """Whether what a form is made of takes more memory than its rows."""
-    held = {x.data_ptr(): x.numel() * x.element_size() for leaf in form.leaves() for x in leaf.held}
-    return bool(form.sources) or sum(held.values()) > form.samples * form.shape.numel() * form.like.element_size()
-
-
-def _check_arguments(output: Tensor, chunk_size: int | None) -> None:
+def check_output(what: str, output: object, page: str) -> None:
+    """Raises for what is no output of a model with entries and a graph.  what: was given it    page: explains it"""
     if not isinstance(output, Tensor) or not output.is_floating_point():
-        complex_ = " View a complex output as real numbers: torch.view_as_real(output)." if _is_complex(output) else ""
+        is_complex = isinstance(output, Tensor) and output.is_complex()
+        real = " View a complex output as real numbers: torch.view_as_real(output)." if is_complex else ""
         raise TypeError(
-            f"{WHAT} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{complex_}"
-            + ON_OUTPUTS
-        )
-    if chunk_size is not None and not is_whole(chunk_size):
-        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None" + ON_OUTPUTS)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None" + ON_OUTPUTS
+            f"{what} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{real}" + page
         )
     if 0 in output.shape[1:]:
-        raise ValueError(f"{WHAT} was given an output of shape {tuple(output.shape)}, without entries" + ON_OUTPUTS)
+        raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, without entries" + page)
     if not output.requires_grad:
         raise NothingRecorded(
-            f"{WHAT} was given an output without a graph, detached or made under torch.no_grad. Give it what the model "
+            f"{what} was given an output without a graph, detached or made under torch.no_grad. Give it what the model "
             "returned, with gradients enabled and before anything has freed its graph."
         )
-
-
-def _is_complex(output: object) -> bool:
-    return isinstance(output, Tensor) and output.is_complex()

@@ -8,7 +8,7 @@ from second_order import gauss_newton
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.curvature.roots import directions
+from autograd_hacks.curvature.backprop import directions
 
 pytestmark = pytest.mark.usefixtures("double")
 
