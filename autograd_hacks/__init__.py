@@ -23,14 +23,13 @@ from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.rules.table import is_supported, register_rule
 from autograd_hacks.verbs.clipping import clip_and_noise_, clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
-from autograd_hacks.verbs.grad1 import compute_grad1
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.over import over
-from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 

@@ -5,6 +5,18 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.chained import Chained, pull_along
+from autograd_hacks.forms.composite import (
+    Concatenation,
+    Grouping,
+    Scaled,
+    Sum,
+    Weighted,
+    add,
+    gathered,
+    group,
+    magnitudes,
+    scale,
+)
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
 from autograd_hacks.forms.numerics import put
@@ -13,8 +25,6 @@ from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.replayed import Replay
-from autograd_hacks.forms.rows import Concatenation, Grouping, gathered, group
-from autograd_hacks.forms.sums import Scaled, Sum, Weighted, add, magnitudes, scale
 
 __all__ = [
     "BUDGET",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.composite import add
 from autograd_hacks.forms.numerics import put, stretches
 from autograd_hacks.forms.source import Source
-from autograd_hacks.forms.sums import add
 
 Pull = Callable[[Tensor, bool], Tensor]
 """φ's vector-Jacobian product, from v's shape to θ's, of rows below each other if the second is true, else of one.  It can

@@ -51,6 +51,11 @@ class Convolution(Factored):
         self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
         self.windows = Windows(x, self.kernel, self.stride, self.padding, self.dilation, tuple(g.shape[2:]))
         self.pair = (g.flatten(2).mT, self.windows) if groups == 1 else None
+        # Each group has one input channel, so that its rows are a convolution of that with each gradient.
+        self.is_depthwise = groups > 1 and shape[1] == 1
+        # J is written through windows and a matrix product, or else by a grouped convolution.
+        size, by_windows = self.windows.shape[1:].numel(), not self.is_depthwise
+        self.writes_in_place = by_windows and cuts_windows(size, self.held_size(), shape.numel())
 
     def _of(self, *held: Tensor) -> Convolution:
         x, g = held
@@ -79,11 +84,6 @@ class Convolution(Factored):
             x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
             rows = self._weight_gradient(x, g, self.samples)
         return put(rows.reshape(self.samples, *self.shape), out, factor)
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether each group has one input channel, so that its rows are a convolution of that with each gradient."""
-        return self.groups > 1 and self.shape[1] == 1
 
     def block(self, rows: slice) -> Form:
         if self.groups > 1:
@@ -135,11 +135,6 @@ class Convolution(Factored):
     def _window_size(self) -> int:
         """Bytes of a sample's windows, at the most."""
         return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
-
-    @property
-    def writes_in_place(self) -> bool:  # type: ignore[override]
-        """Whether J is written through windows and a matrix product, or else by a grouped convolution."""
-        return not self.is_depthwise and cuts_windows(self.windows.shape[1:].numel(), self.held_size(), self.shape.numel())
 
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
         factors = (self.x, self.g, factor)

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
+from autograd_hacks.forms.composite import Grouping
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, stretches
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import RandomMap
-from autograd_hacks.forms.rows import Grouping
 
 
 class Lookup(Paired):

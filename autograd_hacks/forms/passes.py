@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
+from autograd_hacks.forms.composite import Concatenation, Grouping
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import pairs_of, stretches
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions
-from autograd_hacks.forms.rows import Concatenation, Grouping
 
 
 class Passes(Concatenation):

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.composite import Composite
+from autograd_hacks.forms.composite import Composite, Sum, add
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.outer import Zero
-from autograd_hacks.forms.sums import Sum, add
 
 
 class Placed(Composite):
@@ -23,15 +22,15 @@ class Placed(Composite):
     """
 
     def __init__(self, entries: Mapping[tuple[int, int], Form], shape: torch.Size) -> None:
-        self.entries, self.shape = dict(sorted(entries.items())), torch.Size(shape)
-        self.parts, ends = list(self.entries.values()), [0, *(at for bounds in self.entries for at in bounds)]
+        self.entries = dict(sorted(entries.items()))
+        forms, ends = list(self.entries.values()), [0, *(end for bounds in self.entries for end in bounds)]
         fits = all(form.shape == (stop - start, *shape[1:]) for (start, stop), form in entries.items())
-        if ends != sorted(ends) or ends[-1] > shape[:1].numel() or not fits or len({f.samples for f in self.parts}) != 1:
+        if ends != sorted(ends) or ends[-1] > shape[:1].numel() or not fits or len({f.samples for f in forms}) != 1:
             raise ValueError(
                 f"Placed was given {self.entries} for a parameter of shape {tuple(shape)}; expected forms of disjoint "
                 "slices of its first axis, at least one, each of its slice's shape, for the same samples"
             )
-        self.samples = self.parts[0].samples
+        super().__init__(forms, forms[0].samples, torch.Size(shape))
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         return reduce(torch.add, values)

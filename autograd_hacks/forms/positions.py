@@ -151,7 +151,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
         for later, (other_left, other_right) in enumerate(pairs[number:]):
             each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
             for piece in stretches(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
-                left, right = pair if piece == slice(0, positions) else (pair[0][:, piece], pair[1][:, piece])  # type: ignore[index]
+                left, right = (pair[0][:, piece], pair[1][:, piece]) if _is_written(pair) else pair
                 lefts, rights = own_products(left, other_left), own_products(right, other_right)
                 square = square + (2 if later else 1) * (lefts * rights).sum((1, 2))
                 if not later:
