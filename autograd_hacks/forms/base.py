@@ -14,7 +14,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, st
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.forms.source import Source
-from autograd_hacks.support.display import Rows
+from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -25,7 +25,7 @@ BUDGET = 64 * 2**20
 Index = slice | Tensor
 
 
-class Form(Rows, ABC):
+class Form(Hinting, Shown, ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
     A form sets ``samples``, N, and ``shape``, the parameter's, and defines `dense`, rows by index, and `like`.  All else
@@ -263,6 +263,42 @@ class Form(Rows, ABC):
             mine, theirs = ((form if whole else form[piece]).wide().matrix() for form in (self, other))
             total.addmm_(mine.mT, theirs.to(total.dtype))
         return total
+
+    def _table(self) -> Table:
+        kinds = "" if [*self.leaves()] == [self] else f" of {kinds_of(self)}"
+        size = f"{holds(self)}, {with_unit(written_bytes(self))} written out"
+        title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
+        return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *self._tree()])
+
+    def _tree(self, depth: int = 0) -> Iterator[tuple[str, ...]]:
+        tensors = "" if self.parts else ", ".join(str(tuple(x.shape)) for x in self.held)
+        name = "  " * depth + type(self).__name__
+        yield name, str((self.samples, *self.shape)), tensors, holds(self).removeprefix("holds ")
+        for part in self.parts:
+            yield from part._tree(depth + 1)
+
+
+def kinds_of(form: Form) -> str:
+    """What a form is made of, in the end, for people."""
+    return " + ".join(dict.fromkeys(type(leaf).__name__ for leaf in form.leaves()))
+
+
+def holds(*forms: Form) -> str:
+    """What forms keep in memory, for people; of modules that are run again it isn't known."""
+    again = any(form.sources for form in forms)
+    size = held_bytes(*forms)
+    known = [f"holds {with_unit(size)}"] if size or not again else []
+    return " and ".join([*known, *(["is run again"] if again else [])])
+
+
+def held_bytes(*forms: Form) -> int:
+    """What the tensors take that forms are made of, memory that several of them see counting once."""
+    return bytes_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
+
+
+def written_bytes(form: Form) -> int:
+    """What its rows take."""
+    return form.samples * form.shape.numel() * form.like.element_size()
 
 
 class Dense(Form):

@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
@@ -143,54 +143,6 @@ class Shown:
         return self._shown().html()
 
 
-class Rows(Hinting, Shown):
-    """A form, for people."""
-
-    if TYPE_CHECKING:
-        samples: int
-        shape: torch.Size
-        held: tuple[Tensor, ...]
-
-        @property
-        def parts(self) -> Sequence["Rows"]: ...
-        @property
-        def sources(self) -> Sequence[object]: ...
-        @property
-        def like(self) -> Tensor: ...
-        def leaves(self) -> Iterable["Rows"]: ...
-
-    def _table(self) -> Table:
-        kinds = "" if [*self.leaves()] == [self] else f" of {kinds_of(self)}"
-        size = f"{holds(self)}, {with_unit(written_bytes(self))} written out"
-        title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
-        return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *_tree(self)])
-
-
-def _tree(form: Rows, depth: int = 0) -> Iterator[tuple[str, ...]]:
-    tensors = "" if form.parts else ", ".join(str(tuple(x.shape)) for x in form.held)
-    name = "  " * depth + type(form).__name__
-    yield name, str((form.samples, *form.shape)), tensors, holds(form).removeprefix("holds ")
-    for part in form.parts:
-        yield from _tree(part, depth + 1)
-
-
-def kinds_of(form: Rows) -> str:
-    """What a form is made of, in the end."""
-    return " + ".join(dict.fromkeys(type(leaf).__name__ for leaf in form.leaves()))
-
-
-def holds(*forms: Rows) -> str:
-    """What forms keep in memory; of modules that are run again it isn't known."""
-    again = any(form.sources for form in forms)
-    size = bytes_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
-    known = [f"holds {with_unit(size)}"] if size or not again else []
-    return " and ".join([*known, *(["is run again"] if again else [])])
-
-
-def written_bytes(form: Rows) -> int:
-    return form.samples * form.shape.numel() * form.like.element_size()
-
-
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """What tensors take, memory that several of them see counting once."""
     memory: dict[object, tuple[int, dict[object, int]]] = {}
@@ -207,26 +159,15 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(min(size, sum(seen.values())) if seen else size for size, seen in memory.values())
 
 
-def table_of(title: str, forms: Mapping[str, Rows], shapes: Mapping[str, Sequence[int]], said: Mapping[str, str]) -> Table:
-    """A table of forms, by parameter.  shapes: theirs, written out    said: of some, more than their kind"""
-    rows = [
-        (name, kinds_of(form) + said.get(name, ""), str(tuple(shapes[name])), holds(form), with_unit(written_bytes(form)))
-        for name, form in forms.items()
-    ]
-    rows.append(("all", "", "", holds(*forms.values()), with_unit(sum(map(written_bytes, forms.values())))))
-    own = [(*row[:3], row[3].removeprefix("holds "), row[4]) for row in rows]
-    return Table(title, [("parameter", "form", "shape", "holds", "written out"), *own])
-
-
 def with_unit(size: int | None) -> str:
     """A number of bytes, for people."""
     if size is None:
         return ""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000  # type: ignore[assignment]  # a float from here on
-    return f"{size:.4g} GB" if size >= 1000 else f"{size:.3g} GB"
+    number, units = float(size), ["GB", "MB", "kB", "B"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1000
+        units.pop()
+    return f"{number:.{4 if number >= 1000 else 3}g} {units[-1]}"
 
 
 def text_table(table: Sequence[Sequence[str]]) -> str:

@@ -9,10 +9,11 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.shards import reading_weights
 from autograd_hacks.errors import NothingRecorded, where
 from autograd_hacks.forms import Form
+from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.probe.plan import EXPAND, HOOKS, Plan, static_units
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
-from autograd_hacks.support.display import Shown, Table, kinds_of, with_unit
+from autograd_hacks.support.display import Shown, Table, with_unit
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
 

@@ -16,7 +16,7 @@ from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded
 from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.support.display import Hinting, Shown, Table, table_of
+from autograd_hacks.support.display import Hinting, Shown, Table
 from autograd_hacks.verbs import matrix, statistics
 from autograd_hacks.verbs.arguments import check_dim, check_direction, check_ids, chosen_samples
 from autograd_hacks.verbs.matrix import Matrix
@@ -67,10 +67,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
 
     def _table(self) -> Table:
-        size = sum(form.shape.numel() for form in self.values())
-        title = f"PerSampleGrads of {self._said()} for {len(self)} parameters, {size} numbers each"
-        shapes = {name: (self.samples, *self.entries, *form.shape) for name, form in self.items()}
-        return table_of(title, self._forms, shapes, {name: ", not reached" for name in self if name not in self.reached})
+        return self._table_of("PerSampleGrads", self.reached)
 
     __repr__ = Shown.__str__
 

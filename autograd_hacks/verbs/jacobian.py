@@ -19,10 +19,11 @@ from autograd_hacks.capture.records import Announcement
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
+from autograd_hacks.forms.base import held_bytes, written_bytes
 from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.trial import Grads, layout_in, listening
-from autograd_hacks.support.display import bytes_of, progress, written_bytes
+from autograd_hacks.support.display import progress
 from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
@@ -216,7 +217,7 @@ def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
     """The forms, written out where that takes less memory than what they are made of."""
 
     def is_large(form: Form) -> bool:
-        return bool(form.sources) or bytes_of(x for leaf in form.leaves() for x in leaf.held) > written_bytes(form)
+        return bool(form.sources) or held_bytes(form) > written_bytes(form)
 
     with grads.reading():
         return {name: Dense(form.dense()) if is_large(form) else form for name, form in grads.items()}

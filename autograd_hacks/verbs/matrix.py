@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import reduce
 from math import prod
@@ -17,8 +17,10 @@ from autograd_hacks.distributed.cut import whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_NOISE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import Form, RandomMap
+from autograd_hacks.forms.base import holds, kinds_of, written_bytes
 from autograd_hacks.forms.numerics import row_norms, smallest, stretches
 from autograd_hacks.forms.source import Source
+from autograd_hacks.support.display import Table, with_unit
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference, without_autocast
@@ -191,6 +193,18 @@ class Matrix(Mapping[str, Form]):
         """Whose rows they are, for people."""
         each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
         return f"{self.samples} samples{each}"
+
+    def _table_of(self, name: str, reached: Collection[str]) -> Table:
+        """For people.  name: the class's    reached: the names of the parameters that the loss reached"""
+        size = sum(form.shape.numel() for form in self.values())
+        rows = [("parameter", "form", "shape", "holds", "written out")]
+        for parameter, form in self.items():
+            kinds = kinds_of(form) + ("" if parameter in reached else ", not reached")
+            shape, held = str((self.samples, *self.entries, *form.shape)), holds(form).removeprefix("holds ")
+            rows.append((parameter, kinds, shape, held, with_unit(written_bytes(form))))
+        held, written = holds(*self.values()).removeprefix("holds "), with_unit(sum(map(written_bytes, self.values())))
+        title = f"{name} of {self._said()} for {len(self)} parameters, {size} numbers each"
+        return Table(title, [*rows, ("all", "", "", held, written)])
 
     def _placed(self, rows: Tensor, axis: int = 0) -> Tensor:
         """What was found for each row, with (N, *entries) in the place of the rows' axis."""

@@ -15,7 +15,8 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
-from autograd_hacks.support.display import progress, written_bytes
+from autograd_hacks.forms.base import written_bytes
+from autograd_hacks.support.display import progress
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.row_files import RowFile, digest_of
