@@ -43,10 +43,7 @@ class DPOptimizer(_DPOptimizer):
         model: nn.Module,
         noise_multiplier: float,
         max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
+        **options: Any,
     ) -> None:
         if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
             raise ValueError(
@@ -55,17 +52,8 @@ class DPOptimizer(_DPOptimizer):
             )
         self.model = model
         recorder_of(model)  # raises where it has no hooks
-        super().__init__(
-            optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=float(max_grad_norm),
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            generator=generator,
-            secure_mode=secure_mode,
-        )
-        own = {id(p) for p in model.parameters()}
-        if any(id(p) not in own for p in self.params):
+        super().__init__(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=float(max_grad_norm), **options)
+        if not {id(p) for p in self.params} <= {id(p) for p in model.parameters()}:
             raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have" + ON_OPACUS)
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class NormsInside(Shown):
                 "pass within batch(N); or use add_hooks and per_sample_grads(model).norms()."
             )
         factor = len(squares) if loss_type == "mean" else 1
-        return squares.grad.sqrt() * factor / (scale if not isinstance(scale, Tensor) else scale.to(squares.device))
+        return squares.grad.sqrt() * factor / (scale.to(squares.device) if isinstance(scale, Tensor) else scale)
 
     def remove(self) -> None:
         """Leaves the layers as they were."""
@@ -154,14 +154,24 @@ def norms_inside(
         raise ValueError(
             "norms_inside was given a model that has norms inside. Call remove() on what it returned then" + ON_INSIDE
         )
-    given, options = tuple(args), dict(kwargs or {})
     _check_parameters(model)
     state, draws = random_state(cuda_devices_of(model)), torch.Generator().manual_seed(0)
-    expected, gradients = _by_hooks(model, given, options, state, draws)
+    gradients: list[Tensor] = []
+
+    def step() -> None:
+        """A forward and a backward pass, from gradients at the outputs that the first one draws."""
+        given, options = copies((tuple(args), dict(kwargs or {})))
+        with with_random_state(state):
+            outputs = [x for x in tensors_of(model(*given, **options)) if x.requires_grad and x.is_floating_point()]
+        if not gradients:
+            gradients.extend(torch.randn(x.shape, generator=draws, device="cpu").to(x) for x in outputs)
+        torch.autograd.backward(outputs, gradients)
+
+    expected = _by_hooks(model, step)
     inside = NormsInside(model, param_grad)
     try:
         with untouched(model), inside.batch(len(expected)), torch.enable_grad():
-            _run(model, given, options, state, gradients, draws)
+            step()
             found = inside.norms("sum")
         inside._found = None  # they are no batch's
         error = (found - expected).abs() / expected.clamp(min=torch.finfo(expected.dtype).tiny)
@@ -178,21 +188,15 @@ def norms_inside(
     return inside
 
 
-def _by_hooks(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, draws: torch.Generator
-) -> tuple[Tensor, list[Tensor]]:
-    """The norms by hooks, N, and the gradients at the outputs that they are of."""
-    try:
+def _by_hooks(model: nn.Module, step: Callable[[], None]) -> Tensor:
+    """The norms by hooks, N."""
+    with suppress(NothingRecorded):
         recorder_of(model)
-    except NothingRecorded:
-        pass
-    else:
         raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first" + ON_INSIDE)
-    gradients: list[Tensor] = []
     with add_hooks(model):
         with untouched(model), torch.enable_grad():
-            _run(model, args, kwargs, state, gradients, draws)
-            norms: Any = per_sample_grads(model, loss_type="sum").norms()
+            step()
+            norms = per_sample_grads(model, loss_type="sum").norms()
         plan = recorder_of(model).record.plan
         past = {name for unit in plan.units.values() for name in unit.parameters.values()}
         for reading in (plan.reading, *plan.reading.earlier):
@@ -205,24 +209,7 @@ def _by_hooks(
             f"{', '.join(sorted(past & trained))}: read past the layer's own call, where norms_inside sees nothing. Let "
             "layers be called as modules, or use add_hooks."
         )
-    return norms.detach(), gradients
-
-
-def _run(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: Any,
-    gradients: list[Tensor],
-    draws: torch.Generator,
-) -> None:
-    """A forward and a backward pass from gradients at the outputs, which are drawn where there are none."""
-    given, options = copies((args, kwargs))
-    with with_random_state(state):
-        outputs = [x for x in tensors_of(model(*given, **options)) if x.requires_grad and x.is_floating_point()]
-    if not gradients:
-        gradients += [torch.randn(x.shape, generator=draws, device="cpu").to(x) for x in outputs]
-    torch.autograd.backward(outputs, gradients)
+    return norms.detach()
 
 
 def _grad_of(p: Tensor) -> tuple[int, int] | None:
@@ -239,9 +226,8 @@ def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:
         for local, p in module.named_parameters(prefix=path, recurse=False):
             if not p.requires_grad:
                 continue
-            taken = (
-                kind_of(module) is not None if basin is None else getattr(vars(module).get("_tap"), "basin", None) is basin
-            )
+            tap = vars(module).get("_tap")
+            taken = kind_of(module) is not None if basin is None else tap is not None and tap.basin is basin
             if p.is_complex() or not taken or local.rpartition(".")[2] not in ("weight", "bias"):
                 raise UnsupportedLayer(
                     f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph, or which was not in "
