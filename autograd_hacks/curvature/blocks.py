@@ -24,8 +24,8 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress
+from autograd_hacks.verbs.arguments import LIMIT, check_limit, check_size
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.matvec import LIMIT, check_limit, check_size
 from autograd_hacks.verbs.per_sample import grads_of
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}

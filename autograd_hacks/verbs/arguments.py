@@ -1,15 +1,20 @@
-"""What verbs are given: directions, dimensions, names."""
+"""What verbs are given: directions, dimensions, names, dampings, limits."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import isfinite
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import ON_VERBS
-from autograd_hacks.support.kinds import is_whole
+from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge
+from autograd_hacks.forms import Form
+from autograd_hacks.support.kinds import is_number, is_whole
 
+LIMIT = 2**30
+"""Bytes that a block, or other processes' rows, may have, unless told another number."""
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What wrappers put into the names of the parameters inside."""
 
@@ -66,6 +71,40 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
             f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers" + ON_VERBS
         )
     return torch.arange(samples, device="cpu")[index.cpu()]
+
+
+def check_damping(what: str, damping: Any, rank: int | None = None) -> float:
+    """A damping as a number.  rank: at most that of what can't be inverted without; None where it may be 0"""
+    if damping is None and rank is not None:
+        raise TypeError(
+            f"{what} was given no damping. JᵀJ / N has rank {rank} at most, a row for each pass and sample, and can't be "
+            f"inverted without. Add λ > 0 to it, {what}(v, damping=1e-2) say, and try powers of ten: large makes the step "
+            "v / λ, small follows the curvature of these samples alone." + ON_CURVATURE
+        )
+    is_one = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
+    if not is_one or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
+        raise ValueError(f"{what} was given damping={damping!r}; expected a number" + ON_CURVATURE)
+    if float(damping) < 0 or (float(damping) == 0 and rank is not None):
+        least = "0 or a number above it" if rank is None else "a number above 0"
+        raise ValueError(f"{what} was given damping={damping!r}; expected {least}" + ON_CURVATURE)
+    return float(damping)
+
+
+def check_limit(limit: object) -> None:
+    if not is_number(limit):
+        raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')" + ON_CURVATURE)
+
+
+def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
+    """Raises BlockTooLarge for more bytes than a block may have.  sizes: numbers in a block, by its name for people"""
+    largest = max(sizes, key=lambda name: sizes[name])
+    size = sizes[largest] * form.sum_dtype.itemsize
+    if size > limit:
+        raise BlockTooLarge(
+            f"the block {largest} has {size / 2**20:,.0f} MiB, and the limit is {limit / 2**20:,.0f} MiB. Take its diagonal "
+            "(compute_hess(model, kind='diag')), Kronecker factors (kind='kfac'), or products with it "
+            "(per_sample_grads(model).ggn_matvec(v)); or raise limit."
+        )
 
 
 def name_among(key: object, named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> str:

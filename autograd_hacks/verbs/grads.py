@@ -17,10 +17,9 @@ from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, Nothing
 from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Hinting, Shown, Table
-from autograd_hacks.verbs import matrix, statistics
-from autograd_hacks.verbs.arguments import check_dim, check_direction, check_ids, chosen_samples
+from autograd_hacks.verbs import arguments, matrix, statistics
+from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
-from autograd_hacks.verbs.matvec import LIMIT, check_damping, check_limit, check_real, check_size, linear_operator
 from autograd_hacks.verbs.statistics import NoiseScale
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
 
         Raises ValueError for a ``dim`` below 1.
         """
-        check_dim("project was given dim", dim)
+        arguments.check_dim("project was given dim", dim)
 
         def projected(name: str, form: Form) -> Tensor:
             return form.project(matrix.random_map(name, form.shape, dim, seed, self.cuts.get(name)), budget)
@@ -225,7 +224,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         in the order of the ids
         Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
         """
-        check_ids(ids, groups, self.samples)
+        arguments.check_ids(ids, groups, self.samples)
         if groups is None:
             names, ids = ids.unique(return_inverse=True)
             groups = len(names)
@@ -240,7 +239,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
 
         Raises IndexError for a mask of another length, or numbers out of range.
         """
-        chosen = chosen_samples(index, self.samples)
+        chosen = arguments.chosen_samples(index, self.samples)
         rows = self._rows_of(chosen, self.samples)
         return self.with_forms({n: form[rows.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
@@ -307,7 +306,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         """
         other = self if other is None else other
         if not isinstance(other, PerSampleGrads):
-            check_direction(other, self._shapes())
+            arguments.check_direction(other, self._shapes())
             wide = {name: whole_of(x).to(torch.promote_types(x.dtype, torch.float32)) for name, x in other.items()}
             length = matrix.nonzero(matrix.joint_norms([row_norms(x.reshape(1, -1)).cpu() for x in wide.values()], 1))
             along = self.dot({name: x / length.to(x.device) for name, x in wide.items()}, budget)
@@ -372,9 +371,9 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
         """
         self._check_alone("natural_gradient")
-        damping = check_damping("natural_gradient", damping, self._row_count)
-        check_real(self, self.cuts)
-        check_limit(limit)
+        damping = arguments.check_damping("natural_gradient", damping, self._row_count)
+        self._check_real()
+        arguments.check_limit(limit)
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
                 f"J Jᵀ has {self._row_count:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the "
@@ -401,9 +400,9 @@ class PerSampleGrads(Hinting, Shown, Matrix):
             if each not in self:
                 raise KeyError(f"block was given {each!r}; expected the name of a parameter that trains: {', '.join(self)}")
         mine, theirs = self[name], self[other]
-        check_real(self, self.cuts)
-        check_limit(limit)
-        check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
+        self._check_real()
+        arguments.check_limit(limit)
+        arguments.check_size({f"{name} × {other}": mine.shape.numel() * theirs.shape.numel()}, mine, limit)
         with self.reading():
             return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
 
@@ -428,17 +427,18 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         Raises ImportError without scipy, ValueError for another damping.
         """
         self._check_alone("as_linear_operator")
-        damping = check_damping("as_linear_operator", damping)
-        check_real(self, self.cuts)
+        damping = arguments.check_damping("as_linear_operator", damping)
+        self._check_real()
 
         def product(x: Tensor) -> Tensor:
             return self.to_vector(self._matvec(self.from_vector(x))) + damping * x
 
-        return linear_operator(sum(form.shape.numel() for form in self.values()), next(iter(self.values())).like, product)
+        size, first = sum(form.shape.numel() for form in self.values()), next(iter(self.values()))
+        return matrix.linear_operator(size, first.like, product)
 
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """JᵀJ v / N, in what forms add up in: single precision at the least."""
-        check_real(self, self.cuts)
+        self._check_real()
         with self.summing(lambda: None, self.batch) as (_, count):
             return self._transposed(self.dot(v) / max(1, count))
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator,
 from contextlib import contextmanager
 from functools import reduce
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.distributed.cut import whole_sum
+from autograd_hacks.distributed.cut import refuse_curvature, whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
-from autograd_hacks.errors import ON_NOISE, ON_VERBS, NotReduced, StaleRecord
+from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord, needed
 from autograd_hacks.forms import Form, RandomMap
 from autograd_hacks.forms.base import holds, kinds_of, written_bytes
 from autograd_hacks.forms.numerics import row_norms, smallest, stretches
@@ -25,6 +25,9 @@ from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.support.untouched import outside_inference, without_autocast
 from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
 
 T = TypeVar("T")
 
@@ -136,6 +139,22 @@ def random_map(name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | Non
     """A parameter's random map, or what that of the whole is on a part.  shape: the part's"""
     within = None if cut is None else (cut.shape, cut.start(0), cut.start(1))
     return RandomMap(unwrapped(name), shape, dim, seed, within)
+
+
+def linear_operator(size: int, like: Tensor, product: Callable[[Tensor], Tensor]) -> LinearOperator:
+    """A symmetric matrix, (P, P), for SciPy.  product: that with a vector of P numbers    like: a tensor of their kind"""
+    with needed("curvature"):
+        from scipy.sparse.linalg import LinearOperator
+
+    dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
+
+    def matvec(x: Any) -> Any:
+        if x.dtype.kind == "c":
+            return matvec(x.real) + 1j * matvec(x.imag)
+        return product(torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)).cpu().numpy()
+
+    of = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
 
 
 class Matrix(Mapping[str, Form]):
@@ -332,3 +351,12 @@ class Matrix(Mapping[str, Form]):
                 f"{self.spread.mesh.size()} processes. Take it of this process's samples, grads.local().{what}(...), or "
                 "products with JᵀJ, which are everyone's: fisher_matvec, ggn_matvec."
             )
+
+    def _check_real(self) -> None:
+        """Raises for parameters that curvature is not there for: complex ones, and parts of larger ones."""
+        refuse_curvature(bool(self.cuts))
+        for name, form in self.items():
+            if form.like.is_complex():
+                raise TypeError(
+                    f"parameter {name!r} is complex; curvature is there for real parameters alone" + ON_CURVATURE
+                )

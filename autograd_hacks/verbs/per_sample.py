@@ -65,10 +65,9 @@ def grads_of(
     reached = frozenset(name for name, form in forms.items() if form is not None)
     like = {name: part_of(parameters[name]) for name in forms}
     filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
-    record = recorder.record
-    batches = [segment.batch_size() for segment in record.segments]
-    of = record.reduction(loss_type), weakref.ref(model), record.hess_type, batches
-    return PerSampleGrads(filled, samples, reached, *of, spread=spread)
+    record, of_model = recorder.record, weakref.ref(model)
+    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), of_model, hess_type, batches, spread=spread)
 
 
 def compute_grad1(
