@@ -10,13 +10,7 @@ import sys
 from autograd_hacks import errors, forms, rules
 from autograd_hacks.capture import attached
 from autograd_hacks.capture.accumulate import accumulate
-from autograd_hacks.capture.hooks import (
-    clear_backprops,
-    disable_hooks,
-    enable_hooks,
-    pause_hooks,
-    remove_hooks,
-)
+from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.curvature.ekfac import ekfac_solve

@@ -147,13 +147,7 @@ class _Accumulator:
     """Adds batches up, and leaves their means on the parameters at its end; nothing before."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        kind: str,
-        kfac_approx: str,
-        parameters: Collection[str] | None,
-        limit: float,
-        kfac_bias: str,
+        self, model: nn.Module, kind: str, kfac_approx: str, parameters: Collection[str] | None, limit: float, kfac_bias: str
     ) -> None:
         for what, given, expected in (
             ("kind", kind, list(ATTRIBUTES)),

@@ -165,12 +165,7 @@ class Matrix(Mapping[str, Form]):
     """
 
     def __init__(
-        self,
-        forms: Mapping[str, Form],
-        samples: int,
-        entries: Sequence[int],
-        model: weakref.ref[nn.Module],
-        spread: Spread,
+        self, forms: Mapping[str, Form], samples: int, entries: Sequence[int], model: weakref.ref[nn.Module], spread: Spread
     ) -> None:
         self._forms, self.samples, self.entries, self._model = dict(forms), samples, tuple(entries), model
         self.spread, self.cuts = spread, spread.cuts

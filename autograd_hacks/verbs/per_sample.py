@@ -117,12 +117,7 @@ def _samples(forms: Iterable[Form | None]) -> int:
 
 
 def _written(
-    model: nn.Module,
-    recorder: Recorder,
-    spread: Spread,
-    loss_type: str | None,
-    scaling: float | Tensor,
-    set_grad: bool,
+    model: nn.Module, recorder: Recorder, spread: Spread, loss_type: str | None, scaling: float | Tensor, set_grad: bool
 ) -> dict[str, Form | None]:
     """Sets ``grad1``, and returns the forms that it was made of."""
     parameters, seen = spread.parameters, recorder.record.parameters_of(model)
