@@ -119,11 +119,11 @@ def _returned_by(place: str) -> Given:
     function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}"), name, None)
     if not callable(function):
         raise ValueError(f"module {module!r} has no function {name!r}; {WHERE}")
-    found = _tried(function, what=f"{place}()")
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
-        kinds = ", ".join(type(x).__name__ for x in found) if isinstance(found, tuple) else type(found).__name__
+    returned = _tried(function, what=f"{place}()")
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        kinds = ", ".join(type(x).__name__ for x in returned) if isinstance(returned, tuple) else type(returned).__name__
         raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}})")
-    model, given = found
+    model, given = returned
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # as Hugging Face's tokenizers return it
         return model, (), dict(given)
     return model, given if isinstance(given, tuple) else (given,), {}

@@ -129,18 +129,18 @@ def compute_hess_over(
         values.end()
 
 
-def _chosen(model: nn.Module, known: Collection[str], parameters: Iterable[str]) -> list[str]:
+def _chosen(model: nn.Module, trained: Collection[str], parameters: Iterable[str]) -> list[str]:
     """The names among ``known`` that are meant, some of which may be other names of the same parameters."""
     wanted = [parameters] if isinstance(parameters, str) else list(parameters)
     by_alias = dict(model.named_parameters(remove_duplicate=False))
-    first = {id(model.get_parameter(name)): name for name in known}
+    first = {id(model.get_parameter(name)): name for name in trained}
     unknown = [name for name in wanted if name not in by_alias or id(by_alias[name]) not in first]
     if unknown:
         raise ValueError(
-            f"compute_hess was given parameters {unknown}; expected some of those that train: {list(known)}" + ON_CURVATURE
+            f"compute_hess was given parameters {unknown}; expected some of those that train: {list(trained)}" + ON_CURVATURE
         )
     chosen = {first[id(by_alias[name])] for name in wanted}
-    return [name for name in known if name in chosen]
+    return [name for name in trained if name in chosen]
 
 
 class _Accumulator:
@@ -184,12 +184,12 @@ class _Accumulator:
         sums = {f"{k} {name}": x for name in reached for k, x in enumerate(self.sums.get(name) or self._zeros(name))}
         total = self.spread.summed(sums)
         for name in self.names:
-            found: Any = None
+            value: Any = None
             if name in reached and self.kind == "kfac":
-                found = total[f"0 {name}"].div_(max(1, reached[name])), total[f"1 {name}"].div_(max(1, batch))
+                value = total[f"0 {name}"].div_(max(1, reached[name])), total[f"1 {name}"].div_(max(1, batch))
             elif name in reached:
-                found = total[f"0 {name}"].div_(max(1, batch))
-            vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = found
+                value = total[f"0 {name}"].div_(max(1, batch))
+            vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = value
 
     def _counts(self) -> list[int]:
         """How many samples there were, which parameters they have reached, and at how many positions."""

@@ -87,14 +87,14 @@ def ekfac_solve(
     Source: Grosse et al. 2023, "Studying large language model generalization with influence functions" (arXiv:2308.03296).
     """
     parameters = dict(model.named_parameters())
-    known = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
-    if missing := [name for name in v if name not in known]:
+    blocks = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
+    if missing := [name for name in v if name not in blocks]:
         raise NothingRecorded(
             f"{missing[0]} has no ekfac. Run backprop_hess(output) and compute_hess(model, kind='ekfac'), or "
             "compute_hess_over(model, loader, kind='ekfac'), of a loss that reaches it; or leave it out: "
             "per_sample_grads(model, only=...)."
         )
-    wanted = {name: own.names for name, own in known.items()}
+    wanted = {name: block.names for name, block in blocks.items()}
     if apart := [(name, names) for name, names in wanted.items() if any(other not in v for other in names)]:
         raise ValueError(
             f"ekfac_solve was given {apart[0][0]!r} alone, and {' and '.join(apart[0][1])} have one block; give both"
@@ -103,9 +103,9 @@ def ekfac_solve(
     if isinstance(v, PerSampleGrads):
         with v.reading():
             rows = _solved(
-                known, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping
+                blocks, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping
             )
-            return v.with_forms({name: Dense(own) for name, own in rows.items()}, v.samples)
+            return v.with_forms({name: Dense(x) for name, x in rows.items()}, v.samples)
     for name, x in v.items():
         shape = parameters[name].shape
         if not isinstance(x, Tensor) or x.shape[x.ndim - len(shape) :] != shape:
@@ -113,21 +113,21 @@ def ekfac_solve(
                 f"ekfac_solve was given {kind_of(x)} for {name!r}; expected shape {tuple(shape)}, or (..., that)"
                 + ON_CURVATURE
             )
-    return _solved(known, v, parameters, damping)
+    return _solved(blocks, v, parameters, damping)
 
 
 def _solved(
-    known: Mapping[str, EKFAC], v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], damping: float | None
+    blocks: Mapping[str, EKFAC], v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], damping: float | None
 ) -> dict[str, Tensor]:
     """v, block by block."""
-    found: dict[str, Tensor] = {}
-    for names, own in {own.names: own for own in known.values()}.items():
+    solved: dict[str, Tensor] = {}
+    for names, block in {block.names: block for block in blocks.values()}.items():
         axes = [max(1, parameters[name].ndim) for name in names]
         # ... O I, a vector being one column
         columns = [v[n].unsqueeze(-1) if k == 1 else v[n].flatten(v[n].ndim - k + 1) for n, k in zip(names, axes)]
-        solved = own.solve(torch.cat(columns, -1), damping).split([x.shape[-1] for x in columns], -1)
-        found |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, solved)}
-    return {name: found[name] for name in v}
+        parts = block.solve(torch.cat(columns, -1), damping).split([x.shape[-1] for x in columns], -1)
+        solved |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, parts)}
+    return {name: solved[name] for name in v}
 
 
 class Eigenvalues:
@@ -173,9 +173,9 @@ def _turned(form: Form, a: Tensor, b: Tensor, samples: int, joint: bool) -> list
     if len(form.shape) < 2:
         values = form.matrix() @ b
         return [Outer(values, values.new_ones(len(values), 1))]
-    found = form.factors()
-    assert found is not None  # or there would be no ``kfac``
-    gradients, inputs, rows = found
+    factors = form.factors()
+    assert factors is not None  # or there would be no ``kfac``
+    gradients, inputs, rows = factors
     right = (with_ones(inputs) if joint else inputs) @ a
     outers = (Outer(gradient @ b, right) for gradient in gradients)
     return [outer if rows is None else group(outer, rows, samples) for outer in outers]

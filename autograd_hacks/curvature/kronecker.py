@@ -16,7 +16,6 @@ Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two tr
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -47,12 +46,12 @@ def factors_of(
     joint: whether the inputs have a 1 behind them
     """
     parts = form.parts if len(batches) > 1 else [form]
-    found = [_of_batch(part, kfac_approx, samples, joint, out) for part, samples in zip(parts, batches)]
-    known = [factors for factors in found if factors is not None]
-    if len(known) < len(parts):
-        return None
-    a, b = reduce(torch.add, (factors.a for factors in known)), reduce(torch.add, (factors.b for factors in known))
-    return Factors(a, b, sum(factors.positions for factors in known))
+    total: Factors | None = None
+    for part, samples in zip(parts, batches):
+        if (each := _of_batch(part, kfac_approx, samples, joint, out)) is None:
+            return None
+        total = each if total is None else Factors(total.a + each.a, total.b + each.b, total.positions + each.positions)
+    return total
 
 
 def _of_batch(form: Form, kfac_approx: str, samples: int, joint: bool, out: Tensor | None) -> Factors | None:
@@ -103,8 +102,8 @@ def otherwise(kind: str) -> str:
 
 def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """{bias: weight} of the layers that have both of these, and that no other layer shares.  names: some parameters'"""
-    known = {id(model.get_parameter(name)): name for name in names}
-    layers = [{what: known.get(id(p)) for what, p in layer._parameters.items()} for layer in model.modules()]
+    by_id = {id(model.get_parameter(name)): name for name in names}
+    layers = [{what: by_id.get(id(p)) for what, p in layer._parameters.items()} for layer in model.modules()]
     count = Counter(name for layer in layers for name in layer.values())
     pairs = [(layer.get("bias"), layer.get("weight")) for layer in layers]
     return {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}

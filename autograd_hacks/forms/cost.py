@@ -11,32 +11,17 @@ from torch import Tensor
 
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows
 
-SHORT = 1.3
-"""A multiplication in products between positions, whose results are small."""
-
-KERNEL = 0.6
-"""A multiplication in a convolution's own kernel."""
-
-WRITE = 20
-"""To write a number of a row into memory that is held."""
-
-READ = 5
-"""To read it some time later, for its norm or a weighted sum."""
-
-FRESH = 75
-"""To write it into memory that is new to the process, beside `WRITE`."""
+SHORT = 1.3  # a multiplication in products between positions, whose results are small
+KERNEL = 0.6  # a multiplication in a convolution's own kernel
+WRITE = 20  # to write a number of a row into memory that is held
+READ = 5  # to read it some time later, for its norm or a weighted sum
+FRESH = 75  # to write it into memory that is new to the process, beside `WRITE`
+PAIR = 40  # to multiply and add up the products of two positions
+SHIFT = 10  # to add a product of two pixels to another, or to write a number of a window
+CALL = 2e6  # the operations of norms by products, beside those of writing; for all samples together
 
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
-
-PAIR = 40
-"""To multiply and add up the products of two positions."""
-
-SHIFT = 10
-"""To add a product of two pixels to another, or to write a number of a window."""
-
-CALL = 2e6
-"""The operations of norms by products, beside those of writing; for all samples together."""
 
 
 def by_products(pairs: Sequence[Pair]) -> float:

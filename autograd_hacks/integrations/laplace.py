@@ -70,8 +70,8 @@ class _Backend(CurvatureInterface):
         return self._flat(per_sample_jacobian(self._model, selected).dense(), 2), f.detach()
 
     def _flat(self, rows: dict[str, Tensor], axes: int) -> Tensor:
-        found = torch.cat([own.flatten(axes) for own in rows.values()], -1)
-        return found if self.subnetwork_indices is None else found[..., self.subnetwork_indices]
+        joined = torch.cat([x.flatten(axes) for x in rows.values()], -1)
+        return joined if self.subnetwork_indices is None else joined[..., self.subnetwork_indices]
 
 
 class AutogradHacksGGN(_Backend, GGNInterface):

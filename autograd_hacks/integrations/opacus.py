@@ -89,8 +89,8 @@ class DPOptimizer(_DPOptimizer):
                 "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
             )
         mark_set(recorder)
-        own = {id(p) for p in self.params}
-        chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in own}
+        ours = {id(p) for p in self.params}
+        chosen = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in ours}
         return grads if len(chosen) == len(grads) else grads.with_forms(chosen, grads.samples)
 
     @torch.no_grad()

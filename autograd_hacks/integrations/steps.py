@@ -75,10 +75,10 @@ class Steps:
         accumulate(model).start()
 
     def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        known = {id(p) for p in model.parameters()}
+        ours = {id(p) for p in model.parameters()}
         for optimizer in optimizers if self.max_norm is not None else ():
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            others = [p for p in trained if id(p) not in known]
+            others = [p for p in trained if id(p) not in ours]
             if others and (len(optimizers) == 1 or len(others) < len(trained)):
                 shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
                 raise ValueError(
@@ -116,31 +116,31 @@ class Steps:
         scale = 1.0 if scaler is None else scaler.get_scale()
         try:
             with torch.no_grad():
-                found = self._read(model, scale, _is_unscaled(scaler))
+                measures = self._read(model, scale, _is_unscaled(scaler))
         finally:
             accumulate(model).start()
-        self.history.append(found)
-        return found
+        self.history.append(measures)
+        return measures
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
         parts = _parts(model, scale)
         check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = parts.norms() * factor
-        known = bool(norms.isfinite().all())
-        found: dict[str, float] = {"samples": len(norms)}
+        is_finite = bool(norms.isfinite().all())
+        measures: dict[str, float] = {"samples": len(norms)}
         if len(norms):
-            found |= {"norm_mean": norms.mean().item(), "norm_max": norms.max().item()}
-        if self.noise_scale and len(norms) > 1 and known:
-            found |= self._noise(parts, factor)
+            measures |= {"norm_mean": norms.mean().item(), "norm_max": norms.max().item()}
+        if self.noise_scale and len(norms) > 1 and is_finite:
+            measures |= self._noise(parts, factor)
         if self.max_norm is not None:
-            found["clipped"] = (norms > self.max_norm).float().mean().item() if len(norms) else 0.0
+            measures["clipped"] = (norms > self.max_norm).float().mean().item() if len(norms) else 0.0
             weights = (self.max_norm / norms).clamp(max=1)
             if scale != 1:  # what overflowed is to be skipped, whichever parameter it was in
                 weights = weights.where(norms.isfinite(), torch.nan)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
             set_grads(model, sums, parts.reached, recorder=recorder_of(model))
-        return {f"grads/{key}": float(value) for key, value in found.items()}
+        return {f"grads/{key}": float(value) for key, value in measures.items()}
 
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
         """Noise, signal and their ratio, of running means."""
@@ -171,15 +171,15 @@ def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
     """What several steps' `Steps.read` say together: means, the last noise scales, the largest norm; for a logger."""
     keys = dict.fromkeys(key for step in steps for key in step)
-    found = {}
+    means = {}
     for key in keys:
         values = [step[key] for step in steps if key in step]
         is_last = "/noise_scale" in key
         finite = [value for value in values if isfinite(value)]
-        found[key] = (
+        means[key] = (
             values[-1] if is_last or not finite else max(values) if key.endswith("max") else sum(finite) / len(finite)
         )
-    return found
+    return means
 
 
 def _is_unscaled(scaler: torch.amp.GradScaler | None) -> bool:

@@ -65,10 +65,10 @@ def jacobian_descent(
 def _weighting_of(aggregator: object) -> Weighting[Any]:
     if isinstance(aggregator, GramianWeightedAggregator):
         return aggregator.gramian_weighting
-    own = aggregator.weighting if isinstance(aggregator, WeightedAggregator) else aggregator
-    needs_rows = isinstance(aggregator, WeightedAggregator) and not isinstance(own, BY_NUMBER)
-    if isinstance(own, Weighting) and not needs_rows:
-        return own
+    weighting = aggregator.weighting if isinstance(aggregator, WeightedAggregator) else aggregator
+    needs_rows = isinstance(aggregator, WeightedAggregator) and not isinstance(weighting, BY_NUMBER)
+    if isinstance(weighting, Weighting) and not needs_rows:
+        return weighting
     raise TypeError(
         f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators that weight rows by "
         "their Gramian, UPGrad() say, or such a weighting. Others need the rows themselves: per_sample_grads(model).dense()."

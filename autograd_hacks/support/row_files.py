@@ -41,7 +41,7 @@ class RowFile:
     def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
         self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
         self._batches, self._seen = 0, ""  # by this call
-        self.known: dict[str, Any] = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
+        self.progress: dict[str, Any] = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
         if self.path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
                 f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors" + ON_DATA_SETS
@@ -50,12 +50,12 @@ class RowFile:
             raise self._refused(f"and {self._notes}: there is but one, so that it can't be gone on with; delete it")
         try:
             if self._notes.exists():
-                self.known = json.loads(self._notes.read_text())
+                self.progress = json.loads(self._notes.read_text())
         except ValueError as error:
             raise ValueError(f"{self._notes} is no JSON any more ({error}); delete both files" + ON_DATA_SETS) from error
-        if self.known["origin"] != origin:
+        if self.progress["origin"] != origin:
             raise self._refused("holds rows of other weights, or of other checkpoints; delete it, or name another")
-        if self.known["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
+        if self.progress["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
             raise self._refused(f"has {size} bytes, of {_HEADER + self._size()} that were written; delete it and its notes")
 
     def _refused(self, why: str) -> ValueError:
@@ -64,25 +64,25 @@ class RowFile:
     def wants(self, batch: object) -> bool:
         """Whether the rows of one more batch are asked for: of a new one, or of the last in the file, to be compared."""
         self._batches, self._seen = self._batches + 1, digest_of(batch, before=self._seen)
-        if self._batches == self.known["batches"] and self._seen != self.known["seen"]:
+        if self._batches == self.progress["batches"] and self._seen != self.progress["seen"]:
             raise self._refused(
                 "holds rows of other batches, or of these in another order. A loader that is gone on with must not shuffle: "
                 "DataLoader(data, shuffle=False). Or delete the file to begin anew."
             )
-        return bool(self._batches >= self.known["batches"])
+        return bool(self._batches >= self.progress["batches"])
 
     def take(self, rows: Tensor) -> None:
         """The rows of the batch that `wants` was told of."""
-        if self._batches == self.known["batches"]:
+        if self._batches == self.progress["batches"]:
             self._check_last(rows)
         else:
             self._append(rows)
 
     def end(self) -> Tensor:
         """All rows, as `rows` has them, after the last batch."""
-        if self._batches < self.known["batches"]:
+        if self._batches < self.progress["batches"]:
             raise self._refused(
-                f"holds rows of {self.known['batches']} batches; the loader has {self._batches}. Delete the file"
+                f"holds rows of {self.progress['batches']} batches; the loader has {self._batches}. Delete the file"
             )
         return self.rows()
 
@@ -94,16 +94,16 @@ class RowFile:
                 "rows.float()" + ON_DATA_SETS
             )
         kind = {"shape": list(rows.shape[1:]), "dtype": str(rows.dtype)}
-        if self.known["shape"] is None:
-            self.known |= kind
-        elif not kind.items() <= self.known.items():
+        if self.progress["shape"] is None:
+            self.progress |= kind
+        elif not kind.items() <= self.progress.items():
             raise self._refused(
-                f"holds {self.known['dtype']} rows of shape {tuple(self.known['shape'])}, and these are {rows.dtype} of "
-                f"{tuple(rows.shape[1:])}: another verb's; delete it, or name another"
+                f"holds {self.progress['dtype']} rows of shape {tuple(self.progress['shape'])}, and these are {rows.dtype} "
+                f"of {tuple(rows.shape[1:])}: another verb's; delete it, or name another"
             )
         end = _HEADER + self._size()
-        more = {"rows": self.known["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
-        self.known = self.known | more
+        more = {"rows": self.progress["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
+        self.progress = self.progress | more
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(end)  # of a batch that was not written to its end
             file.seek(end)
@@ -111,7 +111,7 @@ class RowFile:
             file.seek(0)
             file.write(self._header())
         draft = self._notes.with_name(self._notes.name + ".draft")
-        draft.write_text(json.dumps(self.known))
+        draft.write_text(json.dumps(self.progress))
         draft.replace(self._notes)
 
     def _check_last(self, rows: Tensor) -> None:
@@ -128,14 +128,14 @@ class RowFile:
         )
 
     def _dtype(self) -> torch.dtype:
-        return next(dtype for dtype in _KINDS if str(dtype) == self.known["dtype"])
+        return next(dtype for dtype in _KINDS if str(dtype) == self.progress["dtype"])
 
     def _size(self) -> int:
         """Of the rows, in bytes."""
-        return int(self.known["rows"]) * prod(self.known["shape"]) * self._dtype().itemsize
+        return int(self.progress["rows"]) * prod(self.progress["shape"]) * self._dtype().itemsize
 
     def _header(self) -> bytes:
-        (numpy_kind, kind), shape = _KINDS[self._dtype()], [self.known["rows"], *self.known["shape"]]
+        (numpy_kind, kind), shape = _KINDS[self._dtype()], [self.progress["rows"], *self.progress["shape"]]
         if self.path.suffix == ".npy":
             text = repr({"descr": numpy_kind, "fortran_order": False, "shape": tuple(shape)})
             return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.ljust(_HEADER - 11).encode() + b"\n"
@@ -144,9 +144,9 @@ class RowFile:
 
     def rows(self) -> Tensor:
         """The rows, read from the file as they are used; what is written to them stays in memory."""
-        if self.known["shape"] is None:
+        if self.progress["shape"] is None:
             return torch.zeros(0, device="cpu")
-        shape = (self.known["rows"], *self.known["shape"])
+        shape = (self.progress["rows"], *self.progress["shape"])
         if not prod(shape):
             return torch.zeros(shape, dtype=self._dtype(), device="cpu")
         import numpy as np
@@ -212,6 +212,6 @@ def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
 
 def _attributes(thing: object) -> dict[str, Any]:
     slots = [getattr(kind, "__slots__", ()) for kind in type(thing).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    found = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
-    return found | (vars(thing) if hasattr(thing, "__dict__") else {})
+    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
+    values = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
+    return values | (vars(thing) if hasattr(thing, "__dict__") else {})

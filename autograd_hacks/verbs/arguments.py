@@ -40,10 +40,10 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
             "of model.named_parameters()." + ON_VERBS
         )
     for name, shape in shapes.items():
-        own = v[name]
-        if not isinstance(own, Tensor) or own.shape != shape or not (own.is_floating_point() or own.is_complex()):
+        x = v[name]
+        if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
             raise ValueError(
-                f"dot was given {kind_of(own)} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
+                f"dot was given {kind_of(x)} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
                 + ON_VERBS
             )
 
@@ -107,28 +107,28 @@ def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
         )
 
 
-def name_among(key: object, named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> str:
-    """Which of the known parameters is meant.  named: all names of a model's parameters
+def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> str:
+    """Which of the parameters that train is meant.  named: all names of a model's parameters
 
     Raises KeyError for what is none of a parameter that trains.
     """
     wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
     names = [name for name, p in named if p is wanted]
-    if (first := next((name for name in names if name in known), None)) is not None:
+    if (first := next((name for name in names if name in trained), None)) is not None:
         return first
     given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
     if isinstance(key, Tensor) and not names:
         given = f"{kind_of(key)}, which is none of the model's parameters"
     elif isinstance(key, int | slice):
         given += "; samples are taken by select(index)"
-    last = [name for name in known if isinstance(key, str) and f".{name}".endswith(f".{key}")]
-    close = [*last, *get_close_matches(str(key), [name for name in known if name not in last], 3)]
-    listing = ", ".join(map(repr, close[:5] or list(known)[:5])) + ("" if close or len(known) <= 5 else " ...")
+    last = [name for name in trained if isinstance(key, str) and f".{name}".endswith(f".{key}")]
+    close = [*last, *get_close_matches(str(key), [name for name in trained if name not in last], 3)]
+    listing = ", ".join(map(repr, close[:5] or list(trained)[:5])) + ("" if close or len(trained) <= 5 else " ...")
     raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
 
 
-def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]], known: Collection[str]) -> list[str]:
-    """Which of the known parameters are meant by patterns, '*' and '?' being for any text and any character.
+def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> list[str]:
+    """Which of the parameters that train are meant by patterns, '*' and '?' being for any text and any character.
 
     named: all names of a model's parameters
     Raises ValueError for a pattern that matches none.
@@ -139,19 +139,19 @@ def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]
             raise TypeError(
                 f"only has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'" + ON_VERBS
             )
-    first = {id(p): name for name, p in reversed(named) if name in known}  # of those that have several
+    first = {id(p): name for name, p in reversed(named) if name in trained}  # of those that have several
     chosen = set[str]()
     for pattern in patterns:
         matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
-        found = {first[id(p)] for _, p in matching if id(p) in first}
-        if not found:
-            close = get_close_matches(pattern, list(known), 3, 0.4) or list(known)[:5]
+        meant = {first[id(p)] for _, p in matching if id(p) in first}
+        if not meant:
+            close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             given = f"{pattern!r}, which matches " + ("frozen parameters alone" if matching else "no parameter")
             raise ValueError(
                 f"only was given {given}; expected names of those that train, {', '.join(map(repr, close))} say" + ON_VERBS
             )
-        chosen |= found
-    return [name for name in known if name in chosen]
+        chosen |= meant
+    return [name for name in trained if name in chosen]
 
 
 def kind_of(value: object) -> str:

@@ -77,7 +77,7 @@ def clip_grad1_norm_(
     spread = spread_of(model, recorder, process_group)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
-    def own() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
+    def read() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
         _check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
@@ -85,11 +85,11 @@ def clip_grad1_norm_(
         lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
         return grads, written, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
-    def counts(found: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
-        return [found[0].samples, *(name in found[0].reached for name in names)]
+    def counts(here: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
+        return [here[0].samples, *(name in here[0].reached for name in names)]
 
     with spread.weights():
-        (grads, written, lengths), (samples, *reaching) = spread.agreed(own, counts, 1 + len(names))
+        (grads, written, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
         weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
         if scaler is not None and scaler.is_enabled():
             # Each optimizer's step is to be skipped, whichever parameter overflowed.
@@ -221,7 +221,7 @@ def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tu
 
     pool: of memory to write into: fresh memory costs more
     """
-    found, left, written = dict(grads), budget, dict[str, Tensor]()
+    forms, left, written = dict(grads), budget, dict[str, Tensor]()
     with grads.reading():
         saved = {name: form.saving(fresh=form.like.is_cpu and not pool.reuse) for name, form in grads.items()}
         for name in sorted(grads, key=lambda name: saved[name], reverse=True):
@@ -230,8 +230,8 @@ def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tu
             if saved[name] > 0 and size <= left:
                 key = f"clipped rows of {name}"
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
-                found[name], left = form.written(written[key]), left - size
-    return grads.with_forms(found, grads.samples) if written else grads, written
+                forms[name], left = form.written(written[key]), left - size
+    return grads.with_forms(forms, grads.samples) if written else grads, written
 
 
 def _give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:

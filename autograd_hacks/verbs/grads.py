@@ -109,10 +109,10 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         per_parameter: whether to return {name: N} instead
         Raises ValueError for directions that are missing, that no parameter has, or of another shape.
         """
-        own = self._direction(v)
+        parts = self._direction(v)
 
         def along(name: str, form: Form) -> Tensor:
-            return form.dot(own[name].to(form.like.device).conj().resolve_conj(), budget)
+            return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
 
         with self.reading():
             return self._each(matrix.by_rows(self, along, budget)) if per_parameter else self._added(along, budget)
@@ -126,8 +126,8 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         with self.summing(lambda: self._by_row(w, several=True)) as (w, _):
             # Weights in what a form adds up in, or better.
             kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
-            own = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
-            sums = ((n, form.weighted_sum(own[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
+            weights = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
+            sums = ((n, form.weighted_sum(weights[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
             return self.spread.settled(sums)
 
     @overload
@@ -174,8 +174,8 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         """
         everyones = self.spread.everyones
         if dim is not None:
-            with self.summing(lambda: self.project(dim, seed)) as (own, _):
-                return own @ everyones(own).mT
+            with self.summing(lambda: self.project(dim, seed)) as (projected, _):
+                return projected @ everyones(projected).mT
         size = max((form.shape.numel() * form.like.element_size() for form in self.values()), default=0)
         with self.summing(lambda: None, self.samples) as (_, count):
             if count * size > limit:
@@ -314,15 +314,15 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         theirs, products = other, self.gram(other, budget)  # checks the other
         n = self.norms(budget=budget)
         m = n if other is self else other.norms(budget=budget)
-        found = products / matrix.nonzero(n).view(*n.shape, *[1] * m.ndim) / matrix.nonzero(m)
+        cosines = products / matrix.nonzero(n).view(*n.shape, *[1] * m.ndim) / matrix.nonzero(m)
         again = matrix.leave_range(n, m)[:, None].flatten(1).any(1).nonzero()[:, 0]
         if not len(again):
-            return found
+            return cosines
         # By rows of length one, whose products stay in the range of numbers.
         some = self.select(again)
         mine, yours = some._by_row(matrix.nonzero(n[again])), theirs._by_row(matrix.nonzero(m))
         units = some._between(theirs, lambda name, form: matrix.unit_products(form, theirs[name], mine, yours, budget))
-        return found.index_put((again,), units)
+        return cosines.index_put((again,), units)
 
     def scaled(self, w: Tensor) -> PerSampleGrads:
         """The rows wₙ gₙ, lazily.  w: N.  Raises as ``second_moment`` does for other weights."""
@@ -442,6 +442,6 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         with self.summing(lambda: None, self.batch) as (_, count):
             return self._transposed(self.dot(v) / max(1, count))
 
-    def _narrowed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _narrowed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """In the parameters' dtypes."""
-        return {name: x.to(self[name].like.dtype) for name, x in found.items()}
+        return {name: x.to(self[name].like.dtype) for name, x in sums.items()}

@@ -146,11 +146,11 @@ def _check_function(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor])
     weights = two_weights(samples, draws)
     # Of an empty batch nothing is known; but processes that hold shards go through the model equally often.
     passes = samples or recorder.record.gathered
-    known, again = [_heard(recorder, first, leaves, given, w) for w in weights] if passes else ({}, {})
+    once, again = [_heard(recorder, first, leaves, given, w) for w in weights] if passes else ({}, {})
     if not samples:
         return
     verdicts = []
-    for key, (call, grad) in known.items():
+    for key, (call, grad) in once.items():
         if not call.is_own:
             continue
         if call.samples not in (None, samples):
@@ -167,7 +167,7 @@ def _check_function(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor])
             "what it has for one sample on axis 0 leads to another's. If samples are on another axis, bring them to axis 0, "
             "output.transpose(0, 1) say; losses of samples must not compare them."
         )
-    if known and True not in verdicts and any(call.is_own for call, _ in known.values()):
+    if once and True not in verdicts and any(call.is_own for call, _ in once.values()):
         raise SamplesMixed(
             f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and no layer's "
             "gradient tells whether its samples are on axis 0. Give it what the model returned, or have that compute it."
@@ -176,10 +176,10 @@ def _check_function(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor])
 
 def _heard(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor], given: Tensor, w: Tensor) -> Grads:
     """What a backward pass from w ∘ given brings to calls."""
-    found: Grads = {}
-    with listening(recorder.backward, lambda key, call, grad: found.update({key: (call, grad.clone())})):
+    heard: Grads = {}
+    with listening(recorder.backward, lambda key, call, grad: heard.update({key: (call, grad.clone())})):
         run_pass(WHAT, first, leaves, given * Layout().over(given, w.to(given)))
-    return found
+    return heard
 
 
 def _announcement(first: Tensor) -> Announcement:
@@ -196,13 +196,13 @@ def _each_entry(first: Tensor) -> Iterator[Tensor]:
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:
     """The rows of the passes that have run, which are recorded no longer."""
-    own = recorder.record
+    mine = recorder.record
     for record in losses.heard_by:
-        if record is not own:  # of a part of the model that is hooked by itself
+        if record is not mine:  # of a part of the model that is hooked by itself
             record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
-    is_own = any(call.is_own for s in own.segments for p in s.passes for call in p.received)
+    is_own = any(call.is_own for s in mine.segments for p in s.passes for call in p.received)
     grads = per_sample_grads(model) if is_own else None
-    own.clear()
+    mine.clear()
     if grads is None or not grads.reached:
         raise NothingRecorded(
             f"the output of shape {tuple(losses.shape)} given to {WHAT} comes of no forward of this {type(model).__name__} "

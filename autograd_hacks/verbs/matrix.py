@@ -43,7 +43,7 @@ def by_rows(forms: Forms, verb: Verb, budget: int) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {name: [] for name in forms}
     for name, _, form in _pieces(forms, budget):
         parts[name].append(verb(name, form))
-    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
+    return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
 
 
 def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
@@ -62,8 +62,8 @@ def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], 
     totals: dict[str, Tensor] = {}
     for name, piece, form in _pieces(forms, budget):
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w[piece].to(form.like.device)
-        found = form.second_moment(weights, about.get(name), budget)
-        totals[name] = totals[name] + found if name in totals else found
+        moment = form.second_moment(weights, about.get(name), budget)
+        totals[name] = totals[name] + moment if name in totals else moment
     return {name: totals[name] for name in forms}
 
 
@@ -117,10 +117,10 @@ def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
     return row_norms(torch.stack([part.to(norms[0].device, dtype) for part in norms], dim=1))
 
 
-def added(found: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The sum over parameters, which may differ in dtype and device."""
     total: Tensor | None = None
-    for part in found:
+    for part in terms:
         if total is None:
             total = part
         elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
@@ -255,18 +255,18 @@ class Matrix(Mapping[str, Form]):
             yield
 
     @contextmanager
-    def summing(self, own: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
-        """`reading`, for sums over the samples of all processes: what ``own()`` returns here, if it raises on none, and the
-        sum of the counts."""
+    def summing(self, here: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
+        """`reading`, for sums over the samples of all processes: what ``here()`` returns on this one, where it has raised on
+        none, and the sum of the counts."""
 
         def checked() -> T:
             self._check()
-            return own()
+            return here()
 
         with outside_inference(), self.spread.weights():
-            found, (total,) = self.spread.agreed(checked, lambda _: [count], 1)
+            result, (total,) = self.spread.agreed(checked, lambda _: [count], 1)
             with self._released():
-                yield found, total
+                yield result, total
 
     @contextmanager
     def _counted(self, what: str) -> Iterator[int]:
@@ -318,7 +318,7 @@ class Matrix(Mapping[str, Form]):
 
     def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same of whole parameters.  parts: {name: rows ...}, of what this process has of them"""
-        whole = {n: whole_sum({n: x}, self.cuts, lambda own: next(iter(own.values()))) for n, x in parts.items()}
+        whole = {n: whole_sum({n: x}, self.cuts, lambda one: next(iter(one.values()))) for n, x in parts.items()}
         return {name: self._placed(x) for name, x in whole.items()}
 
     def _joint_norms(self, norms: Mapping[str, Tensor]) -> Tensor:
@@ -328,8 +328,8 @@ class Matrix(Mapping[str, Form]):
         """(N, M), added up over parameters.  product: of a parameter's rows with those of the other batch"""
         shape = self._row_count, other._row_count
         with self.reading(), other.reading():
-            found = whole_sum(self, self.cuts, lambda forms: added((product(n, form) for n, form in forms.items()), shape))
-            return self._placed(other._placed(found, 1))
+            total = whole_sum(self, self.cuts, lambda forms: added((product(n, form) for n, form in forms.items()), shape))
+            return self._placed(other._placed(total, 1))
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""

@@ -313,14 +313,14 @@ def _weights_of(model: nn.Module, states: list[tuple[State, float]] | None) -> I
     if states is None:
         yield lambda: iter([1.0])
         return
-    own = model.state_dict()
+    now = model.state_dict()
 
     def each() -> Iterator[float]:
         for state, weight in states:
             loaded: Any = state
             if isinstance(state, str | os.PathLike):
                 loaded = torch.load(state, map_location="cpu", weights_only=True)
-            if not isinstance(loaded, Mapping) or own.keys().isdisjoint(loaded):
+            if not isinstance(loaded, Mapping) or now.keys().isdisjoint(loaded):
                 what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
                 raise ValueError(
                     f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
@@ -330,7 +330,7 @@ def _weights_of(model: nn.Module, states: list[tuple[State, float]] | None) -> I
             model.load_state_dict(loaded)
             yield weight
 
-    before = _cloned(own)
+    before = _cloned(now)
     try:
         yield each
     finally:
@@ -381,8 +381,8 @@ def _copied(grads: PerSampleGrads) -> PerSampleGrads:
     """The same rows in memory of their own: products as copies of their factors, all others written out."""
     every = torch.arange(grads.samples, device="cpu")  # to take rows by their numbers copies them
     with grads.reading():
-        own = {n: form[every.to(form.like.device)] if _stays(form) else Dense(form.dense()) for n, form in grads.items()}
-        made = grads.with_forms(own, grads.samples)
+        forms = {n: form[every.to(form.like.device)] if _stays(form) else Dense(form.dense()) for n, form in grads.items()}
+        made = grads.with_forms(forms, grads.samples)
     made._versions = made._versions[len(grads._versions) :]
     return made
 

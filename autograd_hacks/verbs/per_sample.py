@@ -95,8 +95,8 @@ def compute_grad1(
     spread = spread_of(model, recorder, None if set_grad else False)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
-    def counts(found: dict[str, Form | None]) -> list[int]:
-        return [_samples(found.values()), *(found[name] is not None for name in names)]
+    def counts(here: dict[str, Form | None]) -> list[int]:
+        return [_samples(here.values()), *(here[name] is not None for name in names)]
 
     with spread.weights():
         forms, (samples, *reaching) = spread.agreed(
@@ -104,12 +104,13 @@ def compute_grad1(
         )
         if not set_grad:
             return
-        own, reached = spread.parameters, {name for name, count in zip(names, reaching) if count}
+        parameters, reached = spread.parameters, {name for name, count in zip(names, reaching) if count}
         share = 1 / max(1, samples) if recorder.record.reduction(loss_type) == "mean" else 1.0
-        with switches_kept(), torch.no_grad(), without_autocast(own.values()), spread.reading():
-            totals = spread.settled((name, _total(forms[name], own[name], share)) for name in names if name in reached)
-    sums = {name: totals.get(name) for name in names}
-    set_grads(model, sums, reached, recorder=None if recorder.param_grad.wanted else recorder)
+        with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
+            sums = ((name, _total(forms[name], parameters[name], share)) for name in names if name in reached)
+            totals = spread.settled(sums)
+    as_recorded = None if recorder.param_grad.wanted else recorder
+    set_grads(model, {name: totals.get(name) for name in names}, reached, recorder=as_recorded)
 
 
 def _samples(forms: Iterable[Form | None]) -> int:
@@ -151,14 +152,14 @@ def _check_unscaled(scale: float | Tensor) -> None:
 
 def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
     """Writes a parameter's rows, into the memory of the last step's where nobody else holds that.  like: of their kind"""
-    key, own, out = f"grad1 of {name}", vars(parameter), None
+    key, attributes, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
-        pool.give_back(key, own.pop("grad1", None))
+        pool.give_back(key, attributes.pop("grad1", None))
         # A tensor of its own, not a view, to be used again.
         out = pool.take(key, (form.samples, *form.shape), part_of(like))
-    own.pop("grad1", None)  # the old rows make room before the new ones come
+    attributes.pop("grad1", None)  # the old rows make room before the new ones come
     if trains:
-        own["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
+        attributes["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
 
 
 def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:

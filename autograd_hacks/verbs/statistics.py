@@ -39,8 +39,8 @@ def means(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, 
 
 def variances(forms: Forms, about: Mapping[str, Tensor], spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:
     """Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.  about: ḡ"""
-    found = spread.settled(second_moments(forms, None, own_parts(about, spread.cuts), budget).items())
-    return {name: total / (samples - 1) for name, total in found.items()}
+    totals = spread.settled(second_moments(forms, None, own_parts(about, spread.cuts), budget).items())
+    return {name: total / (samples - 1) for name, total in totals.items()}
 
 
 def signal_to_noise(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:
