@@ -147,14 +147,14 @@ class Steps:
         scales = parts.noise_scale(per_parameter=True)
         assert isinstance(scales, dict)
         each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
-        own = {"": (sum(n for n, _ in each.values()), sum(s for _, s in each.values()))}
-        found = {"noise": own[""][0], "signal": own[""][1]}
-        for name, new in {**own, **(each if self.per_parameter else {})}.items():
+        total = sum(n for n, _ in each.values()), sum(s for _, s in each.values())
+        measures = {"noise": total[0], "signal": total[1]}
+        for name, new in {"": total, **(each if self.per_parameter else {})}.items():
             old, keep = self._means.get(name, new), self.smoothing
             noise, signal = (keep * before + (1 - keep) * now for before, now in zip(old, new))
             self._means[name] = noise, signal
-            found["/".join(["noise_scale", name]) if name else "noise_scale"] = noise / signal if signal > 0 else inf
-        return found
+            measures["/".join(["noise_scale", name]) if name else "noise_scale"] = noise / signal if signal > 0 else inf
+        return measures
 
 
 def _parts(model: nn.Module, scale: float) -> PerSampleGrads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -162,46 +163,42 @@ def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], tota
         )
 
 
+@dataclass
 class _Step:
-    """One batch by one model's weights.
+    """One batch by one model's weights."""
 
-    is_brought: whether the model is brought to checkpoints, and else has weights of its own, which may change meanwhile
-    """
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    verb: Callable[..., Any]
+    against: Iterable[Any] | None
+    only: str | Iterable[str] | None
+    budget: int
+    is_brought: bool  # whether the model is brought to checkpoints; its own weights may change meanwhile
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        verb: Callable[..., Any],
-        against: Iterable[Any] | None,
-        only: str | Iterable[str] | None,
-        budget: int,
-        is_brought: bool,
-    ) -> None:
-        self._model, self._loss, self._verb, self._against, self._only = model, loss, verb, against, only
+    def __post_init__(self) -> None:
         self._kept: dict[int, list[PerSampleGrads]] = {}  # of the other data's first batches, by checkpoint
         self._whole: set[int] = set()  # the checkpoints by which they are those of all batches
-        self._left, self._budget, self._is_brought = budget, budget, is_brought
+        self._left = self.budget
         self._weights: object = None  # by which they were taken
         self._seen: list[str] = []  # what tells the other data's batches from others
 
     def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
         """What the verb returns, by name; by `_ALONE` what has none.  checkpoint: which weights the model has"""
         grads = self._grads(batch)
-        if self._against is None:
-            return _by_name(self._verb(grads), None if total else grads.samples)
+        if self.against is None:
+            return _by_name(self.verb(grads), None if total else grads.samples)
         blocks = []
-        for others in self._others(self._against, checkpoint):
-            blocks.append(_by_name(self._verb(grads, others), grads.samples))
+        for others in self._others(self.against, checkpoint):
+            blocks.append(_by_name(self.verb(grads, others), grads.samples))
         if not blocks:
             raise ValueError("over was given against without batches" + ON_DATA_SETS)
         return {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
 
     def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
         """The gradients of the other data, batch by batch."""
-        weights = None if self._is_brought else _look_of(self._model)
+        weights = None if self.is_brought else _look_of(self.model)
         if weights != self._weights:
-            self._kept, self._whole, self._left, self._weights = {}, set(), self._budget, weights
+            self._kept, self._whole, self._left, self._weights = {}, set(), self.budget, weights
         kept = self._kept.setdefault(checkpoint, [])
         first = len(kept)
         yield from kept[:]
@@ -233,10 +230,10 @@ class _Step:
             )
 
     def _grads(self, batch: Any) -> PerSampleGrads:
-        parameters = [(p, p.grad) for p in self._model.parameters()]
+        parameters = [(p, p.grad) for p in self.model.parameters()]
         of_all = [] if has_processes() else [getattr(p, "_post_accumulate_grad_hooks", None) for p, _ in parameters]
         hooks = [(table, dict(table)) for table in of_all if table]
-        ours = recorder_of(self._model).backward.own_hooks()
+        ours = recorder_of(self.model).backward.own_hooks()
         try:
             for table, _ in hooks:  # of an optimizer, say, that steps in the backward pass
                 for key in table.keys() - ours:
@@ -244,8 +241,8 @@ class _Step:
             for p, _ in parameters:
                 p.grad = None
             with torch.enable_grad():
-                backward_to(self._loss(self._model, batch), self._chosen(), "sum")
-            return per_sample_grads(self._model, only=self._only)
+                backward_to(self.loss(self.model, batch), self._chosen(), "sum")
+            return per_sample_grads(self.model, only=self.only)
         finally:
             for p, grad in parameters:
                 p.grad = grad
@@ -254,11 +251,11 @@ class _Step:
 
     def _chosen(self) -> list[Tensor] | None:
         """The parameters that the pass is to go as far as; None for all, for which processes wait for each other."""
-        if self._only is None or has_processes():
+        if self.only is None or has_processes():
             return None
-        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        named = list(self._model.named_parameters(remove_duplicate=False))
-        return [trained[name] for name in names_matching(self._only, named, list(trained))]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        return [trained[name] for name in names_matching(self.only, named, list(trained))]
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
