@@ -130,7 +130,7 @@ def compute_hess_over(
 
 
 def _chosen(model: nn.Module, trained: Collection[str], parameters: Iterable[str]) -> list[str]:
-    """The names among ``known`` that are meant, some of which may be other names of the same parameters."""
+    """The names of those that are meant, some of them by other names of the same parameters."""
     wanted = [parameters] if isinstance(parameters, str) else list(parameters)
     by_alias = dict(model.named_parameters(remove_duplicate=False))
     first = {id(model.get_parameter(name)): name for name in trained}

@@ -154,12 +154,12 @@ def clip_and_noise_(
     spread = spread_of(model, recorder, process_group)
     has_groups = groups is not None
 
-    def own() -> _Rows:
+    def read() -> _Rows:
         check_may_set(recorder, "clip_and_noise_", add, once=True)
         grads, written = written_where_it_saves(grads_of(model, recorder, spread, loss_type), 3 * budget // 4, recorder.pool)
         return _finite(grads, written, groups, recorder, budget // 4)
 
-    rows, (grouped, processes) = spread.agreed(own, lambda _: [has_groups, 1], 2)
+    rows, (grouped, processes) = spread.agreed(read, lambda _: [has_groups, 1], 2)
     _check_apart(spread, groups, grouped, processes)
     weights = (float(max_norm) / rows.kept_norms).clamp(max=1) / float(expected_batch_size)
     set_grads(model, rows.kept.weighted_sum(weights, budget // 4), list(rows.kept), add, recorder)
