@@ -173,7 +173,7 @@ class _Step:
     against: Iterable[Any] | None
     only: str | Iterable[str] | None
     budget: int
-    is_brought: bool  # whether the model is brought to checkpoints; its own weights may change meanwhile
+    is_brought: bool  # whether the model is brought to checkpoints; else its weights may change meanwhile
 
     def __post_init__(self) -> None:
         self._kept: dict[int, list[PerSampleGrads]] = {}  # of the other data's first batches, by checkpoint
