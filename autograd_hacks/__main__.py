@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 import autograd_hacks
+from autograd_hacks.errors import ProbeFailed, SamplesMixed
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.trees import tensors_of
 
@@ -151,12 +152,28 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
+            independence = _independence(model, args, kwargs)
         except Exception as error:  # whatever a user's model raises: that is what the doctor is to say
             print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
             return 1
     print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
     print(f"\n{name}: the per-sample gradients of {len(rows)} parameters are autograd's")
-    return 0
+    print(f"{name}: {independence or 'samples are independent: outputs keep their values when other samples are replaced'}")
+    return int(independence.startswith(_DEPENDS))
+
+
+_DEPENDS = "samples are not independent"
+
+
+def _independence(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why samples are not independent, or that was not shown; nothing where they are."""
+    try:
+        autograd_hacks.verify(model, args=args, kwargs=kwargs, independent=True)
+    except SamplesMixed as error:
+        return f"{_DEPENDS}, which private training needs. {error}"
+    except ProbeFailed as error:
+        return f"that samples are independent was not shown, which private training needs. {error}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ON_HOOKS = see("The model has no hooks")
 ON_PASSES = see("Several backward passes")
 ON_REDUCTION = see("How the loss is reduced")
 ON_PROCESSES = see("Several processes")
-ON_MODES = see("Which mode", "derivatives.rst")
+ON_MODES = see("Losses with derivatives", "usage.rst")
 ON_BATCH = see("Where the batch is", "usage.rst")
 ON_RULES = see("Add your own layer", "extending.rst")
 ON_SCALERS = see("A GradScaler", "usage.rst")
@@ -86,7 +86,7 @@ class UnseenGradient(PerSampleGradientError):
 
 
 class ProbeFailed(PerSampleGradientError):
-    """The model could not run with some samples of the batch in the place of others, which tells where they are."""
+    """The model can't be run again, with samples of the batch in the place of others, to show that these are independent."""
 
     explained = ("A model that can't be probed",)
 
@@ -98,9 +98,9 @@ class VerificationFailed(PerSampleGradientError):
 
 
 class HigherOrderError(PerSampleGradientError):
-    """A backward pass ran with ``create_graph=True``, and rows would miss terms of higher order: see ``add_hooks``."""
+    """The graph that a backward pass with ``create_graph=True`` has made leads to a parameter by a way that isn't known."""
 
-    explained = "Which mode", "derivatives.rst"
+    explained = "What is refused", "derivatives.rst"
 
 
 class BlockTooLarge(PerSampleGradientError):
@@ -131,14 +131,6 @@ class ShardedParameters(PerSampleGradientError):
     """Processes hold parts of a parameter that trains."""
 
     explained = ("Several processes",)
-
-
-OTHER_MODES = (
-    'Losses with derivatives in them have per-sample gradients in add_hooks(model, mode="derivatives"), or mode="expand" '
-    "for what that doesn't cover; or run this pass without it, or within autograd_hacks.pause_hooks(), or call "
-    "clear_backprops(model) and repeat the step."
-)
-"""What to do where a pass makes a graph."""
 
 
 def where(path: str, layer: nn.Module) -> str:

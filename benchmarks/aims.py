@@ -11,7 +11,7 @@ from typing import Any
 from curved import FACTORS, MATVEC
 from derived import DERIVED, MLP
 from peers import PEERS, VMAP
-from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, OURS, PLAIN, REAL, SKIPPED, STREAMED, TURNED, WRITE
+from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, HOOKS, OURS, PLAIN, REAL, SKIPPED, STREAMED, WRITE
 from workloads import ARCHITECTURE, MAIN, NARROW, OTHER, RECURRENT, TINY
 
 Data = dict[str, Any]
@@ -140,8 +140,6 @@ def of_derivatives(task: str, workload: str, result: Data) -> Iterator[Aim]:
             ratio = statistics.median(own / its for own, its in zip(times[system], times[other]))
             yield Aim(task, workload, system, what, ratio, bound)
 
-    if task == GRAD1:
-        yield from aim(TURNED, DEFAULT, "step / the default mode's", 1.02)
     if task != DERIVED:
         return
     for system in (SKIPPED, DEFAULT, CLIPPING):

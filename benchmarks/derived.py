@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 from systems import (
     CLIPPING,
-    COPIES,
     DEFAULT,
     LOOP,
     PLAIN,
@@ -154,14 +153,12 @@ def points(samples: int, *shape: int) -> Callable[[int], Batch]:
     return lambda step: {"x": torch.randn(samples, *shape), "v": torch.randn(samples, *shape).sign()}
 
 
-turned = partial(hooked, mode="derivatives")
 SYSTEMS: dict[str, dict[str, Maker]] = {
     DERIVED: {
         PLAIN: plain,
-        SKIPPED: partial(turned, read=written, param_grad=False),
-        DEFAULT: partial(turned, read=written),
-        CLIPPING: partial(turned, read=clipped, param_grad=False),
-        COPIES: partial(hooked, read=written, mode="expand"),
+        SKIPPED: partial(hooked, read=written, param_grad=False),
+        DEFAULT: partial(hooked, read=written),
+        CLIPPING: partial(hooked, read=clipped, param_grad=False),
     }
 }
 PEERS: dict[str, dict[str, Maker]] = {DERIVED: {LOOP: loop, FUNC_GRAD: by_func, NESTED: partial(by_func, nested=True)}}

@@ -156,9 +156,9 @@ def scaling(
     return {"sizes": sizes, "seconds": times, "peak MB": memory, "exponents": exponents}
 
 
-def warm(workload: Workload, step: Step, device: torch.device, runs: int = 2) -> Step:
+def warm(workload: Workload, step: Step, device: torch.device) -> Step:
     """The step, after two runs: the library's first one is another one."""
-    for _ in range(runs):
+    for _ in range(2):
         step(batch_of(workload, 0, device))
     return step
 

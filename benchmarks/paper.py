@@ -18,10 +18,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.uses import LayerCall
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.cost import by_products, by_writing, memory_of_products, products, row
 from autograd_hacks.forms.positions import multiplications
@@ -130,9 +130,10 @@ def cost_of(model: nn.Module, words: Tensor) -> Cost:
     with autograd_hacks.add_hooks(model, probe=False):
         model(words).square().sum().backward()  # gradients that are no expanded number
         (recorded,) = recorder_of(model).record.segments[0].passes
-        held = [tree_leaves((call.args, grads.at)) for call, grads in recorded.received.items()]
-        calls = [[x for x in own if isinstance(x, Tensor)] for own in held]
-        linear = [own for call, own in zip(recorded.received, calls) if isinstance(call.layer, nn.Linear)]
+        uses = recorded.received
+        calls = [[*(x for x, _ in use.versions), *(g for g in grads.at if g is not None)] for use, grads in uses.items()]
+        layers = [use.layer if isinstance(use, LayerCall) else None for use in uses]
+        linear = [own for layer, own in zip(layers, calls) if isinstance(layer, nn.Linear)]
         found.held_bytes, found.factor_bytes = (_bytes(x for own in of for x in own) for of in (calls, linear))
         found.narrow_bytes = max(map(_bytes, calls))
         for form in autograd_hacks.per_sample_grads(model).values():

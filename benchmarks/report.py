@@ -15,7 +15,6 @@ from peers import EXPANDED, GHOST, OPACUS, VMAP
 from systems import (
     CLIPPED,
     CLIPPING,
-    COPIES,
     DEFAULT,
     GRAD1,
     HOOKS,
@@ -24,7 +23,6 @@ from systems import (
     REAL,
     SKIPPED,
     STREAMED,
-    TURNED,
     WITH_PASSES,
     WRITE,
 )
@@ -33,7 +31,7 @@ Data = dict[str, Any]
 
 COLOURS = {
     PLAIN: "#999999", WRITE: "#cccccc", HOOKS: "#bbbbbb", SKIPPED: "#0b6e4f", DEFAULT: "#2a9d6f", STREAMED: "#7fc8a9",
-    WITH_PASSES: "#7fc8a9", CLIPPING: "#7fc8a9", TURNED: "#7fc8a9", COPIES: "#b9e0cc", FUNC: "#3b6fb6",
+    WITH_PASSES: "#7fc8a9", CLIPPING: "#7fc8a9", FUNC: "#3b6fb6",
     CURVLINOPS: "#d98a29", LOOP: "#8c6d5a", VMAP: "#3b6fb6", EXPANDED: "#d98a29", OPACUS: "#b5364a", GHOST: "#b5364a",
     BACKPACK: "#7a4fa3", JAX: "#3ba6b6", NESTED: "#7ea3d6",
 }  # fmt: skip
@@ -42,7 +40,6 @@ LIGHT, DARK = "#222222", "#dddddd"  # ink for pages that are light, or dark
 SHORT = {
     SKIPPED: "ours, param_grad=False", DEFAULT: "ours", STREAMED: "ours, streaming", LOOP: "loop", VMAP: "vmap(grad)",
     GHOST: "Opacus, ghost", WITH_PASSES: "ours, with its passes", CLIPPING: "ours, clipped step", FUNC: "jvp and vjp",
-    TURNED: 'ours, mode="derivatives"', COPIES: 'ours, mode="expand"',
 }  # fmt: skip
 TITLES = {
     GRAD1: "Per-sample gradients written out (grad1)", CLIPPED: "The mean of clipped gradients",

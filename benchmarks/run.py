@@ -65,7 +65,6 @@ from systems import (
     PLAIN,
     REAL,
     SYSTEMS,
-    TURNED,
     WRITE,
     Maker,
     Step,
@@ -212,9 +211,7 @@ def timed(task: str, name: str, workload: Workload, options: argparse.Namespace,
     steps: dict[str, Step] = {}
     for system in [system for system in chosen if system not in failures]:
         try:
-            # That mode compares sums of rows in 16 steps, if no derivative comes before.
-            runs = 17 if system == TURNED else 2
-            steps[system] = warm(workload, build(workload, chosen[system], device), device, runs)
+            steps[system] = warm(workload, build(workload, chosen[system], device), device)
         except Exception as error:  # in single precision; whatever a peer raises
             failures[system] = reason(system, error, workload)
     result: Data = {"kind": workload.kind, "failures": failures, "errors": errors}

@@ -25,9 +25,8 @@ PLAIN, WRITE, HOOKS, LOOP = "plain", "write once", "hooks alone", "one backward 
 DEFAULT, SKIPPED, STREAMED = "autograd_hacks", "autograd_hacks, param_grad=False", "autograd_hacks, streaming"
 WITH_PASSES = "autograd_hacks, with its passes"  # of curvature
 CLIPPING = "autograd_hacks, clipped step"  # with param_grad=False
-TURNED, COPIES = 'autograd_hacks, mode="derivatives"', 'autograd_hacks, mode="expand"'
 REFERENCES = (PLAIN, WRITE, HOOKS)  # they make no per-sample gradients
-OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES, CLIPPING, TURNED, COPIES)
+OURS = (SKIPPED, DEFAULT, STREAMED, WITH_PASSES, CLIPPING)
 MAX_NORM = 1.0
 
 
@@ -67,10 +66,8 @@ def write_once(workload: Workload, model: nn.Module) -> Step:
     return step
 
 
-def hooked(
-    workload: Workload, model: nn.Module, read: Callable[[nn.Module], Found], param_grad: bool = True, mode: str = "hooks"
-) -> Step:
-    autograd_hacks.add_hooks(model, param_grad=param_grad, mode=mode)
+def hooked(workload: Workload, model: nn.Module, read: Callable[[nn.Module], Found], param_grad: bool = True) -> Step:
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
     backward = plain(workload, model)
 
     def step(batch: Batch) -> Found:
@@ -181,5 +178,4 @@ SYSTEMS: dict[str, dict[str, Maker]] = {
     },
 }
 SYSTEMS[REAL] = SYSTEMS[GRAD1] | {CLIPPING: SYSTEMS[CLIPPED][SKIPPED]}
-SYSTEMS[GRAD1][TURNED] = partial(hooked, read=written, mode="derivatives")  # of losses without derivatives
 """{task: {system: its maker}}"""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Between
-from oracle import Rows, assert_rows, squares
+from oracle import Rows, assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
 
 import autograd_hacks
@@ -42,10 +42,14 @@ def losses_of(out: Any) -> Tensor:
 
 
 def steps_of(
-    model: nn.Module, batches: Sequence[tuple[Any, ...]], losses: Callable[[Any], Tensor] = losses_of, context: Any = None
+    model: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    losses: Callable[[Any], Tensor] = losses_of,
+    context: Any = None,
+    independent: bool = False,
 ) -> Iterator[None]:
     """A hooked model's steps, each up to its rows."""
-    with autograd_hacks.add_hooks(model):
+    with autograd_hacks.add_hooks(model, independent=independent):
         for args in batches:
             model.zero_grad()
             with context or contextlib.nullcontext():
@@ -55,14 +59,46 @@ def steps_of(
 
 
 def check_refused(
-    model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of, context: Any = None
+    model: nn.Module,
+    *batches: tuple[Any, ...],
+    losses: Callable[[Any], Tensor] = losses_of,
+    context: Any = None,
+    independent: bool = False,
 ) -> None:
-    for n, _ in enumerate(steps_of(model, batches, losses, context)):
+    """independent: whether samples mix by a way that has no gradient, and independence is asked for"""
+    for n, _ in enumerate(steps_of(model, batches, losses, context, independent)):
         try:
             autograd_hacks.compute_grad1(model)
         except PerSampleGradientError:
             continue
         pytest.fail(f"read in step {n}, which mixes samples")
+
+
+def check_refused_or_right(model: nn.Module, *batches: tuple[Any, ...]) -> None:
+    """Where chance has left the samples apart rows are derivatives of the very losses; everywhere else they are refused."""
+    refused = 0
+    with autograd_hacks.add_hooks(model):
+        for args in batches:
+            model.zero_grad()
+            losses, parameters = losses_of(model(*args)), dict(model.named_parameters())
+            with autograd_hacks.pause_hooks():
+                rows = [torch.autograd.grad(x, list(parameters.values()), retain_graph=True) for x in losses]
+            losses.mean().backward()
+            try:
+                autograd_hacks.compute_grad1(model)
+            except PerSampleGradientError:
+                refused += 1
+                continue
+            assert_rows(model, {name: torch.stack(own) for name, own in zip(parameters, zip(*rows))})
+    assert refused
+
+
+def check_derivatives(model: nn.Module, *batches: tuple[Any, ...]) -> None:
+    """Each step's rows are the derivatives of each loss, whatever values of other samples went into that."""
+    for args, _ in zip(batches, steps_of(model, batches)):
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_loss_at_a_time(model, lambda: losses_of(model(*args))))  # noqa: B023
 
 
 def check_right(model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[Any], Tensor] = losses_of) -> None:
@@ -165,6 +201,10 @@ MIXING: dict[str, How] = {
     "a gate of 1e-4": lambda h: h + 1e-4 * h.mean(0),
     "a gate of 1e-6": lambda h: h + 1e-6 * h.mean(0),
 }
+
+
+WITHOUT_GRADIENT = frozenset(("detached", "the largest, detached", "ranks"))
+"""Of these the ways by which samples mix have no gradient."""
 
 
 def zeroed(layer: nn.Module) -> nn.Module:

@@ -78,6 +78,18 @@ class Saves(nn.Module):
         return head
 
 
+class Gains(nn.Module):
+    """Makes its loss itself, and reads a weight in a way that needs its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.gain, self.head = nn.Linear(3, 4), nn.Parameter(torch.rand(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.head(self.inward(x).tanh() * (self.gain * self.gain))
+        return squares(out, y).mean(), out
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 

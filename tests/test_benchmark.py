@@ -17,7 +17,7 @@ from aims import all_aims, proof_costs, ratios
 from architectures import ARCHITECTURES
 from derived import DERIVED, FUNC_GRAD
 from families import TINY
-from systems import CLIPPED, CLIPPING, COPIES, DEFAULT, GRAD1, LOOP, PLAIN, REAL, SKIPPED, SYSTEMS, TURNED
+from systems import CLIPPED, CLIPPING, DEFAULT, GRAD1, LOOP, PLAIN, REAL, SKIPPED, SYSTEMS
 from workloads import ARCHITECTURE, MAIN, Workload, classification, multilayer, of_shape
 
 CPU = torch.device("cpu")
@@ -154,8 +154,8 @@ def test_derivatives_have_a_table_of_their_own(tmp_path, monkeypatch):
     assert data["results"].keys() == {DERIVED}
     assert "proofs" not in data or data["proofs"] == {}
     result = data["results"][DERIVED][name]
-    assert {PLAIN, SKIPPED, DEFAULT, CLIPPING, COPIES, LOOP, FUNC_GRAD} == set(result["seconds"])
-    assert 'mode="expand"' in report.page(data, {DERIVED: {name: "a.svg"}})
+    assert {PLAIN, SKIPPED, DEFAULT, CLIPPING, LOOP, FUNC_GRAD} == set(result["seconds"])
+    assert "ours, clipped step" in report.page(data, {DERIVED: {name: "a.svg"}})
     result["seconds"] = {system: [20.0] for system in result["seconds"]} | {SKIPPED: [2.0], FUNC_GRAD: [16.0]}
     result["peak MB"] = {PLAIN: 1.0, CLIPPING: 3.0}
     aims = {(aim.system, aim.what): aim for aim in all_aims(data)}
@@ -165,13 +165,6 @@ def test_derivatives_have_a_table_of_their_own(tmp_path, monkeypatch):
     assert not aims[CLIPPING, memory].met
     result["kind"] = derived.SMALL
     assert {aim.bound for aim in all_aims(data) if aim.what == ratio} == {0.8}
-
-
-def test_the_mode_is_aimed_to_cost_nothing_where_losses_have_no_derivatives():
-    result = {"kind": MAIN, "seconds": {PLAIN: [1, 1, 9], DEFAULT: [2, 4, 9], TURNED: [2, 4.04, 20]}, "failures": {}}
-    result["seconds"]["write once"] = [1, 1, 1]
-    found = [aim for aim in all_aims({"results": {GRAD1: {WORKLOAD: result}}}) if aim.system == TURNED]
-    assert [(aim.figure, aim.met) for aim in found] == [(1.01, True)]
 
 
 def test_architectures_that_fail_are_said():

@@ -22,6 +22,13 @@ def two():
 def mixing():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(5, 3)
 
+class Centred(nn.Module):
+    def forward(self, h):
+        return h - h.mean(0).detach()
+
+def centred():
+    return nn.Sequential(nn.Linear(3, 2), Centred(), nn.Linear(2, 2)), torch.randn(5, 3)
+
 def keywords():
     return nn.Bilinear(3, 4, 2), {"input1": torch.randn(5, 3), "input2": torch.randn(5, 4)}
 
@@ -115,6 +122,16 @@ def test_the_doctor_says_what_it_could_not_check(
     out = capsys.readouterr().out
     assert says in out
     assert "autograd's" not in out
+
+
+def test_the_doctor_finds_samples_that_know_of_each_other(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{models}:centred"]) == 1
+    said = capsys.readouterr().out
+    assert "of 4 parameters are autograd's" in said
+    assert "samples are not independent, which private training needs" in said
+    for name in ("good", "two", "keywords"):
+        assert main(["doctor", f"{models}:{name}"]) == 0
+        assert f"{name}: samples are independent" in capsys.readouterr().out
 
 
 def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +128,24 @@ def a_penalty() -> None:
     autograd_hacks.compute_grad1(model)
 
 
-def a_gradient_penalty() -> None:
-    model, x = hooked(), X.clone().requires_grad_()
+def a_gradient_by_a_function_of_ones_own() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, weight = ctx.saved_tensors
+            return grad @ weight.T, x.T @ grad
+
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Product.apply(x, self.weight).tanh() + self.bias
+
+    model, x = Own(3, 3), X.clone().requires_grad_()
+    autograd_hacks.add_hooks(model)
     torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
     autograd_hacks.compute_grad1(model)
 
@@ -141,7 +158,7 @@ def a_model_of_one_batch_alone() -> None:
             return super().forward(x)
 
     model = nn.Sequential(Picky(3, 2))
-    autograd_hacks.add_hooks(model)
+    autograd_hacks.add_hooks(model, independent=True)
     model(X)
 
 
@@ -227,7 +244,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_scalar, ValueError, "How the loss is reduced"),
     (losses_that_are_too_few, errors.BatchSizeError, "Another number of samples"),
     (a_penalty, errors.UnseenGradient, "Gradient by another way"),
-    (a_gradient_penalty, errors.HigherOrderError, "Which mode"),
+    (a_gradient_by_a_function_of_ones_own, errors.HigherOrderError, "What is refused"),
     (a_model_of_one_batch_alone, errors.ProbeFailed, "A model that can't be probed"),
     (nothing_to_step_by, errors.ParamGradSkipped, "No ordinary gradients"),
     (factors_of_a_norm, errors.UnsupportedLayer, "No rule for a layer"),

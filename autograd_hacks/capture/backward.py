@@ -1,36 +1,51 @@
-"""What backward passes bring, and to which calls and parameters.  No mathematics."""
+"""What backward passes bring, and to which uses and parameters.  No mathematics."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall, Turning
-from autograd_hacks.capture.graph import ANNOUNCED, CAPTURED, Live, hear_at, reach_of
-from autograd_hacks.capture.param_grad import ParamGrad
+from autograd_hacks.capture.arrivals import ANNOUNCED, CAPTURED, AtOutput, reach_of
 from autograd_hacks.capture.records import NO_GRAD, Pass, Record, Segment
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.capture.wrappers import Reduction
-from autograd_hacks.errors import HigherOrderError
-from autograd_hacks.probe.plan import EXPAND, HOOKS
+from autograd_hacks.errors import ParamGradSkipped
+from autograd_hacks.forms import add
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of
 
 
-class Backward:
-    """Hears of gradients, at the outputs of calls and at parameters, and files them in a record."""
+@dataclass
+class Inner:
+    """A pass within a pass, by which gradients come to uses and not to parameters: see `capture/lean.py`."""
 
-    def __init__(self, record: Record, param_grad: ParamGrad, reduction: Reduction) -> None:
-        self.record, self.param_grad, self.reduction = record, param_grad, reduction
+    task: int  # of the pass around it
+    ways: Mapping[str, str]  # what that does at parameters, by name: see `reach_of`
+    left: dict[str, int] = field(default_factory=dict)  # by parameter how many gradients at its uses are still to come
+    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients come too, after all at their uses
+    filed: set[tuple[Use, int]] = field(default_factory=set)  # those that have come, by use and the number of its tensor
+
+
+class Backward:
+    """Hears of gradients, at uses and at parameters, and files them in a record."""
+
+    def __init__(self, record: Record, reduction: Reduction) -> None:
+        self.record, self.reduction = record, reduction
+        self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
         self.attached = True  # whether the hooks are there; graphs may outlive them
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.running: Pass | None = None
@@ -38,11 +53,18 @@ class Backward:
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
-        self._turned: list[Turning] = []  # what the running pass has made calls of
         # What hears of gradients in the record's place.
-        self.listener: Callable[[RecordedCall, int, Tensor | None], None] | None = None
+        self.listener: Callable[[Use, int, Tensor | None], None] | None = None
         # ``settle(record, pass, name, grad)``: whether rows add up to what has arrived, so that it need not be kept.
         self.settle: Callable[[Record, Pass, str, Tensor], bool] | None = None
+        # ``created(use, node, hook)``: a pass of which a graph is made has come to a node.
+        self.created: Callable[[Use, Node, AtOutput | None], None] | None = None
+        self._keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
+        self.inner: Inner | None = None  # the pass within a pass that runs, without ordinary gradients
+
+    def hears(self) -> bool:
+        """Whether passes are noted."""
+        return Switch.on() and self.attached and self.listener is None
 
     def detach(self) -> None:
         self.attached = False
@@ -52,10 +74,17 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left", "listener", "settle")
+        names = ("running", "answered", "unanswered", "called", "_left", "listener", "settle", "inner")
         with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
-            self.running, self._left, self.called = None, None, set()
+            self.running, self._left, self.called, self.inner = None, None, set(), None
             self.settle = lambda *_: True  # who runs them compares
+            yield
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """A context whose passes leave nothing in the record."""
+        with restored(partial(setattr, self, "listener", self.listener)):
+            self.listener = lambda use, slot, grad: None
             yield
 
     def own_hooks(self) -> set[int]:
@@ -70,7 +99,7 @@ class Backward:
             # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
             self.watched[parameter] = (
                 parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
-                parameter.register_post_accumulate_grad_hook(partial(_accumulated, self.param_grad, self.reduction)),
+                parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self))),
             )
 
     def watch_outputs(self, output: Any) -> None:
@@ -79,26 +108,23 @@ class Backward:
         for slot in self.record.plan.mixed_outputs:
             node = outputs[slot].grad_fn if slot < len(outputs) else None
             if node is not None:
-                node.register_prehook(partial(self._note_mixed, slot, tuple(outputs[slot].shape)))
+                node.register_prehook(partial(self._note_mixed, slot))
 
-    def note_door(self, where: str, grads: tuple[Tensor | None, ...]) -> None:
-        """Hears of gradient that comes by something that the model keeps."""
+    def _note_mixed(self, slot: int, grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and self.listener is None and any(grad is not None for grad in grads):
-            self.enter(current_task()).side_door = where
-
-    def _note_mixed(self, slot: int, shape: tuple[int, ...], grads: tuple[Tensor | None, ...]) -> None:
-        if Switch.on() and self.attached and any(grad is not None for grad in grads):
-            self.enter(current_task()).mixed_output = slot, shape
+            self.enter(current_task()).mixed_output = slot
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
         if self.running is None:
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, forwards_before=self.unanswered)
+            if losses is not None and self.record not in losses.heard_by:
+                losses.heard_by.append(self.record)
             if losses is not None and self.running.is_hess:
                 self.running.arrived = losses.arrived.setdefault(self.record, {})
             self.record.superseded, self.record.superseded_unseen = [], {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, self.running))
+            call_at_end(partial(self._finish, self.running))
         return self.running
 
     def _finish(self, ended: Pass) -> None:
@@ -109,66 +135,65 @@ class Backward:
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
         # Behind what wrappers do with gradients at a pass's end.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._note_left, ended))
+        call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
         own = (call.edges[local] for call, grads in ended.received.items() if call.is_own for local in grads.reached)
         leaves = (edge for edge in own if edge.parameter.is_leaf and not ended.captures)
         states = ((edge.name, self.record.state_of_grad(edge.name, edge.parameter)) for edge in leaves)
-        left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.param_grad.wanted))
+        left = ((name, s) for name, s in states if s is not None and (s != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
 
-    def receive(self, call: RecordedCall, slot: int, grad: Tensor | None, raw: Tensor | None, live: Live) -> Tensor | None:
-        """Notes the gradient that the running pass brings to one of a call's outputs; see `Receive`."""
-        if not (Switch.on() and self.attached) or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
-        makes_graph = torch.is_grad_enabled()
-        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched: many passes in one
-            if makes_graph and call.entry is not None:
-                raise HigherOrderError(
-                    "a backward pass with is_grads_batched=True and create_graph=True has run through a model that was "
-                    'hooked in mode="derivatives". Ask for one row after the other, or use add_hooks(model, mode="expand").'
-                )
-            return None
-        if self.listener is not None:
-            self.listener(call, slot, grad)
-            return None
-        other = self._turn(call, grad, raw) if makes_graph else None
-        self._note(call, slot, grad, live if makes_graph and self.record.plan.mode != HOOKS else None)
-        return other
-
-    def _turn(self, call: RecordedCall, grad: Tensor | None, raw: Tensor | None) -> Tensor | None:
-        """Has a pass of which a graph is made noted as a call of its own."""
-        if call.entry is None or grad is None or raw is None:
-            return None
-        if not self._turned:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_turns)
-        self._turned.append(call.entry)
-        return call.entry.turn(call, raw, grad.shape, self.receive)
-
-    def _end_turns(self) -> None:
-        for entry in self._turned:
-            entry.forget()
-        self._turned.clear()
-
-    def _note(self, call: RecordedCall, slot: int, grad: Tensor | None, live: Live) -> None:
-        if makes_graph := torch.is_grad_enabled():
-            self.record.comparing = True
-            mode, is_skipped = self.record.plan.mode, bool(call.skipped) or not self.param_grad.wanted
-            if mode == HOOKS and is_skipped:
-                self.param_grad.check_graph()
-            elif call.is_lost and mode != HOOKS and (is_skipped or mode == EXPAND):  # else sums are compared
-                self.record.lost[call.forward] = call.what
-        # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
-        ways = {local: way for local, edge in call.edges.items() if (way := reach_of(edge.node))}
-        if grad is None or not ways:
+    def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
+        """Notes the gradients that the running pass brings to a use; see `Receive`."""
+        if not (Switch.on() and self.attached) or is_transformed():
             return
-        task, captures = current_task(), CAPTURED in ways.values()
-        announced = ANNOUNCED.get(task)
-        if captures and (announced is None or announced.hess_type is None):  # which asks for gradients and takes none
-            self.param_grad.check_captured([call.edges[local].parameter for local in ways if ways[local] == CAPTURED])
+        if any(g is not None and is_batched(g) for g in grads):
+            return  # is_grads_batched: many passes in one
+        if self.listener is not None:
+            for number, grad in enumerate(grads, slot):
+                self.listener(use, number, grad)
+            return
+        if self.inner is not None:
+            if (use, slot) in self.inner.filed:
+                return
+            self.inner.filed.add((use, slot))
+        makes_graph = torch.is_grad_enabled()
+        if use.plan is not None:
+            use.plan.derives = makes_graph or bool(use.plan.derives)
+        if makes_graph and node is not None and self.created is not None:
+            self.created(use, node, hook)
+        received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
+        if received is not None and isinstance(use, NodeUse) and node is not None:
+            received.kept = _sum(received.kept, self._taken(use, node, grads, received.reached))
+        if self.inner is not None and self.record.on_arrival is not None:
+            for edge in use.edges.values():
+                self.inner.left[edge.name] -= 1
+                if not self.inner.left[edge.name] and edge.name not in self.inner.arriving:
+                    self.reached(edge.name, None)
+
+    def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
+        """The forms of a node's values, or what is to be raised when they are read."""
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()), without_autocast([g for g in grads if g is not None]):
+                return use.take(node, grads, reached)
+        except Exception as error:  # the user's own pass goes on
+            return error
+
+    def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
+        # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
+        inner, edges = self.inner, use.edges.items()
+        if inner is None:
+            ways = {local: way for local, edge in edges if (way := reach_of(edge.node))}
+        else:
+            ways = {local: way for local, edge in edges if (way := inner.ways.get(edge.name, ""))}
+        if all(grad is None for grad in grads) or not ways:
+            return None
+        task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
+        if captures and use.is_own and inner is None:
+            self.check_captured([use.edges[local].parameter for local, way in ways.items() if way == CAPTURED])
         # A call that checkpointing makes again inside a pass belongs to that pass, in whatever task its gradient comes.
-        outer = None if call.recomputed_in is None else call.recomputed_in()
+        outer = None if use.recomputed_in is None else use.recomputed_in()
         outer = None if outer is None or outer.finished else outer
         if outer is None and self.running is not None and self.running.task != task:
             self.running = None  # left by a pass that failed
@@ -176,20 +201,27 @@ class Backward:
         current.captures |= captures
         current.higher_order |= makes_graph
         current.ambiguous |= outer is not None and current.forwards_before > 1
-        self._file(current, call)
-        received = current.received.get(call)
+        self._file(current, use)
+        received = current.received.get(use)
         if received is None:
-            received = current.received[call] = OutputGrads([None] * call.slots, [0] * call.slots)
-        received.at[slot] = grad = grad.detach() if live is None else grad
-        received.live = live
-        received.versions[slot] = version_of(grad)
+            received = current.received[use] = OutputGrads([None] * use.slots, [0] * use.slots)
+        for number, grad in enumerate(grads, slot):
+            if grad is not None:
+                grad = grad.detach() if live is None and not makes_graph else grad
+                # From a graph that an inner pass has made some comes past it, into the same use.
+                received.at[number] = grad = grad if (before := received.at[number]) is None else before + grad
+                received.versions[number] = version_of(grad)
+        received.live = live or received.live
+        if inner is None and self.wants_grad is False:
+            current.brought.update(use.edges[local].name for local in ways)
         new = [local for local in ways if local not in received.reached]
         received.reached += tuple(new)
         for local in new:
-            current.calls_of.setdefault(call.edges[local].name, []).append(call)
+            current.calls_of.setdefault(use.edges[local].name, []).append(use)
         self.answered = True
+        return received
 
-    def _file(self, current: Pass, call: RecordedCall) -> None:
+    def _file(self, current: Pass, call: Use) -> None:
         """Puts the pass into a segment.
 
         A pass through a forward that a segment holds adds to it.  One through other forwards alone replaces all, or begins
@@ -219,8 +251,6 @@ class Backward:
             # 5. Its first call: it adds to the segment that was found, or begins one.
             home = target or Segment(forwards={call.forward})
             home.passes.append(current)
-            if current.losses and record not in current.losses.heard_by:
-                current.losses.heard_by.append(record)
             if target is None and record.accumulating:
                 record.add(home)
             elif target is None:
@@ -233,19 +263,16 @@ class Backward:
                 record.unseen = {name: after for name, after in record.unseen.items() if after == record.forwards}
         home.forwards.add(call.forward)
 
-    def note_lost(self, names: Sequence[str], grads: tuple[Tensor | None, ...]) -> None:
-        """Hears of gradient at the output of a call that was not noted, and whose parameters were switched off."""
-        if Switch.on() and self.attached and grads[0] is not None:
-            self.enter(current_task())
-            self.record.unseen |= dict.fromkeys(names, self.record.forwards)
-
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """Hears of the gradient that a pass brings to a parameter, after all calls that it came through.  Returns what is
+        """Hears of the gradient that a pass brings to a parameter, after all uses that it came through.  Returns what is
         to take its place, or None."""
         self._hear(parameter, grad)
-        if grad is None or grad.grad_fn is None or not torch.is_grad_enabled() or self.record.plan.mode == HOOKS:
+        if grad is None or grad.grad_fn is None or not torch.is_grad_enabled():
             return None
-        return hear_at(grad.view_as(grad), self._note_sum)
+        seen = grad.view_as(grad)
+        if seen.grad_fn is not None:
+            seen.grad_fn.register_prehook(self._note_sum)
+        return seen
 
     def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
         if Switch.on() and self.attached and self.listener is None and grads[0] is not None:
@@ -255,36 +282,80 @@ class Backward:
         if not (Switch.on() and self.attached) or self.listener is not None:
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)
-        calls = () if running is None else running.calls_of.get(name, ())
-        if record.on_arrival is not None and running is not None:
-            record.on_arrival(running, name, grad)
-        skips = [name in call.skipped for call in calls]
-        left, own = self._left, running is not None and not running.captures and any(call.is_own for call in calls)
+        uses = () if running is None else running.calls_of.get(name, ())
+        self.reached(name, grad)
+        left, own = self._left, running is not None and not running.captures and any(use.is_own for use in uses)
         if running is not None and own and left is not None and left[0] == name:
             running.adds_to_left = left[1] == self.record.state_of_grad(name, parameter)
         if grad is None:
             return
-        if running is None or all(skips):
+        if running is None or not uses:
             record.unseen[name] = record.forwards
             return
-        if not running.captures:
-            running.fills_grad |= self.param_grad.wanted or not own
-            if own and not self.param_grad.wanted:
-                self.param_grad.keep(parameter, name)
-        if grad.is_meta or any(skips):
-            return  # a part of it was not computed
-        if record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
+        if not running.captures and self.inner is None:
+            running.fills_grad |= self.wants_grad or not own
+            if own and not self.wants_grad and parameter in record.names:
+                self._keeps[name], parameter.grad = parameter.grad, None
+            if name in running.skipped - running.brought:  # past the uses, which bring none
+                record.unseen[name] = record.forwards
+        if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return
-        if self.settle is None or not self.settle(record, running, name, grad):
+        is_part = self.inner is not None and record.comparing  # of what comes in this pass: see `capture/lean.py`
+        if is_part or self.settle is None or not self.settle(record, running, name, grad):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
+    def put_back(self, parameter: Tensor) -> None:
+        """Hears that a parameter's gradient is in its ``.grad``, and leaves that as it was where none is wanted."""
+        if self._keeps and (name := self.record.names.get(parameter)) in self._keeps:
+            parameter.grad = self._keeps.pop(name or "")
 
-def _accumulated(param_grad: ParamGrad, reduction: Reduction, parameter: Tensor) -> None:
-    if param_grad.keeps:
-        param_grad.put_back(parameter)
-    if reduction.reducing:
-        reduction.accumulated()
+    def check_captured(self, parameters: Sequence[Tensor]) -> None:
+        """Raises where ordinary gradients are asked for.  parameters: those that torch.autograd.grad captures"""
+        # The library's own passes ask for them to leave .grad alone, and take none.
+        if self.wants_grad or current_task() in ANNOUNCED or self.listener is not None:
+            return
+        if any(p in self.record.names and may_skip(p) for p in parameters):
+            raise ParamGradSkipped(
+                "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
+                "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
+                "param_grad=True."
+            )
+
+    def reached(self, name: str, grad: Tensor | None) -> None:
+        """Hands a parameter on to who takes its rows while the pass runs."""
+        record, running, inner = self.record, self.running, self.inner
+        if record.on_arrival is None or running is None:
+            return
+        if inner is not None and name in running.taken:  # as its last use was come by
+            return
+        if inner is not None:
+            running.taken.add(name)
+        elif grad is None and name in running.taken:
+            return
+        record.on_arrival(running, name, grad)
+
+
+def may_skip(parameter: Tensor) -> bool:
+    """Whether nobody else waits for a parameter's gradient: a hook of the user's, or of another model."""
+    before, after = hooks_before(parameter), hooks_after(parameter)
+    return len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
+
+
+def _sum(before: Any, kept: Any) -> Any:
+    """The forms of a node's values from two parts of its gradient."""
+    if before is None or isinstance(kept, Exception):
+        return kept
+    if isinstance(before, Exception):
+        return before
+    return before | {place: add([before[place], form]) if place in before else form for place, form in kept.items()}
+
+
+def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
+    if (heard_by := backward()) is not None:
+        heard_by.put_back(parameter)
+        if heard_by.reduction.reducing:
+            heard_by.reduction.accumulated()
 
 
 def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> Tensor | None:

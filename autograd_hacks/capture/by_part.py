@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall
-from autograd_hacks.capture.ways import ByRule
+from autograd_hacks.capture.uses import LayerCall, OutputGrads
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import ShardedParameters, UnseenGradient, where
 from autograd_hacks.forms import Dense, Form
-from autograd_hacks.probe.layout import Layout
-from autograd_hacks.probe.plan import HOOKS, Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import covered, rule_for
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import has_parts, is_part, may_have_parts, settled
 from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
 
@@ -28,25 +26,23 @@ CUT = (nn.Linear, nn.Embedding)
 """Layers whose rule is right for a part of their parameters, given the part of x and g that belongs to it."""
 
 
-class ByPart(ByRule):
-    """By the rule of the layer, on what this process holds.
+@dataclass(eq=False, kw_only=True)
+class PartCall(LayerCall):
+    """A call of a layer of which this process holds a part.
 
     Let a parameter be cut over a mesh.  Where it is cut, the rule gives that part of its rows.  Where processes have it
     alike and the gradient at the output is cut, along a sequence say, each has rows of its own positions, which add up.
     """
 
-    def forms(self, call: RecordedCall, grads: OutputGrads) -> Mapping[str, Form]:
+    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         own = OutputGrads([None if g is None else settled(g) for g in grads.at], grads.versions, grads.reached)
-        args, kwargs = map_tensors(settled, call.args), map_tensors(settled, dict(call.kwargs))
-        forms = dict(super().forms(replace(call, args=args, kwargs=kwargs), own))
-        summed = [name for name in forms if _adds_up(call, call.edges[name].parameter, grads.first)]
+        args, kwargs = map_tensors(settled, self.args), map_tensors(settled, dict(self.kwargs))
+        forms = dict(LayerCall._forms(replace(self, args=args, kwargs=kwargs), own))
+        summed = [name for name in forms if _adds_up(self, self.edges[name].parameter, grads.first)]
         return forms | _added({name: forms[name] for name in summed}, grads.first)
 
 
-BY_PART = ByPart()
-
-
-def _adds_up(call: RecordedCall, parameter: Tensor, g: Tensor) -> bool:
+def _adds_up(call: LayerCall, parameter: Tensor, g: Tensor) -> bool:
     """Whether processes that have a parameter alike have rows of different positions."""
     if not is_part(parameter) or not is_part(g):
         return False
@@ -95,11 +91,14 @@ def check_cut(
         )
 
 
-def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
-    """Raises where a forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
-    parameters that would be read by other ways than layers' rules, UnseenGradient in context parallel."""
+def check_forward(model: nn.Module, arguments: Any) -> Sequence[tuple[str, Tensor]]:
+    """The parameters that train and that layers have parts of, by name.
+
+    Raises where a forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
+    parameters that no layer's rule covers, UnseenGradient in context parallel.
+    """
     if not may_have_parts():
-        return
+        return []
     if _is_context_parallel():
         raise UnseenGradient(
             "torch.distributed.tensor.experimental.context_parallel is on: each process has some positions of every sample, "
@@ -113,17 +112,13 @@ def check_forward(model: nn.Module, arguments: Any, mode: str) -> None:
                 "x.to_local(), and let the first layer's style say how it is cut (input_layouts=...)."
             )
     if not has_parts(model):
-        return
+        return []
     others = {id(p) for part in gathering(model) for p in part.parameters()}  # whose stand-ins are known later
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in others)
     parts = [(name, p) for name, p in trained if is_part(p)]
-    if parts and mode != HOOKS:
-        raise ShardedParameters(
-            f"processes hold parts of {', '.join(name for name, _ in parts)}, and add_hooks(mode={mode!r}) needs whole "
-            f"ones. Use mode={HOOKS!r}; losses with derivatives in them have no per-sample gradients in tensor parallel."
-        )
     ruled = {id(p) for module in (modules_of(model) if parts else ()) if rule_for(module) for p in covered(module).values()}
-    _refuse([name for name, p in parts if id(p) not in ruled])
+    refuse_parts([name for name, p in parts if id(p) not in ruled])
+    return parts
 
 
 def _is_context_parallel() -> bool:
@@ -135,18 +130,8 @@ def _is_context_parallel() -> bool:
     return ring._sdpa_handler in dispatcher._custom_op_handlers.values()
 
 
-def check_plan(parameters: Mapping[str, Tensor], plan: Plan) -> None:
-    """Raises ShardedParameters where a plan has parts of parameters read by other ways than layers' rules.
-
-    parameters: as layers see them
-    """
-    if may_have_parts():
-        parts = {name for name, p in parameters.items() if p.requires_grad and is_part(p)}
-        again = {name for unit in plan.units.values() for name in unit.parameters.values()}
-        _refuse(sorted(parts & (plan.reading.names | again)))
-
-
-def _refuse(names: Sequence[str]) -> None:
+def refuse_parts(names: Sequence[str]) -> None:
+    """Raises ShardedParameters for parts of parameters that would be read by other ways than layers' rules."""
     if names:
         raise ShardedParameters(
             f"processes hold parts of {', '.join(names)}, which no layer's rule covers, or its rule can't tell the samples "

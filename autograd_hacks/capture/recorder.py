@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,33 +15,46 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.by_part import check_forward
-from autograd_hacks.capture.doors import doors_of, watch_doors
+from autograd_hacks.capture.by_part import check_forward, refuse_parts
 from autograd_hacks.capture.forward import Forward
-from autograd_hacks.capture.graph import mark_returned
-from autograd_hacks.capture.param_grad import ParamGrad
+from autograd_hacks.capture.lean import may_stand_behind, without_grad
+from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.stages import running_stage
-from autograd_hacks.capture.wrappers import Reduction, check_whole, counts_passes
+from autograd_hacks.capture.uses import Edge
+from autograd_hacks.capture.wrappers import Reduction, check_whole
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.probe.plan import HOOKS, Plan
-from autograd_hacks.probe.planner import Asked, Planner
+from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
+from autograd_hacks.probe.planner import Known, Planner
+from autograd_hacks.probe.routes import places_left
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.contexts import plainly_saved
+from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, tensors_of, version_of, weakly
-from autograd_hacks.support.untouched import cuda_devices_of, random_state
+from autograd_hacks.support.trees import tensors_of, version_of, weakly
 
-Prove = Callable[[nn.Module, "Recorder", tuple[Any, ...], dict[str, Any]], None]
-"""``prove(model, recorder, args, kwargs)`` notes in the running forward's plan what is wrong with it."""
+Prove = Callable[["Recorder", Known, Ran], int | None]
+"""``prove(recorder, known, ran)`` fills in the plan of a forward that has run.  Returns N."""
 
-Known = Asked | tuple[Plan, int | None]
-"""What is known as a forward begins: that its plan is to be made, or the plan, and N."""
+Together = Callable[[nn.Module, "Recorder", Callable[[], bool], Callable[[], None]], None]
+"""``together(model, recorder, is_due, prove)`` proves a forward where that is due, at the end of each with gradients: other
+processes may have to be there."""
 
-Together = Callable[[nn.Module, "Recorder", Known], AbstractContextManager[None]]
-"""``together(model, recorder, known)`` is a context in which the plan of a forward is made and proven, by all processes that
-must run it at once."""
+
+def _by_itself(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], prove: Callable[[], None]) -> None:
+    if is_due():
+        prove()
+
+
+SLOW = 2.0
+"""A proof that takes more seconds says so."""
 
 
 class Recorder:
@@ -49,24 +64,27 @@ class Recorder:
 
     def __init__(self) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
-        self.param_grad = ParamGrad(self.record.names)
-        self.backward = Backward(self.record, self.param_grad, self.reduction)
-        self.forward = Forward(self.record, self.param_grad, self.backward)
+        self.backward = Backward(self.record, self.reduction)
+        self.forward = Forward(self.record, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are run again, and have hooks for it
-        self.frames: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in which operations are seen, or around them
-        self._followed: Plan | None = None  # by the last forward
-        self._proven: tuple[Plan, int | None] | None = None  # the plan and N, while that is proven
-        self._was_proven = False  # whether it was, before the forward that runs
         self.prove: Prove | None = None
+        # ``look_inside(recorder, ran, plan, samples)`` has what checkpoints compute again read.
+        self.look_inside: Callable[[Recorder, Ran, Plan, int], None] | None = None
         self.said_uncompiled = False  # whether it was said that compiled parts run as they are written
-        self.together: Together = lambda model, recorder, known: nullcontext()
+        self.together: Together = _by_itself
+        # ``learn(model, recorder)``, as a forward with gradients begins: what stands in the place of shards.
+        self.learn: Callable[[nn.Module, Recorder], None] = lambda model, recorder: None
+        self.trial: list[Ran] | None = None  # the forwards of a trial, while there is one
+        self._is_watched = False  # whether the forward's graph is to tell of side doors
+        self._known: Known | None = None  # of the forward that runs
+        self._is_own = False  # whether the library runs forwards of its own
+        self._plan: Plan | None = None  # theirs, where it is not to be looked for
+        self._running: str | None = None  # the path of what it is a forward of
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
         self.planner = planner
-        planner.make_room = self.pool.clear
         self.record.plan = self.forward.static = planner.static
 
     def watch_steps(self) -> None:
@@ -79,7 +97,7 @@ class Recorder:
         """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
         ``.grad``."""
         # torch's own pass over parameters without one; others may read something else.
-        if self.param_grad.wanted or not Switch.on() or not type(optimizer).__module__.startswith("torch.optim."):
+        if self.backward.wants_grad or not Switch.on() or not type(optimizer).__module__.startswith("torch.optim."):
             return
         ours = [p for group in optimizer.param_groups for p in group["params"] if p in self.record.names]
         if any(p.grad is not None for p in ours):
@@ -99,125 +117,236 @@ class Recorder:
         self.backward.detach()
         self.record.clear()
         self.pool.clear()
-        self.param_grad.switch_on()
         if self._steps is not None:
             self._steps.remove()
 
-    def interrupt(self, layer: nn.Module) -> None:
-        """A layer was left by what is no Exception, of which its hooks don't hear."""
-        self.param_grad.end_layer(layer)
-        self.forward.leave_maps(layer)
-        self.forward.reads.leave_all()
+    def interrupt(self) -> None:
+        """A forward was left by what is no Exception, of which hooks don't hear."""
+        self.forward.is_running, self._running = False, None
         self.reduction.release()
 
-    @property
-    def is_proving(self) -> bool:
-        """Whether the forward that runs is one of a proof."""
-        return self._proven is not None
+    @contextmanager
+    def aside(self, plan: Plan | None = None) -> Iterator[None]:
+        """A context in which the library runs forwards and backward passes of its own, of which nothing is left.
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
-        """The model's forward begins.  Returns what is known of its plan, if it is recorded."""
-        if self._proven is not None:
-            self.forward.begin(True)
-            return self._proven
-        check_whole(model)
+        plan: theirs; as for any forward unless told
+        """
+        wants, forward = self.backward.wants_grad, self.forward
+        names = ("is_running", "samples", "noted", "_calls")
+        kept = {name: getattr(forward, name) for name in names}
+        before = self._is_own, self._plan, self._known, self._running
+        reduction = self.reduction.state()
+
+        def undo() -> None:
+            vars(forward).update(kept)
+            vars(self.reduction).update(reduction)
+            self.backward.wants_grad = wants
+            self._is_own, self._plan, self._known, self._running = before
+
+        with self.record.set_aside(), self.backward.aside(), torch.enable_grad(), restored(undo):
+            self._is_own, self._plan, self._known, self._running = True, plan, None, None
+            self.backward.wants_grad, forward.is_running = True, False
+            forward.restart()
+            yield
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the library runs forwards and backward passes of its own."""
+        return self._is_own
+
+    @contextmanager
+    def proving(self, independent: bool) -> Iterator[None]:
+        """A context in which each kind of forward is proven once more.  independent: see `add_hooks`"""
+        planner = self.planner
+        with restored(partial(setattr, planner, "independent", planner.independent)):
+            planner.independent |= independent
+            planner.doubt()
+            yield
+
+    def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins, or of a part that is called by itself."""
+        if self.forward.is_running and path:
+            return
+        self.forward.is_running, self._running = False, None
+        if self.trial is not None:
+            self.forward.restart()
+            self.forward.is_running, self._running = True, path
+            return
+        if not path:
+            check_whole(model)
         if not Switch.on():
             self.begin_passes(model)
-            return None
+            return
         # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
         self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
         if not self.forward.records():
             self.begin_passes(model)
-            self.forward.is_running = True
-            return None
-        check_forward(model, (args, kwargs), self.planner.mode)
-        self.record.plan, self.forward.samples = self.planner.static, None
-        return self.planner.look(model, args, kwargs, current_task() != NO_TASK)
+            self.forward.is_running, self._running = True, path
+            return
+        parts = check_forward(model, (args, kwargs))
+        for name, p in parts if not path else ():
+            if p not in self.record.names:  # which was cut since add_hooks
+                self.record.names[p] = name
+                self.backward.watch(p)
+        if not path and not self._is_own:
+            self.learn(model, self)
+        known = self.planner.look(model, path, args, kwargs, self._is_own or current_task() != NO_TASK)
+        known = known if self._plan is None else known._replace(plan=self._plan)
+        self.record.plan, self.forward.samples, self._known = known.plan, known.samples, known
+        self.record.arguments = None if path else (weakly(args), weakly(kwargs))
+        self.begin_passes(model)
+        self.forward.is_running, self._running = True, path
 
     def begin_passes(self, model: nn.Module) -> None:
         """The model's own code begins, and its gradients may be reduced over processes."""
-        self.reduction.begin(model, self.record.forwards, self.param_grad.wanted)
+        self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         self.record.stage = running_stage()
 
-    def take_plan(self, model: nn.Module, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Returns the plan of the forward that begins, before anything of it runs."""
-        if self._proven is not None:
-            self.record.plan, self.forward.samples = self._proven
-            self.param_grad.skips, self.forward.is_running = False, True
-            return self._proven[0]
-        plan, samples = self.planner.make(model, args, kwargs, known) if isinstance(known, Asked) else known
-        self.forward.samples = samples
-        if plan is not self._followed:  # since the last one modules may have been put elsewhere in the model
-            self._followed = plan
-            for name, parameter in model.named_parameters():
-                if parameter in self.record.names:
-                    self.record.names[parameter] = name
-        state = random_state(cuda_devices_of(model))
-        self.record.plan, self.record.arguments = plan, (weakly(args), weakly(kwargs), state)
-        if current_task() == NO_TASK:  # what checkpointing runs again must save what it saved before
-            self.param_grad.skips = not self.param_grad.wanted
-            # Not before the sum of its rows was once compared with the gradient that arrived.
-            names = self.record.names.values() if self.param_grad.skips else ()
-            awaited = [n for n in names if plan.awaits_derivatives or plan.awaits_sum(n)]
-            self.param_grad.awaited = frozenset(awaited)
-        self.forward.is_running = True
-        return plan
-
-    def prove_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Has the plan of the forward that begins proven, where that is due."""
-        plan, self._was_proven = self.record.plan, False
-        if self.prove is None or self._proven is not None or current_task() != NO_TASK or counts_passes():
-            return
-        if plan.pending:
-            self.pool.clear()  # the proof takes as much memory as the step, and not on top of it
-            self.prove(model, self, args, kwargs)
-            self._was_proven = True
-
-    @contextmanager
-    def proving(self) -> Iterator[None]:
-        """A context in which the model runs for a proof; then the forward that has begun goes on from its beginning."""
-        record, forward, forwards = self.record, self.forward, self.record.forwards
-        plan, samples, arrival, unread = record.plan, forward.samples, record.on_arrival, record.plan.unread
-
-        def undo() -> None:
-            record.plan, forward.samples, record.on_arrival, plan.unread = plan, samples, arrival, unread
-            self._proven, record.forwards, forward.is_running = None, forwards, True
-            forward.restart()
-
-        with restored(undo), record.set_aside(), self.backward.aside(), self.param_grad.aside():
-            self._proven, record.on_arrival = (plan, samples), None
-            yield
-
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
-        """The model's forward has ended.  Returns what its caller is to get, or None.  output: None where it has failed"""
-        if not Switch.on():
+        """A forward has ended.  Returns what its caller is to get, or None.  output: None where it has failed"""
+        if not Switch.on() or self._running != path:
             return None
-        self.forward.is_running = False
-        self.forward.reads.leave_all()
+        self.forward.is_running, self._running = False, None
+        noted, self.forward.noted = self.forward.noted, []
         if output is None:
             self.reduction.release()
-        marks, other = self._was_proven and self._proven is None and self.forward.samples is not None, None
-        if marks and self.record.gathered and output is not None:
-            # Behind what fully_shard has hooked, where processes would wait for each other; unless it hooks these, too.
-            output = other = map_tensors(lambda x: x if x.grad_fn is None else x.view_as(x), output)
-            last = list(model._forward_hooks.values())[-1]
-            marks = not getattr(last, "__module__", "").startswith("torch.distributed.fsdp")
+        if output is None or not self.forward.records():
+            return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
-        layouts = self.record.plan.layouts_of_model(model, outputs)
-        self.record.returned = list(zip([x.shape for x in outputs], layouts))
-        for x, layout in zip(outputs, layouts):
-            self.record.outputs[x] = layout, self.forward.samples, version_of(x)
-        if self._proven is not None or not self.forward.records():
-            return other
-        for x, layout in zip(outputs, layouts) if marks else ():
-            if layout is not None and layout.fits(x, self.forward.samples or 0):
-                mark_returned(x, layout, self.forward.samples or 0, self.record.plan)
-        if self.record.plan.mixed_outputs:
-            self.backward.watch_outputs(output)
-        # A copy in its place would be no part of the graph of the loss, which may be differentiated by it.
-        if self.record.plan.has_doors and self.record.plan.mode == HOOKS:
-            watch_doors(doors_of(model, output), self.backward.note_door)
-        return other
+        ran = Ran([model], self.record.trained(model, path), (args, kwargs), outputs, noted, returned=output)
+        if self.trial is not None:
+            self.trial.append(ran)
+            return None
+        with plainly_saved():
+            return self._end(path, model, ran, output)
+
+    def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
+        known, self._known = self._known, None
+        if known is not None and known.plan is self.planner.static and not ran.is_covered:  # which is known by now
+            self.planner.is_covered = False
+            args, kwargs = ran.arguments
+            known = self.planner.look(model, path, args, kwargs, self._is_own or current_task() != NO_TASK)
+            self.record.plan = known.plan
+        plan = self.record.plan
+        if known is None or plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
+            known = None
+        samples = self._proven(model, known, ran)
+        if self._is_watched and samples:
+            watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
+        if plan.checkpoints and samples and self.look_inside is not None:
+            self.look_inside(self, ran, plan, samples)
+        off = self._off_graph(plan, ran, samples)
+        again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
+        off.attach(self._edge(ran), self.record.forwards, self.backward.receive, again)
+        is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
+        returned = without_grad(self.backward, plan, ran, off, output, self._is_watched) if is_lean else None
+        layouts = self._layouts(plan, ran)
+        for x, layout in zip([x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts):
+            self.record.outputs[x] = layout, samples, version_of(x)
+        self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
+        return returned
+
+    def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
+        """What is read off the graph."""
+        if plan is not self.planner.static:
+            off = OffGraph(ran, plan, samples or 0)
+            return off.find() if plan.names else off
+        first = next((x for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
+        samples = first.shape[0] if samples is None and first is not None else samples
+        off = OffGraph(ran, plan, samples or 0)
+        return off.assume() if samples is not None and not ran.is_covered else off
+
+    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> int | None:
+        """N, of a forward whose plan is proven if that is due, or if something comes that it doesn't know."""
+        plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
+        self._is_watched = known is not None and plan.has_doors
+        if known is not None:
+            samples = known.samples
+            if plan.counted_at is not None and plan.counted_at < len(ran.outputs):
+                samples = ran.outputs[plan.counted_at].shape[0]
+
+        def is_due() -> bool:
+            if known is None or prove is None:
+                return False
+            return plan.pending or not self._place(ran, plan, samples) or plan.has_opened(self.record.held(ran.parameters))
+
+        def proof() -> None:
+            nonlocal samples, is_proven
+            if known is None or prove is None:
+                return
+            self.pool.clear()
+            self._is_watched = True
+            began = perf_counter()
+            run = partial(prove, self, known, ran)
+            samples = run() if current_task() == NO_TASK else outside_passes(run)
+            if (took := perf_counter() - began) > SLOW:
+                print(
+                    f"autograd_hacks: {took:.1f} s to prove how {type(model).__name__} is read, in forward {plan.forwards} "
+                    'of its kind; later proofs are rare (add_hooks(probe="once"): none)',
+                    file=sys.stderr,
+                )
+            self._place(ran, plan, samples)
+            is_proven = True
+
+        (_by_itself if self._is_own else self.together)(model, self, is_due, proof)
+        self.forward.samples = samples
+        if is_proven or (known is not None and plan.returns_parameters):
+            for x, at in zip(ran.outputs, plan.outputs):
+                if at is not None and at.fits(x, samples or 0):
+                    own = weakref.ref(self), self.record.forwards, is_proven
+                    mark_returned(x, Returned(x.output_nr, at, samples or 0, plan, *own))
+        if known is not None and plan.mixed_outputs:
+            self.backward.watch_outputs(ran.outputs)
+        return samples
+
+    def _place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
+        """Tells calls where their samples are.  Returns whether the plan knows all of the forward."""
+        routes = None
+        moves_nothing = not plan.places_left and not plan.names and ran.spans == plan.spans  # told without a walk
+        is_known = bool(plan.mixing) or moves_nothing or places_left(ran.graph, samples or 0) == plan.places_left
+        for noted in ran.noted:
+            call, place = noted.call, plan.place_of(noted.call.path, noted.number)
+            call.plan, call.samples, is_known = plan, samples, is_known and place is not None
+            if samples and noted.is_empty:
+                call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
+                continue
+            if place is None:
+                continue
+            if place.kind == NOT_OF_BATCH:
+                call.edges = {}  # whose rows come of where its output meets the batch
+            elif place.kind == AXES:
+                call.layouts, call.labels = place.layouts, None
+                at = ((place.layouts[hook.slot], hook.shape) for _, hook in noted.hooks if hook.slot < len(place.layouts))
+                is_known &= all(layout is None or layout.fits_shape(shape, samples or 0) for layout, shape in at)
+            else:
+                routes = routes or ran.routes(plan, samples or 0)
+                call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
+                is_known &= call.labels is not None
+        is_known &= len(plan.checkpoints) == len(ran.checkpoints)
+        if not plan.names:
+            return is_known
+        off = OffGraph(ran, plan, samples or 0).find()
+        return is_known and off.is_known and off.is_told
+
+    def _edge(self, ran: Ran) -> Callable[[str], Edge]:
+        refuse_parts([n for n in self.record.plan.names if n in ran.parameters and is_part(ran.parameters[n])])
+
+        def edge_of(name: str) -> Edge:
+            edge = ran.edge_of(name)
+            self.backward.watch(edge.parameter)  # which may have been put in since `add_hooks`
+            return edge
+
+        return edge_of
+
+    def _layouts(self, plan: Plan, ran: Ran) -> Layouts:
+        """Where the samples are in the outputs."""
+        if len(plan.outputs) == len(ran.outputs):
+            return plan.outputs
+        module = next(iter(ran.modules), None)
+        rule = None if module is None else rule_for(module)
+        own = rule.axes(module) if module is not None and rule is not None and rule.axes is not None else ()
+        axes = [*own, *[0] * len(ran.outputs)]  # of a layer by itself, or assumed
+        return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(ran.outputs, axes)])
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

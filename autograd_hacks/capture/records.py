@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,15 +13,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, PerSampleGradientError
-from autograd_hacks.probe.layout import Layout
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.display import bytes_of, with_unit
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import local_of, version_of
-from autograd_hacks.support.untouched import RandomState
 
 NO_GRAD = 0, 0
 
@@ -45,8 +44,8 @@ class Pass:
 
     task: int  # autograd's number for it
     losses: Announcement | None
-    received: dict[RecordedCall, OutputGrads] = field(default_factory=dict)
-    calls_of: dict[str, list[RecordedCall]] = field(default_factory=dict)  # by parameter the calls that lead to it
+    received: dict[Use, OutputGrads] = field(default_factory=dict)
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter the calls that lead to it
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     forwards_before: int = 0  # since the pass before it
     higher_order: bool = False  # whether it makes a graph
@@ -55,14 +54,17 @@ class Pass:
     finished: bool = False
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     # By parameter the calls whose rows' sum was compared with the gradient as it arrived, which was not kept.
-    settled: dict[str, set[RecordedCall]] = field(default_factory=dict)
+    settled: dict[str, set[Use]] = field(default_factory=dict)
     reader: Any = None  # what does that, while the pass runs
+    taken: set[str] = field(default_factory=set)  # the parameters that were handed on before they were arrived at
+    # Parameters whose gradients uses don't bring, and those that some bring all the same: see `capture/lean.py`.
+    skipped: set[str] = field(default_factory=set)
+    brought: set[str] = field(default_factory=set)
     replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     side_door: str = ""  # what the model keeps and has not returned, and the pass's gradient came by
-    # An output of the model (number, shape) whose samples mix and that this pass's gradient came through.
-    mixed_output: tuple[int, tuple[int, ...]] | None = None
+    mixed_output: int | None = None  # an output of the model whose samples mix and that its gradient came through
 
     @property
     def is_hess(self) -> bool:
@@ -90,7 +92,7 @@ class Segment:
     read: bool = False
     replaced: bool = False  # whether the library has put something else into .grad
 
-    def takes(self, current: Pass, call: RecordedCall) -> bool:
+    def takes(self, current: Pass, call: Use) -> bool:
         """Whether a pass that comes through a call adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
         return call.forward in self.forwards and all(
             other.captures == current.captures or current.is_hess or other.is_hess for other in self.passes
@@ -119,7 +121,7 @@ class Segment:
 
     def batch_size(self) -> int:
         """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
-        told: list[tuple[RecordedCall | Announcement, int]] = []
+        told: list[tuple[Use | Announcement, int]] = []
         for recorded in self.passes:
             if recorded.losses:
                 told.append((recorded.losses, recorded.losses.shape[0]))
@@ -148,12 +150,10 @@ class Record:
     superseded: list[Segment] = field(default_factory=list)  # which the running pass may yet come through
     superseded_unseen: dict[str, int] = field(default_factory=dict)
     why_empty: str = ""  # why there is nothing to read, where that isn't plain
-    lost: dict[int, str] = field(default_factory=dict)  # by forward a call, for people, whose created graph isn't followed
     transformed: bool = False  # whether torch.func has run a layer since the last pass
     comparing: bool = False  # whether a created graph may lead to the parameters past the hooks
-    # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference, and the state that
-    # random numbers came from.
-    arguments: tuple[Any, Any, RandomState] | None = None
+    # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference.
+    arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
     stage: weakref.ref[Any] | None = None  # of a pipeline, which ran the last forward
     forwards: int = 0
@@ -164,7 +164,9 @@ class Record:
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
     gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
-    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards
+    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and what is whole
+    mesh: Any = None  # of the processes that hold them
+    read_past: frozenset[str] = frozenset()  # the parameters of shards that some process reads off the graph
     shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
     # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
@@ -179,15 +181,25 @@ class Record:
         """Throws away what was recorded.  why: there is nothing to read then, for people"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
-        self.lost = {}
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """A context that leaves the record as it is."""
-        names = ("segments", "unseen", "why_empty", "comparing", "arguments", "superseded", "superseded_unseen", "lost")
+        names = [
+            "segments",
+            "unseen",
+            "why_empty",
+            "comparing",
+            "transformed",
+            "arguments",
+            "superseded",
+            "superseded_unseen",
+        ]
+        names += ["forwards", "plan", "returned", "stage", "accumulating", "on_arrival"]
         kept = {name: getattr(self, name) for name in names}
         with restored(partial(vars(self).update, kept)):
             self.clear()
+            self.accumulating, self.on_arrival = False, None
             yield
 
     def free_what_was_read(self) -> None:
@@ -236,9 +248,25 @@ class Record:
             )
         return found.pop()
 
+    def is_parameter(self, x: Tensor) -> bool:
+        return x in self.names or any(x is other for other in self.gathered.values())
+
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
         return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
+
+    def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
+        """The same of those that train, of a part at a path too, by the names that they have here."""
+        named = {self.name_of(p, path, name): p for name, p in module.named_parameters() if p.requires_grad}
+        return {name: self.gathered.get(name, p) for name, p in named.items()}
+
+    def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of parameters by name, as layers see them, what this process holds now: its shards, where there are any."""
+        return (
+            {n: local_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
+            if self.gathered
+            else parameters
+        )
 
     def seen(self, parameter: Tensor) -> Tensor:
         """What layers have in a parameter's place: all of it, where processes hold shards."""
@@ -257,5 +285,5 @@ class Record:
         there later, a name of its own.  path, local: the layer's, and the parameter's in it"""
         name = self.names.get(parameter) or self.others.get(parameter)
         if name is None:
-            self.others[parameter] = name = f"{path}.{local}, another tensor ({id(parameter)})"
+            self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"
         return name

@@ -7,21 +7,48 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._compile import _disable_dynamo
 
-from autograd_hacks.capture.attached import Guard
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.support.internals import COMPILER, disable_dynamo
 from autograd_hacks.support.stance import as_written
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, tensors_of
 
 Call = Callable[..., Any]
+
+
+class Guard:
+    """Stands around the call of a module, to put back what an interrupt leaves: torch calls no hook for these.
+
+    It is in ``_compiled_call_impl``, which most copies and pickles of a module leave out.
+    """
+
+    def __init__(self, layer: nn.Module, recorder: Recorder) -> None:
+        self.layer, self.recorder = weakref.ref(layer), recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.layer()
+        try:
+            return layer._call_impl(*args, **kwargs)
+        except Exception:  # which the layer's own hooks hear of
+            raise
+        except BaseException:
+            self.recorder.interrupt()
+            raise
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _none, ()
+
+
+def _none() -> None:
+    """What is left of a guard in a copy of a layer."""
 
 
 class Uncompiled(Guard):
@@ -41,7 +68,7 @@ class Uncompiled(Guard):
             if Switch.enabled and not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 return _from_compiled(self, args, kwargs)
         elif Switch.on() and (torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs)))):
-            return _apart(self, args, kwargs) if "torch._dynamo" in sys.modules else super().__call__(*args, **kwargs)
+            return _apart(self, args, kwargs) if COMPILER in sys.modules else super().__call__(*args, **kwargs)
         layer: Any = self.layer()
         return (layer._call_impl if self.compiled is None else self.compiled)(*args, **kwargs)
 
@@ -74,8 +101,8 @@ def _run_from_compiled(around: Uncompiled, args: tuple[Any, ...], kwargs: dict[s
 
 
 # Left alone by the compiler, which is imported when the first is called.  The second it meets, and says why it can't go on.
-_apart: Any = _disable_dynamo(_run_apart)
-_from_compiled: Any = _disable_dynamo(_run_from_compiled)
+_apart: Any = disable_dynamo(_run_apart)
+_from_compiled: Any = disable_dynamo(_run_from_compiled)
 _from_compiled._torchdynamo_disable = True
 _from_compiled._torchdynamo_disable_msg = (
     "a model that autograd_hacks has hooked runs as it is written where it is recorded, and fullgraph=True asks for one "
@@ -111,7 +138,7 @@ INSTEAD = ("compile", "_replicate_for_data_parallel")  # DataParallel's
 
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
     """Has the model, and what is compiled inside, run as it is written where it is recorded."""
-    if "torch._dynamo" in sys.modules:
+    if COMPILER in sys.modules:
         for module in modules_of(model):
             if is_compiled(module):
                 put_around(module, recorder)

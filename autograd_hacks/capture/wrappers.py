@@ -37,6 +37,10 @@ class Reduction:
         # The wrappers that leave the running forward's gradients alone, with what they were before.
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
+    def state(self) -> dict[str, Any]:
+        """What forwards and passes of the library's own are not to change."""
+        return {"_forwards": self._forwards.copy(), "reducing": self.reducing, "_task": self._task}
+
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
         """Hears of a forward of the model, by its number, when its plan is made.
 
@@ -163,13 +167,6 @@ def gathering(model: nn.Module) -> list[Any]:
 def _active() -> DistributedDataParallel | None:
     """The wrapper whose forward runs."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
-
-
-def counts_passes() -> bool:
-    """Whether the forward runs in a DistributedDataParallel whose first pass may be the only one: with ``static_graph`` it
-    left gradients unreduced after passes that a proof had run inside."""
-    active = _active()
-    return active is not None and active.static_graph
 
 
 def has_processes() -> bool:

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.reading.scale import check_batch_size
+from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.parts import is_part
-from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 
 
@@ -64,7 +64,10 @@ def backprop_hess(
         losses.complete = True
     except BaseException as error:
         for record in losses.heard_by:
-            record.clear(f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step")
+            passes = (own for segment in record.segments for own in segment.passes)
+            if any(own.losses is losses for own in passes):  # and not those of an earlier one, which are the reason
+                why = f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step"
+                record.clear(why)
         raise
     if not losses.heard_by:
         raise NothingRecorded(

@@ -26,18 +26,25 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
 
     All processes at once.  What is gathered is one object for all steps, whose memory comes and goes.
     """
-    record = recorder.record
+    record, parts = recorder.record, gathering(model)
+    for module in parts:
+        module.reshard()  # a forward without gradients leaves the outermost gathered
     record.cut = dict(model.named_parameters())
-    slots = {id(p): name for name, p in model.named_parameters()}
+    meshes = [p.device_mesh for part in parts for p in part.parameters() if hasattr(p, "device_mesh")]
+    record.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    for name, shard in record.cut.items():
+        record.names[shard] = name
+        recorder.backward.watch(shard)
+    slots = {id(p): name for name, p in record.cut.items()}
     names = {(id(m), local): slots.get(id(p)) for m in modules_of(model) for local, p in m._parameters.items()}
-    for module in gathering(model):
+    for module in parts:
         with whole([module]):
             for inner in modules_of(module):
                 for local, p in inner._parameters.items():
-                    name = names[id(inner), local]
-                    if name is not None and p is not None and id(p) not in slots:
-                        record.names[p] = name
-                        record.gathered[name] = p
+                    known = names[id(inner), local]
+                    if known is not None and p is not None and id(p) not in slots:
+                        record.names[p] = known
+                        record.gathered[known] = p
                         recorder.backward.watch(p)
 
 

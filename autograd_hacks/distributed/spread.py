@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.distributed.agreement import agreed, from_all
 from autograd_hacks.distributed.cut import cuts_of, over_samples
-from autograd_hacks.distributed.shards import alone, check_shards, reading_weights, whole
+from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
 from autograd_hacks.support.parts import Cut
 
@@ -35,14 +35,8 @@ Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
 T = TypeVar("T")
 
 
-class _Gathered(NamedTuple):
-    """What of a model is gathered for reading."""
-
-    parts: frozenset[int]  # the modules of ``fully_shard``, by id
-    is_alone: bool = False  # whether the model runs without a word to other processes
-
-
-_GATHERED: weakref.WeakKeyDictionary[nn.Module, _Gathered] = weakref.WeakKeyDictionary()
+_GATHERED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""What of models is gathered for reading: modules of ``fully_shard``, by id."""
 
 
 class Spread:
@@ -50,7 +44,7 @@ class Spread:
 
     parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
     one alone    needed: modules whose weights are gathered for reading, as `shards` counts them    cuts: of parameters that
-    layers have parts of    runs_again: whether modules are run again for rows
+    layers have parts of
     """
 
     def __init__(
@@ -61,14 +55,13 @@ class Spread:
         needed: Sequence[nn.Module] = (),
         shards: Mapping[str, int] | None = None,
         cuts: Mapping[str, Cut] | None = None,
-        runs_again: bool = False,
     ) -> None:
-        self.parameters, self.mesh, self.cuts, self._runs_again = parameters, mesh, dict(cuts or {}), runs_again
+        self.parameters, self.mesh, self.cuts = parameters, mesh, dict(cuts or {})
         self._model, self._needed, self._shards = model, needed, dict(shards or {})
 
     def local(self) -> Spread:
         """The same batch, for sums over this process's samples."""
-        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts, self._runs_again)
+        return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
 
     def check(self) -> None:
         """Raises StaleRecord where sharded weights that rows need have changed since the forward."""
@@ -90,15 +83,13 @@ class Spread:
         if not self._needed or model is None:
             yield
             return
-        held = _GATHERED.get(model, _Gathered(frozenset()))
-        missing = [part for part in (gathering(model) if self._runs_again else self._needed) if id(part) not in held.parts]
-        leaves = self._runs_again and not held.is_alone
-        if not missing and not leaves:
+        held = _GATHERED.get(model, frozenset())
+        if not (missing := [part for part in self._needed if id(part) not in held]):
             yield
             return
-        _GATHERED[model] = _Gathered(held.parts | {id(part) for part in missing}, held.is_alone or leaves)
+        _GATHERED[model] = held | {id(part) for part in missing}
         try:
-            with alone(model, missing) if leaves else whole(missing):
+            with whole(missing):
                 yield
         finally:
             _GATHERED[model] = held
@@ -177,11 +168,10 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
     """The processes that have samples of what was recorded last.  group: see `Where`"""
     parameters, parts = dict(model.named_parameters()), gathering(model)
-    plan = recorder.record.plan
-    needed = parts if plan.units else reading_weights(model, plan.reading.names) if parts else []
+    needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
     cuts = cuts_of(model, recorder.record)
-    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts, bool(plan.units))
+    return Spread(parameters, mesh, weakref.ref(model), needed, recorder.record.shards, cuts)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The base class `Form` defines every verb through `dense` and indexing; the other
 """
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form
-from autograd_hacks.forms.chained import Chained, pull_along
+from autograd_hacks.forms.chained import Chained
 from autograd_hacks.forms.composite import (
     Concatenation,
     Grouping,
@@ -24,7 +24,6 @@ from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
-from autograd_hacks.forms.replayed import Replay
 
 __all__ = [
     "BUDGET",
@@ -40,7 +39,6 @@ __all__ = [
     "Passes",
     "Placed",
     "RandomMap",
-    "Replay",
     "Scaled",
     "Sum",
     "Weighted",
@@ -49,7 +47,6 @@ __all__ = [
     "gathered",
     "group",
     "magnitudes",
-    "pull_along",
     "put",
     "scale",
 ]

@@ -13,7 +13,6 @@ from autograd_hacks.forms.cost import warm
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
-from autograd_hacks.forms.source import Source
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
 
 if TYPE_CHECKING:
@@ -71,16 +70,6 @@ class Form(Hinting, Shown, ABC):
         others: further passes, forms that differ from this one in the gradient alone
         """
         return None
-
-    @property
-    def sources(self) -> Sequence[Source]:
-        """Whatever runs modules again for these rows, each once."""
-        return list(dict.fromkeys([source for part in self.parts for source in part.sources])) if self.parts else ()
-
-    def release(self) -> None:
-        """Frees what a reading has worked out."""
-        for source in self.sources:
-            source.forget()
 
     # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
 
@@ -284,11 +273,8 @@ def kinds_of(form: Form) -> str:
 
 
 def holds(*forms: Form) -> str:
-    """What forms keep in memory, for people; of modules that are run again it isn't known."""
-    again = any(form.sources for form in forms)
-    size = held_bytes(*forms)
-    known = [f"holds {with_unit(size)}"] if size or not again else []
-    return " and ".join([*known, *(["is run again"] if again else [])])
+    """What forms keep in memory, for people."""
+    return f"holds {with_unit(held_bytes(*forms))}"
 
 
 def held_bytes(*forms: Form) -> int:

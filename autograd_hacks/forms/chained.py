@@ -9,7 +9,6 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import add
 from autograd_hacks.forms.numerics import put, stretches
-from autograd_hacks.forms.source import Source
 
 Pull = Callable[[Tensor, bool], Tensor]
 """φ's vector-Jacobian product, from v's shape to θ's, of rows below each other if the second is true, else of one.  It can
@@ -20,23 +19,10 @@ _SMALL = 2**16
 of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normalised, 10.8 and 8.5; a standardised 256 × 64 × 3 × 3, 33 and 18."""
 
 
-def pull_along(v: Tensor, leaf: Tensor, is_live: bool = False) -> Pull:
-    """The vector-Jacobian product of φ, in v's dtype, where v = φ(leaf) has its graph, which is kept.
-
-    is_live: whether it may be differentiated by the leaf, too
-    """
-
-    def pull(rows: Tensor, batched: bool) -> Tensor:
-        options = {"retain_graph": True, "create_graph": (is_live or rows.requires_grad) and torch.is_grad_enabled()}
-        return torch.autograd.grad(v, leaf, rows.to(v.dtype), is_grads_batched=batched, **options)[0]
-
-    return pull
-
-
 class Chained(Form):
     """J of a parameter θ by way of v = φ(θ), where φ knows of no samples: v's J times φ's.
 
-    form: v's J    pull: see ``Pull`` and `pull_along`    shape: θ's    like: a tensor of the rows' dtype and device
+    form: v's J    pull: see ``Pull``    shape: θ's    like: a tensor of the rows' dtype and device
     """
 
     writes_in_place = False
@@ -58,10 +44,6 @@ class Chained(Form):
     @property
     def like(self) -> Tensor:
         return self._like
-
-    @property
-    def sources(self) -> Sequence[Source]:
-        return self.form.sources
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving()

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.support.internals import dispatch_modes
 
 _SMALL = 2**19
 """Numbers of a map that is written out, and kept from batch to batch: one product took 4.4 ms where two took 8.6 (64
@@ -61,7 +61,7 @@ class RandomMap:
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
         if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _SMALL:
-            is_ordinary = not _get_current_dispatch_mode_stack() and not torch.is_inference_mode_enabled()
+            is_ordinary = not dispatch_modes() and not torch.is_inference_mode_enabled()
             draw = _written if is_ordinary else _written.__wrapped__  # a mode's tensors are its own
             found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return

@@ -10,11 +10,13 @@ import torch
 import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
+from autograd_hacks.verbs.private import ask_independent
 from autograd_hacks.verbs.setting import check_alone, check_may_set, mark_set
 
 with needed("opacus"):
@@ -77,6 +79,7 @@ class DPOptimizer(_DPOptimizer):
     def _grads(self) -> PerSampleGrads:
         """The rows of the optimizer's own parameters, which are not handed out twice."""
         recorder = recorder_of(self.model)
+        ask_independent(self.model, recorder, spread_of(self.model, recorder), "DPOptimizer.step")
         check_may_set(recorder, "DPOptimizer.step", once=True)
         passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
         is_told = any(recorded.losses for recorded in passes)  # by backward(losses)
@@ -145,7 +148,7 @@ class PrivacyEngine(_PrivacyEngine):
         return module, optimizer, loader
 
     def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> _Unwrapped:
-        add_hooks(module, batch_dim=0 if batch_first else 1, param_grad=False)
+        add_hooks(module, batch_dim=0 if batch_first else 1, param_grad=False, independent=True)
         return _Unwrapped()
 
     def _prepare_optimizer(

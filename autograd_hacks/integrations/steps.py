@@ -71,7 +71,7 @@ class Steps:
         """
         self._check_covers(model, optimizers)
         self.detach()
-        self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim), model
+        self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None), model
         accumulate(model).start()
 
     def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 
 from autograd_hacks.errors import ON_BATCH
-from autograd_hacks.probe.copies import PLAIN
-from autograd_hacks.probe.layout import same, samples_of_rows
+from autograd_hacks.support.internals import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
+from autograd_hacks.support.layout import same, samples_of_rows
 from autograd_hacks.support.trees import is_packed, like_its_kind, opened
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
@@ -28,6 +27,7 @@ class Batch:
 
     leaves: list[Any]  # of the arguments' tree
     spec: TreeSpec  # the tree
+    lists: frozenset[int]  # of how many tensors the lists among them are, which may be a sample each
     axes: list[int | None] | None  # for each leaf the axis of its samples, or None, where the user has said so; else None
     shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, and so have no samples
 
@@ -35,8 +35,10 @@ class Batch:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
         """Raises ValueError for a tree of axes that doesn't fit the arguments."""
         leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
+        lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
         if batch_dim is None or isinstance(batch_dim, int):
-            return Batch(leaves, spec, None)
+            return Batch(leaves, spec, lists, None)
         axes = _axes_of(batch_dim, args, kwargs)
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
         if len(sizes) > 1 or None in sizes:
@@ -44,7 +46,7 @@ class Batch:
                 f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, "
                 "the number of samples. Write None for an argument without a batch." + ON_BATCH
             )
-        return Batch(leaves, spec, axes)
+        return Batch(leaves, spec, lists, axes)
 
     def samples(self, axis: int | None, told_by: int | None = None) -> int | None:
         """N, or None where it can't be told.
@@ -68,16 +70,6 @@ class Batch:
             (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
-    def told_otherwise(self, axis: int | None, size: int) -> int | None:
-        """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
-        if axis is None or self.axes is not None or self.samples(axis) != 1 or size == 1:
-            return None
-        return next((n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) == size), None)
-
-    def opaque(self) -> list[str]:
-        """The types of arguments that may hold tensors unseen."""
-        return sorted({type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, PLAIN) and not is_packed(leaf)})
-
     def carried(self, axis: int | None, samples: int) -> list[int | None]:
         """For each leaf the axis on which it has samples; None where it has none."""
         if self.axes is not None:
@@ -87,29 +79,33 @@ class Batch:
         first = next((n for n, at in enumerate(carried) if at is not None), 0)
         return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(carried)]
 
-    def replaceable(self, axis: int | None, samples: int, stays: bool = False) -> list[int | None]:
+    def replaceable(self, axis: int | None, samples: int) -> list[int | None]:
         """As `carried`, but without square matrices of nothing but 0 and -inf, or booleans, behind the first tensor that
-        carries samples: they are masks over T = N positions.  stays: see `replaced`"""
+        carries samples: they are masks over T = N positions."""
         carried = self.carried(axis, samples)
         first = next((n for n, at in enumerate(carried) if at is not None), 0)
         if self.axes is not None:
             return carried
-        return [None if n != first and _stays(self.leaves[n], stays) else at for n, at in enumerate(carried)]
+        return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(carried)]
 
     def replaced(
-        self, axis: int | None, kept: Tensor, turn: int, stays: bool = False
+        self, axis: int | None, kept: Tensor, turn: int, by_list: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with kept samples in the place of those that are not kept; None where nothing changes by that.
 
         axis: of the samples, see `samples`    kept: N, the samples that are not replaced
-        turn: by which they are, another in each turn    stays: whether vectors of integers stay too, which may be lengths in
-        a certain order
+        turn: by which they are, another in each turn    by_list: whether samples are the items of lists
         """
-        samples = len(kept)
-        carried = self.replaceable(axis, samples, stays)
-        choices = kept.nonzero()[:, 0]
+        samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + turn) % len(choices)])
+        if by_list:
+            args, kwargs = tree_unflatten(self.leaves, self.spec)
+            order = donors.tolist()
+            swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
+            is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
+            return None if is_same else swapped
+        carried = self.replaceable(axis, samples)
         taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, carried) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, carried)]
         if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
@@ -117,24 +113,22 @@ class Batch:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def has_orders(self, axis: int | None, samples: int) -> bool:
-        """Whether `replaced` makes a difference between ``stays`` and not."""
-        carried = [leaf for leaf, at in zip(self.leaves, self.carried(axis, samples)) if at is not None]
-        return self.axes is None and any(_stays(leaf, True) and not _stays(leaf, False) for leaf in carried[1:])
+    def told_otherwise(self, axis: int | None, size: int) -> int | None:
+        """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
+        if axis is None or self.axes is not None or self.samples(axis) != 1 or size == 1:
+            return None
+        return next((n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) == size), None)
 
-    def is_alike(self, axis: int | None, told_by: int | None) -> bool:
-        """Whether its samples are all the same, so that nothing can be replaced.  See `samples` for the arguments"""
-        samples = self.samples(axis, told_by) or 0
-        carried = zip(self.leaves, self.carried(axis, samples))
-        pairs = [(_dense(leaf), 0 if is_packed(leaf) else at) for leaf, at in carried if at is not None]
-        return samples < 2 or all(same(x, x.roll(1, at)) for x, at in pairs)
+    def agreeing(self, axis: int | None) -> int:
+        """How many of the tensors with the most axes have the first one's size on an axis."""
+        shapes = [leaf.shape for leaf in self.leaves if isinstance(leaf, Tensor)]
+        most = max(map(len, shapes), default=0)
+        sizes = [shape[axis] for shape in shapes if axis is not None and most == len(shape) > axis]
+        return sizes.count(sizes[0]) if sizes else 0
 
-    def without_samples(self, axis: int | None, samples: int) -> frozenset[int]:
-        """The leaves that have an axis there, of another size."""
-        if self.axes is not None or axis is None:
-            return frozenset()
-        sizes = {n: _size(leaf, axis) for n, leaf in enumerate(self.leaves)}
-        return self.shared | {n for n, size in sizes.items() if size not in (None, samples)}
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers among the arguments."""
+        return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
 
     def signature(self) -> tuple[object, ...]:
         """What the arguments are but for their extents and numbers; an extent of one may be no axis at all.  And which are
@@ -143,29 +137,25 @@ class Batch:
         which = [first.setdefault(id(x), n) for n, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         return self.spec, tuple(map(_kind, self.leaves)), tuple(which)
 
-    def numbers(self) -> tuple[int | float, ...]:
-        """The numbers among the arguments."""
-        return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
 
-
-FEW = 20
-"""So many samples can be told apart, each from each, by six halves."""
+FEW = 4096
+"""Of so many samples each is told apart from each."""
 
 
 def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
-    """Which samples the traces keep, others each time.  Each is N booleans.
+    """Which samples runs keep, others each time.  Each is N booleans.
 
-    Of up to `FEW` samples every one is replaced in some trace that keeps the other, for all ordered pairs: no sample's
-    traces are all among those of another.  Above that these are random halves and what they leave.  Of three to six
-    samples each half comes twice, to be filled by others.
+    Of up to `FEW` samples every one is replaced in some run that keeps the other, for all ordered pairs: no sample's runs
+    are all among those of another.  Above that these are random halves and what they leave.  Of three to six samples each
+    half comes twice, to be filled by others.
     Source: Sperner 1928, "Ein Satz über Untermengen einer endlichen Menge".
     """
     if samples < 2:
         return [torch.ones(samples, dtype=torch.bool, device="cpu")]
     if samples > FEW:
-        halves = [torch.randperm(samples, generator=draws, device="cpu") < samples // 2 for _ in range(2)]
+        halves = [torch.randperm(samples, generator=draws, device="cpu") < samples // 2 for _ in range(4)]
         return [kept for half in halves for kept in (half, ~half)]
-    count = next(count for count in range(2, 7) if comb(count, count // 2) >= samples)
+    count = next(count for count in range(2, 16) if comb(count, count // 2) >= samples)
     sets = list(combinations(range(count), (count + 1) // 2))
     order = torch.randperm(len(sets), generator=draws, device="cpu").tolist()
     halves = [torch.tensor([n in sets[k] for k in order[:samples]], device="cpu") for n in range(count)]
@@ -238,14 +228,15 @@ def _counts_up(leaf: Any) -> bool:
     return len(leaf) > 1 and bool((leaf.diff() == 1).all())
 
 
-def _stays(leaf: Any, with_vectors: bool) -> bool:
-    if not isinstance(leaf, Tensor):
-        return not is_packed(leaf)
-    if leaf.ndim == 1:
-        return with_vectors and not leaf.is_floating_point()
-    if leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
+def _is_mask(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.ndim != 2 or leaf.shape[0] != leaf.shape[1]:
         return False
     return leaf.dtype == torch.bool or (leaf.is_floating_point() and bool(((leaf == 0) | (leaf == -torch.inf)).all()))
+
+
+def _items(x: Any, order: list[int]) -> Any:
+    """A list's items in another order; anything else as it is."""
+    return type(x)([x[n] for n in order]) if type(x) in (list, tuple) and len(x) == len(order) else x
 
 
 def _kind(leaf: Any) -> object:
@@ -254,4 +245,4 @@ def _kind(leaf: Any) -> object:
     if is_packed(leaf):  # of one length, and in their own order, or not: where rows are depends on it
         of_one_length, order = bool((leaf.batch_sizes == leaf.batch_sizes[0]).all()), leaf.sorted_indices
         return of_one_length, order is None or bool((order.diff() == 1).all()), leaf.data.dtype
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+    return leaf if isinstance(leaf, bool | None) else type(leaf)

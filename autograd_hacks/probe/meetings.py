@@ -1,235 +1,233 @@
-"""What the traces of a model show of the operations at which parameters meet the batch: where the samples are there."""
+"""Where parameters meet the batch.
+
+From a parameter towards the outputs, the first node that also follows from the batch is a *meeting*: x is among what it
+keeps, g is what arrives at it.  Between the parameter and the meeting lies φ(θ): views, sums, norms, other parameters;
+nothing of it belongs to a sample.  The graph's structure says where meetings are; whose the gradients are there
+(`probe/owners.py`) says whether samples stay apart, and how they lie.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import Node
 
-from autograd_hacks.probe.functions import SIZED, Following, Key, grown, only_axis
-from autograd_hacks.probe.guard import comparable
-from autograd_hacks.probe.layout import Fits, Layout
-from autograd_hacks.probe.tracker import Frame, Stack, Tracker
-from autograd_hacks.support.untouched import random_state
+from autograd_hacks.probe.owners import Verdict
+from autograd_hacks.support.graph import Graph, Leaf, Taker, Value, inputs_of, made, operands_of, shape_of
+from autograd_hacks.support.parts import part_of
 
 
-@dataclass(frozen=True)
-class Known:
-    """A tensor that follows from parameters alone."""
+class Follows(IntEnum):
+    """Whether a node follows from the batch."""
 
-    names: frozenset[str]
-    grew: tuple[Key, ...] = ()  # the calls on its way that have given it an axis of N entries
-    saving: object = None  # what packed the tensors that autograd saves, as it was made
-
-
-@dataclass(frozen=True)
-class Met:
-    """A call of a function in the batch's own trace that was given something which follows from parameters."""
-
-    stack: Stack
-    names: frozenset[str] = frozenset()
-    values: Sequence[tuple[torch.Size, tuple[Key, ...]]] = ()  # the shape of each value, and where it has grown
-    operands: Sequence[Fits | None] = ()  # the other tensors; None where one doesn't follow from the batch
-    output: Fits | None = None  # where it met the batch; else it has made something new that follows from parameters alone
-    routed: bool = False  # whether the rows were chosen by their values
-    rounds: bool = False
-    source: str | None = None  # the module by path from whose arguments it is known whose they are
-    grew_to: Layout | None = None  # where it makes an axis for the samples itself
-    axes: Sequence[int | None] = ()  # where it has been given that axis, in each other tensor
-    draws: bool = False  # whether random numbers are drawn
-    by_layer: bool = False  # whether it is a layer's own, which has a rule
+    NO = 0
+    MAYBE = 1  # it was given a tensor without a graph, of which it isn't known whether it does
+    YES = 2
 
 
-@dataclass(frozen=True)
-class Follow:
-    """Which parameters a trace follows through torch's functions."""
+class Meeting(NamedTuple):
+    """A use of a value of parameters beside the batch."""
 
-    names: frozenset[str] = frozenset()
-    forced: frozenset[Key] = frozenset()  # calls without a batch that are taken for meetings, since they make an axis for it
-    unruled: frozenset[str] = frozenset()  # the layers by path whose rules can't tell the samples apart
-    rows: frozenset[str] = frozenset()  # the modules by path in which it is followed whose each row is
+    value: Value
+    taker: Taker
+    verdict: Verdict | None  # whose the gradients are that arrive there; None where none has
 
 
-@dataclass
 class Meetings:
-    """What all traces have shown of these calls."""
+    """What a forward's graph says of where parameters meet the batch.
 
-    follow: Follow
-    wanted: Mapping[str, Tensor]  # the parameters that are followed, by name
-    calls: dict[Key, Met] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)  # parameters that were used where no function of torch is seen: why
-    carrying: dict[str, set[str]] = field(default_factory=dict)  # by source the modules by path in which rows were followed
-
-
-def _saving() -> object:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else id(hooks[0])
-
-
-class Watch(Following[Known]):
-    """Watches the batch's own trace.
-
-    by_rule: whether a rule covers the parameter of a name where the module at a path reads it
+    names: of the parameters, by their leaves    given: the memory of the model's arguments    fixed: that of its parameters
+    and buffers    samples: N    verdict: whose the gradients at a node are; None where no pass has come there
+    covered: the parameters, by the nodes that belong to a layer's call whose rule gives the rows of these    ends: nodes
+    that follow from the batch, behind which nothing is looked for    assumed: whether what may follow from the batch does
+    of_parameters: nodes that follow from parameters alone    of_batch: nodes of layers that were given the batch
     """
 
-    def __init__(self, found: Meetings, tracker: Tracker, samples: int, by_rule: Callable[[str, str], bool]) -> None:
-        super().__init__({id(p): Known(frozenset([name])) for name, p in found.wanted.items()})
-        self.found, self.tracker, self.samples, self.by_rule = found, tracker, samples, by_rule
-        self.savings: dict[Frame, object] = {}
-        self.sources: dict[int, str] = {}  # by the id of a tensor with labels
-        self.is_seeing = False
-        tracker.unseen = self.note_unseen
-
-    def note_unseen(self, name: str) -> None:
-        """Hears of a parameter that has met the batch."""
-        if not self.is_seeing:  # in an operation that no function of torch was seen to run
-            self._lose([name], "it is used inside compiled code, or in an autograd.Function")
-
-    def _lose(self, names: Collection[str], why: str) -> None:
-        for name in names:
-            self.found.lost.setdefault(name, why)
-
-    def begin(self, frame: Frame, inputs: Sequence[Tensor]) -> None:
-        """Hears of a call that begins."""
-        self.savings[frame] = _saving()
-        for x in inputs if frame.path in self.found.follow.rows else ():
-            # Rows that were chosen by their values may be anyone's in the next forward, but for samples beside other axes.
-            is_own = not self.tracker.facts(x).routed or (x.ndim > 2 and len(x) == self.samples)
-            if is_own and x.ndim and len(x) and len(x) % self.samples == 0 and id(x) not in self.rows:
-                samples = torch.arange(self.samples, device=x.device)
-                self.sources[id(x)] = frame.path
-                super().label(x, samples.repeat_interleave(len(x) // self.samples))
-
-    def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        origin = next((self.sources[id(x)] for x in args if id(x) in self.rows and id(x) in self.sources), None)
-        super()._carry(func, args, out)
-        labelled = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) in self.rows]
-        if origin is not None and labelled:
-            self.sources |= dict.fromkeys(map(id, labelled), origin)
-            self.found.carrying.setdefault(origin, set()).add(self.tracker.stack[-1].path if self.tracker.stack else "")
-
-    def make(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor], grew: tuple[Key, ...] = ()
+    def __init__(
+        self,
+        graph: Graph,
+        names: Mapping[Node, str],
+        given: Collection[int],
+        fixed: Collection[int],
+        samples: int,
+        verdict: Callable[[Node], Verdict | None] = lambda node: None,
+        covered: Mapping[Node, Collection[str]] | None = None,
+        ends: Collection[Node] = (),
+        assumed: bool = False,
+        of_parameters: Collection[Node] = (),
+        of_batch: Collection[Node] = (),
     ) -> None:
-        """grew: the calls on the way that have given it an axis of N entries, beside those of the values"""
-        values = [self.values[id(x)] for x in self.known((args, kwargs))]
-        names, before = frozenset().union(*(value.names for value in values)), [k for value in values for k in value.grew]
-        for x in made:
-            if id(x) not in self.values:
-                self.know(x, Known(names, tuple(dict.fromkeys([*before, *grew])), _saving()))
+        self.graph, self.names, self.given, self.fixed, self.samples = graph, names, given, fixed, samples
+        self.verdict, self.covered, self.ends, self.assumed = verdict, covered or {}, ends, assumed
+        self.of_parameters, self.of_batch = of_parameters, of_batch
+        self._follows: dict[Node, Follows] = {}
+        self.keys = Keys(names)
 
-    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        held, others = self.known((args, kwargs)), self.others((args, kwargs))
-        values = [self.values[id(x)] for x in held]
-        names = frozenset().union(*(value.names for value in values))
-        facts = [self.tracker.facts(x) for x in others]
-        follows = [fact.from_batch and name not in SIZED for fact in facts]
-        frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
-        picks = name == "getitem" and args[0] is held[0] and all(x.numel() == 1 for x in others)
-        meets = any(follows) and not picks
-        key = self.count(frame, name)
-        is_ruled = all(self.by_rule(frame.path, n) for n in names)
-        if meets and is_ruled:
-            self.found.calls[key] = Met(self.tracker.stack, names, by_layer=True)
-            return func(*args, **kwargs)
-        kept, state = [self.tracker.keep(x) for x in others] if meets else [], random_state({x.device for x in held})
-        out = self.run(func, args, kwargs)
-        draws = any(not torch.equal(state[name], now) for name, now in random_state({x.device for x in held}).items())
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
-        if self._is_lost(name, meets, out, outs, names, values):
-            return out
-        if not any(x.requires_grad for x in outs):
-            return out
-        self._lose([n for fact in facts for n in fact.sources], "what was made of it is used past torch's functions")
-        shapes = [(x.shape, value.grew) for x, value in zip(held, values)]
-        if meets:
-            fits = [Fits(x, self.samples) if own else None for x, own in zip(kept, follows)]
-            routed, rounds = any(fact.routed for fact in facts), self.tracker.facts(outs[0]).rounds
-            seen = Fits(self.tracker.keep(outs[0]), self.samples)
-            source = next((self.sources.get(id(x)) for x in others if id(x) in self.rows), None)
-            self.found.calls[key] = Met(
-                self.tracker.stack, names, shapes, fits, seen, routed, rounds, draws=draws, source=source
-            )
-            return out
-        grew_to = grown(name, held[0], others, outs[0], self.samples) if len(outs) == 1 else None
-        is_own = key in self.found.follow.forced and grew_to is not None
-        if is_own and is_ruled:
-            self.found.calls[key] = Met(self.tracker.stack, names, by_layer=True)
-        else:
-            axes = [only_axis(x, self.samples) for x in others]
-            self.found.calls[key] = Met(self.tracker.stack, names, shapes, grew_to=grew_to, axes=axes, draws=draws)
-        if is_own:
-            copy = outs[0].clone()
-            self.tracker.mark(copy)
-            return copy
-        self.make(func, args, kwargs, outs, () if grew_to is None else (key,))
-        return out
+    def find(self) -> Meetings:
+        """Climbs from each parameter."""
+        self.found: list[Meeting] = []
+        self.mixed: dict[Value, Taker] = {}  # values whose samples mix behind a taker
+        self.returned: set[Value] = set()  # values that nobody in the graph takes: outputs
+        self.climbed: dict[Node, None] = {}  # the nodes that were come by
+        self.inner: list[tuple[Value, Taker]] = []  # uses of values that make others
+        waiting = [Value(leaf, 0) for leaf in self.graph.leaves if leaf in self.names]
+        seen = set(waiting)
+        while waiting:
+            value = waiting.pop()
+            takers = self.graph.takers.get(value, ())
+            if not takers:
+                self.returned.add(value)
+            for taker in takers:
+                if self.is_covered(value, taker.node):
+                    continue
+                self.climbed[taker.node] = None
+                if self._meets(value, taker):
+                    continue
+                self.inner.append((value, taker))
+                above = {Value(taker.node, number) for number in range(max(1, len(made(taker.node))))} - seen
+                seen |= above
+                waiting += above
+        return self
 
-    def _is_lost(
-        self, name: str, meets: bool, out: Any, outs: list[Tensor], names: frozenset[str], values: list[Known]
-    ) -> bool:
-        """Whether what a call does can't be followed, or needn't."""
-        writes = name == "setitem" or name.endswith("_")
-        if writes and not meets and torch.is_grad_enabled():
-            self._lose(names, f"it is written into a tensor ({name})")
-        elif meets and not torch.is_grad_enabled():
-            self._lose(names, "it is used under no_grad, as in an autograd.Function")
-        elif writes and meets and not outs:
-            self._lose(names, f"it is written into a tensor ({name})")
-        elif meets and not isinstance(out, Tensor):
-            self._lose(names, f"{name} returns several tensors")
-        elif meets and any(saving != _saving() for saving in self._savings(values)):
-            self._lose(names, "checkpointing runs a part of the module that reads it")
-        else:
+    def _meets(self, value: Value, taker: Taker) -> bool:
+        """Whether a use is a meeting, which is noted then, or one behind which samples mix."""
+        node, verdict = taker.node, self.verdict(taker.node)
+        if node in self.of_parameters:
             return False
-        return True
+        follows = self.follows(node)
+        if verdict is not None and verdict.is_owned:
+            if follows is Follows.YES or (not self._is_doubtful(node) and (follows or self._grows(node))):
+                self.found.append(Meeting(value, taker, verdict))
+                return True
+        elif follows is Follows.YES:
+            if verdict is not None and verdict.is_mixed:
+                self.mixed[value] = taker
+            else:
+                self.found.append(Meeting(value, taker, verdict))
+            return True
+        return False
 
-    def _savings(self, values: list[Known]) -> list[object]:
-        frame = self.tracker.stack[-1] if self.tracker.stack else Frame("", 0)
-        derived = [value.saving for value in values if value.saving is not None]
-        return [self.savings.get(frame, _saving()), *derived]
+    def doubtful(self) -> list[Node]:
+        """The nodes that were given something of which it isn't known whether it follows from the batch, and in which its
+        samples mix, if it does."""
+        mixed = [node for node in self.climbed if (verdict := self.verdict(node)) is not None and verdict.is_mixed]
+        return [node for node in mixed if self.follows(node) is Follows.MAYBE]
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.is_seeing = True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.is_seeing = False
+    def is_covered(self, value: Value, node: Node) -> bool:
+        return node in self.covered and self.keys.below(value.node) <= set(self.covered[node])
+
+    def follows(self, node: Node) -> Follows:
+        """Whether a node follows from the batch: it, or something behind it, was given a part of that."""
+        waiting = [node]
+        while waiting:
+            at = waiting[-1]
+            behind = () if at in self.ends else [value.node for value in inputs_of(at)]
+            missing = [other for other in behind if other not in self._follows]
+            if at in self._follows or not missing:
+                waiting.pop()
+                if at not in self._follows:
+                    own = self._own(at)
+                    self._follows[at] = max([own, *(Follows.YES for b in behind if self._follows[b] is Follows.YES)])
+            else:
+                waiting += missing
+        return self._follows[node]
+
+    def _own(self, node: Node) -> Follows:
+        """What a node was given beside what other nodes made."""
+        if node in self.of_parameters:
+            return Follows.NO
+        if node in self.ends:
+            return Follows.YES
+        if type(node) is Leaf:
+            leaf: Any = node
+            is_fixed = node in self.names or isinstance(leaf.variable, nn.Parameter)
+            return Follows.NO if is_fixed else Follows.YES
+        operands = list(operands_of(node))
+        if any(memory_of(x) in self.given for x in operands):
+            return Follows.YES
+        verdict = self.verdict(node)
+        if verdict is not None and verdict.is_owned and self._grows(node) and not self._is_doubtful(node):
+            return Follows.YES  # copies, a sample each
+        unknown = [x for x in operands if x.ndim and memory_of(x) not in self.fixed]
+        bare = sum(ahead is None for ahead, _ in node.next_functions) > len(operands) - len(unknown)
+        # Something that no node made, and sizes in which samples may be: of the batch if its gradients are samples' own.
+        if (self.assumed or node in self.of_batch) and (unknown or bare):
+            return Follows.YES
+        if not unknown and not bare:
+            return Follows.NO
+        if any(size and size % self.samples == 0 for x in made(node) for size in x.shape):
+            return Follows.MAYBE if verdict is None or verdict.is_mixed or verdict.owners == 0 else Follows.YES
+        return Follows.YES if verdict is not None and verdict.is_owned else Follows.NO  # rows of some samples
+
+    def _is_doubtful(self, node: Node) -> bool:
+        """Whether there is something behind a node that may be of the batch and in which its samples mix, if it is."""
+        waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
+        while waiting:
+            at = waiting.pop()
+            if at in seen or self.follows(at) is Follows.YES:
+                continue
+            seen.add(at)
+            verdict = self.verdict(at)
+            if self.follows(at) is Follows.MAYBE and verdict is not None and verdict.is_mixed:
+                return True
+            waiting += [value.node for value in inputs_of(at)]
+        return False
+
+    def _grows(self, node: Node) -> bool:
+        """Whether a node makes a copy for each sample."""
+        if not made(node):
+            return False
+        before = max((shape_of(value).numel() for value in inputs_of(node)), default=0)
+        return shape_of(Value(node, 0)).numel() >= self.samples * before > 0
 
 
-class Repeat(Following[None]):
-    """Watches another trace, with samples replaced.
+class Keys:
+    """What uses of values of parameters are known by, from step to step.  names: of the parameters, by their leaves"""
 
-    frame: tells the call that runs    show: is shown what is known of a tensor of the batch's own trace, and what it is here
-    """
+    def __init__(self, names: Mapping[Node, str]) -> None:
+        self.names = names
+        self._known: dict[Node, tuple[str, frozenset[str]]] = {}
 
-    def __init__(self, found: Meetings, frame: Callable[[], Frame], show: Callable[[Fits, Tensor], None]) -> None:
-        super().__init__(dict.fromkeys(map(id, found.wanted.values())))
-        self.found, self.frame, self.show = found, frame, show
+    def below(self, node: Node) -> frozenset[str]:
+        """The parameters that a value follows from."""
+        return self._of(node)[1]
 
-    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
-        for x in made:
-            self.know(x, None)
+    def of(self, value: Value, taker: Taker) -> Hashable:
+        """How a value is made of parameters, and what takes it."""
+        return self._of(value.node)[0], value.number, taker.node.name(), taker.place, len(shape_of(Value(taker.node, 0)))
 
-    def meet(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        others, key = self.others((args, kwargs)), self.count(self.frame(), name)
-        met = self.found.calls.get(key)
-        writes = met is not None and met.output is not None and name.endswith("_")
-        before = [x.detach().clone() for x in others] if writes else others
-        out = func(*args, **kwargs)
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
-        if met is None or met.by_layer or not outs:
-            return out
-        if met.output is None:
-            self.make(func, args, kwargs, [] if key in self.found.follow.forced else outs)
-            return out
-        if len(before) == len(met.operands):
-            for fits, x in zip(met.operands, before):
-                if fits is not None:
-                    self.show(fits, comparable(x))
-            self.show(met.output, comparable(outs[0]))
-        return out
+    def _of(self, node: Node) -> tuple[str, frozenset[str]]:
+        waiting = [node]
+        while waiting:
+            at = waiting[-1]
+            missing = [value.node for value in inputs_of(at) if value.node not in self._known]
+            if at in self._known or not missing:
+                waiting.pop()
+                self._known.setdefault(at, self._made(at))
+            else:
+                waiting += missing
+        return self._known[node]
+
+    def _made(self, node: Node) -> tuple[str, frozenset[str]]:
+        if type(node) is Leaf:
+            name = self.names.get(node, "")
+            return name, frozenset({name} if name else ())
+        behind = [self._known[value.node] for value in inputs_of(node)]
+        # Short, however many ways lead there.
+        text = f"{node.name()} {' '.join(own for own, _ in behind)}"
+        return f"{node.name()} {blake2b(text.encode(), digest_size=8).hexdigest()}", frozenset().union(
+            *(b for _, b in behind)
+        )
+
+
+def memory_of(x: Tensor) -> int:
+    """What tells tensors apart that lie in different memory; of those that have none of their own, what tells objects."""
+    if x.is_nested or x.layout != torch.strided or x.is_meta:
+        return id(x)
+    return part_of(x).untyped_storage().data_ptr()

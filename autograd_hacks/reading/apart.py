@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from autograd_hacks.capture.graph import returned_in
+from autograd_hacks.capture.arrivals import returned_in
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.probe.layout import Layout
+from autograd_hacks.support.graph import Graph, Value
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import settled
+from autograd_hacks.support.sweep import Grads, sweep
 
 ROUNDING = 32
 """By how many units of the least digit a sample's gradient may differ, of its own length."""
@@ -62,13 +65,17 @@ def check_losses(losses: Tensor) -> None:
 
     losses: N
     """
-    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.samples == len(losses) > 0]
+    returned = [(edge, mark) for edge, mark in returned_in(losses) if mark.is_proven and mark.samples == len(losses) > 0]
     if not returned:
         return
     weights = two_weights(len(losses), torch.Generator().manual_seed(len(losses)))
-    edges = [edge for edge, _ in returned]
-    found = [torch.autograd.grad(losses, edges, w.to(losses), retain_graph=True, allow_unused=True) for w in weights]
-    for (_, mark), x, y in zip(returned, *found):
+    root, ends, found = losses.grad_fn, {edge.node for edge, _ in returned}, dict[Node, list[Grads]]()
+    assert root is not None  # or nothing would be marked
+    with torch.no_grad():  # past wrappers' hooks, which may wait for other processes
+        given = {Value(root, losses.output_nr): [w.to(losses) for w in weights]}
+        sweep(given, found.__setitem__, ends, Graph([root], ends).above(ends))
+    for edge, mark in returned:
+        x, y = (grads[edge.output_nr] for grads in found.get(edge.node, [[None] * (edge.output_nr + 1)] * 2))
         if x is not None and y is not None and are_apart(mark.layout, settled(x), settled(y), *weights) is False:
             mark.plan.pending = True  # the next forward's losses are looked at, too
             raise SamplesMixed(

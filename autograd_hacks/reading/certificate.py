@@ -10,11 +10,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.records import Pass, Record, Segment
-from autograd_hacks.errors import OTHER_MODES, HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Dense, Form, Replay, magnitudes
-from autograd_hacks.probe.plan import EXPAND, HOOKS
+from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.errors import HigherOrderError, UnseenGradient
+from autograd_hacks.forms import Chained, Dense, Form, magnitudes
 from autograd_hacks.support.parts import own_of, part_of
 
 ROUNDING = 64
@@ -25,46 +24,32 @@ _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 equal ones as K has."""
 
 
-def check_sum(
-    name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None, lazily: bool
-) -> None:
+def check_sum(name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None) -> None:
     """Raises where the rows don't add up to the gradient that arrived, if that was kept.
 
     name: the parameter's, for people    known: in the record    form: its rows, but for those of calls that are settled
-    lazily: whether the rows of modules that are run again may not all be written out; a sum by one pass is compared then, in
-    the plan's first step alone
     """
-    reaching = [p for p in segment.passes if not all(known in call.skipped for call in p.calls_of.get(known, ()))]
+    reaching = [p for p in segment.passes if p.calls_of.get(known)]
     left = [p for p in reaching if known in p.arrived or not p.settled.get(known, set()).issuperset(p.calls_of[known])]
     # Those of one `backprop_hess` have added up what arrived.
     brought = {id(p.arrived): (p, p.arrived[known]) for p in left if known in p.arrived}
     if not reaching or not all(known in p.arrived for p in left):
         return
-    sources, summed = form.sources, record.plan.summed
-    if not form.samples or not form.shape.numel() or (sources and lazily and known in summed):
+    summed = record.plan.summed
+    if not form.samples or not form.shape.numel():
         return
-    for source in sources:
-        if not lazily:
-            source.prepare()  # the rows, which are wanted anyway, and which the sum is taken of then
     if not brought or adds_up(known, form, list(brought.values()), loss_type):
         summed.add(known)
-        orders = (call.order for p in reaching for call in p.calls_of[known])
-        record.plan.deepest = max(record.plan.deepest, *orders)
         return
     summed.discard(known)  # as another micro-batch's rows may have
-    if record.comparing and record.plan.mode == HOOKS:
-        raise HigherOrderError(
-            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
-            f"leads to it past the hooks. {OTHER_MODES}"
-        )
+    record.plan.pending = True
     if record.comparing:
         raise HigherOrderError(
             f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
-            "leads to it by a way that isn't known: a rule that says linear_in and isn't, a layer that was called before "
-            "add_hooks, or by itself; rows that depend on how a weight was made of others (weight_norm), and were "
-            "differentiated; or a penalty on the weight, which belongs to no sample. "
-            f"{'Try add_hooks(mode=' + repr(EXPAND) + '), or run' if record.plan.mode != EXPAND else 'Run'} that part's "
-            "backward pass within autograd_hacks.pause_hooks()."
+            "leads to it by a way that isn't known: a layer that was called before add_hooks; a custom autograd.Function "
+            "that was given the weight; rows that depend on how a weight was made of others (weight_norm), and were "
+            "differentiated; or a penalty on the weight, which belongs to no sample. Run that part's backward pass within "
+            "autograd_hacks.pause_hooks()."
         )
     raise UnseenGradient(
         f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
@@ -98,7 +83,7 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
         return agree(form, expected.new_ones(form.samples), expected, used, partial(received_by, form, calls))
 
 
-def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, float]]) -> float:
+def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> float:
     """How far rounding may lead a sum over positions, where one of `ROUNDING` units is 1: how long what it adds up is.
 
     Further for `_ADD_IN_TURN`: K / 12 units were seen; and where a norm takes away a mean that is far larger than what is
@@ -108,6 +93,9 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
     """
     length = 0.0
     for call, grads, scale in found:
+        if not isinstance(call, LayerCall):
+            length += scale * grads.length
+            continue
         in_turn = isinstance(call.layer, _ADD_IN_TURN) and all(isinstance(leaf, Dense) for leaf in form.leaves())
         terms = grads.first.numel() / max(1, form.shape.numel()) if in_turn else 1
         if in_turn and torch.bfloat16 in (call.precision, grads.first.dtype):
@@ -124,7 +112,7 @@ def received_by(form: Form, found: Iterable[tuple[RecordedCall, OutputGrads, flo
     return length
 
 
-def _centred(call: RecordedCall) -> float:
+def _centred(call: LayerCall) -> float:
     """How many times longer a norm's input is than what it normalises, divided by the same; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
     if not isinstance(x, Tensor) or not (x := part_of(x)).numel():
@@ -166,10 +154,8 @@ def agree(
     if difference.max() <= tolerance * expected.abs().max():
         return True
     is_coarse = max(torch.finfo(dtype).eps for dtype in dtypes) > 1e-4
-    is_summed = is_coarse or any(isinstance(leaf, Chained | Dense | Replay) for leaf in form.leaves())
+    is_summed = is_coarse or any(isinstance(leaf, Chained | Dense) for leaf in form.leaves())
     if is_summed and difference.max() <= tolerance * received():
         return True
-    if form.sources:
-        return False
     terms = magnitudes(form).weighted_sum(w.abs()).to(difference.dtype).where(finite, 0).nan_to_num(0, 0, 0)
     return bool((difference <= tolerance * (terms + terms.max() / 8)).all())

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import RecordedCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.uses import Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
 from autograd_hacks.reading.certificate import check_sum
-from autograd_hacks.reading.guards import check_hooked, check_known, check_seen, readable_segments
+from autograd_hacks.reading.guards import check_hooked, check_independent, check_known, check_seen, readable_segments
 from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
+from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.untouched import outside_inference, without_autocast
 
 
 def read(
@@ -27,13 +27,12 @@ def read(
     recorder: Recorder,
     loss_type: str | None,
     scaling: float | Tensor = 1.0,
-    lazily: bool = False,
 ) -> dict[str, Form | None]:
     """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
 
     parameters: the model's, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
-    scaling: what the loss was multiplied by    lazily: whether rows may not be written out, all at once
+    scaling: what the loss was multiplied by
     """
     record = recorder.record
     check_loss_type(loss_type)
@@ -47,12 +46,13 @@ def read(
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
     check_known(model, record)
+    check_independent(recorder)
     with telling_of_lists(record):
-        return _read(parameters, record, loss_type, scaling, lazily)
+        return _read(parameters, record, loss_type, scaling)
 
 
 def _read(
-    parameters: Mapping[str, Tensor], record: Record, loss_type: str | None, scaling: float | Tensor, lazily: bool
+    parameters: Mapping[str, Tensor], record: Record, loss_type: str | None, scaling: float | Tensor
 ) -> dict[str, Form | None]:
     segments = readable_segments(parameters, record)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -60,7 +60,7 @@ def _read(
         gates = [Gate(segment, loss_type) for segment in segments]
         for gate in gates:
             gate.read_all()
-        return dict(_forms_of(gates, trainable, record, loss_type, scaling, lazily))
+        return dict(_forms_of(gates, trainable, record, loss_type, scaling))
 
 
 def _forms_of(
@@ -69,7 +69,6 @@ def _forms_of(
     record: Record,
     loss_type: str | None,
     scaling: float | Tensor,
-    lazily: bool,
 ) -> Iterator[tuple[str, Form | None]]:
     """(name, form), the rows of which add up where that was still to be seen."""
     record.plan.unread = False  # somebody reads: the next pass's are kept, also where this one's fail
@@ -81,7 +80,7 @@ def _forms_of(
         forms = [gate.form(known) for gate in gates]
         for gate, form, left in zip(gates, forms, unsettled):
             if form is not None:
-                check_sum(name, known, left or form, gate.segment, record, loss_type, lazily)
+                check_sum(name, known, left or form, gate.segment, record, loss_type)
         if share is not None:
             forms = [None if form is None else scale(form, share) for form in forms]
         yield name, _stack(forms, gates, parameter)
@@ -95,8 +94,8 @@ class Gate:
         self._adds_up = segment.hess_type is None  # rather than that each pass has rows of its own
         self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
         # By pass, of the calls that it has asked, {parameter: {call: form}}.
-        self._terms: list[dict[str, dict[RecordedCall, Form]]] = [{} for _ in segment.passes]
-        self._asked: set[RecordedCall] = set()
+        self._terms: list[dict[str, dict[Use, Form]]] = [{} for _ in segment.passes]
+        self._asked: set[Use] = set()
 
     def read_all(self) -> None:
         """Asks every call for its forms, in the order of the forward, and compares their numbers of samples."""
@@ -105,7 +104,7 @@ class Gate:
                 self._ask(number, call)
         self.samples = self.segment.batch_size()
 
-    def _ask(self, number: int, call: RecordedCall) -> None:
+    def _ask(self, number: int, call: Use) -> None:
         grads, terms = self.segment.passes[number].received[call], self._terms[number]
         check_seen(call, grads)
         for local, form in call.forms(grads).items():
@@ -145,7 +144,7 @@ class Gate:
                 self._ask(0, call)
         return self.form(name)
 
-    def form_at_once(self, name: str) -> tuple[Form | None, list[RecordedCall]]:
+    def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
         """The same while the only pass runs, from which its calls are asked for; and those that are not needed any more."""
         form, needed = self.form_so_far(name), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall
+from autograd_hacks.capture.by_part import PartCall
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
     ON_PASSES,
-    OTHER_MODES,
-    HigherOrderError,
     NothingRecorded,
+    ProbeFailed,
     SamplesMixed,
+    ShardedParameters,
     StaleRecord,
     UnseenGradient,
     VerificationFailed,
     where,
 )
-from autograd_hacks.probe.plan import HOOKS, MIXING
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
@@ -81,27 +81,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         )
         no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
         raise NothingRecorded(record.why_empty or (no_backward if record.forwards else no_forward))
-    lost = [record.lost[n] for segment in record.segments for n in sorted(segment.forwards & record.lost.keys())]
-    if lost:
-        raise HigherOrderError(
-            f"a backward pass with create_graph=True has come through {lost[0]}, and what that adds to rows isn't "
-            "known: its rule says no linear_in and it was called by itself, or without a probe; or it ran before the mode "
-            "was chosen. Repeat the step; or let the whole model be called, with a probe."
-        )
     for recorded in (p for segment in record.segments for p in segment.passes):
         if recorded.mixes:
             raise SamplesMixed(
                 "samples mix: the loss is made of a gradient of the whole batch by parameters, a sum over its samples. Make "
                 "it of per-sample gradients, per_sample_grads(model); or run its backward pass within pause_hooks()."
-            )
-        if recorded.higher_order and record.plan.mode == HOOKS:
-            raise HigherOrderError(f"the backward pass ran with create_graph=True. {OTHER_MODES}")
-        if any(call.skipped and call.order and call.samples != 0 and not record.plan.deepest for call in recorded.received):
-            record.plan.unread = False
-            record.plan.summed.clear()
-            raise HigherOrderError(
-                "a loss has derivatives in it for the first time, and with param_grad=False there was nothing to compare "
-                "its rows with. Repeat the step: it will compute ordinary gradients, once."
             )
         if not recorded.finished:
             for call, grads in recorded.received.items():
@@ -110,17 +94,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
                 "the last backward pass has not run to its end, so that its rows are incomplete. Repeat the forward and "
                 "the backward pass."
             )
+        check_parts(record, recorded.received)
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
-        if recorded.mixed_output is not None:
-            slot, shape = recorded.mixed_output
-            raise SamplesMixed(
-                f"samples mix: when some samples of the batch were replaced by others, output number {slot} of the model, "
-                f"of shape {shape}, changed for the rest too, or the gradients that it sends to them did, whichever of its "
-                "axes was taken for the batch, and the loss came that way. If the batch is not on axis 0 of the model's "
-                "input, say where it is: add_hooks(model, batch_dim=...). A loss of samples alone can be made outside the "
-                "model: backward(losses)."
-            )
+        if recorded.mixed_output is not None or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
+            raise SamplesMixed(record.plan.mixing)
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
@@ -128,6 +106,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         wrong = [reason for name, reason in record.plan.disproven.items() if name in recorded.calls_of]
         if wrong:
+            for call, grads in recorded.received.items():
+                check_seen(call, grads)  # which may be why
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
         if recorded.replaces_unread and recorded.adds_to_left and recorded.fills_grad:
             raise NothingRecorded(
@@ -164,6 +144,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
     if not past:
         return
+    record.plan.pending = True  # the next forward of its kind may show the way
     if not record.forwards:
         raise UnseenGradient(
             f"gradient has reached {', '.join(past)} through a forward that ran before add_hooks(model), or while hooks "
@@ -172,42 +153,81 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
         )
     for name in past:
         reason = record.plan.refused.get(record.name_of(parameters[name]), "")
-        if reason.startswith(MIXING):
-            raise SamplesMixed(f"{name} has no per-sample gradients: {reason}")
+        if reason and reason == record.plan.mixing:
+            raise SamplesMixed(reason)
         if reason:
             raise UnseenGradient(f"gradient has reached {name} by a way that the library can't follow: {reason}")
-    if record.comparing and record.plan.mode == HOOKS:
-        raise HigherOrderError(
-            f"gradient has reached {', '.join(past)} through the graph of a backward pass with create_graph=True. "
-            f"{OTHER_MODES}"
+    if record.plan.returns_parameters:
+        raise UnseenGradient(
+            f"gradient has reached {', '.join(past)} by what the model returns of parameters alone, and where the loss "
+            "reads it beside the batch can't be seen from a mean over samples. Give the losses to "
+            "autograd_hacks.backward(losses), or return it for each sample: log_std.expand_as(mean)."
         )
     if record.transformed:
         raise UnseenGradient(
             f"gradient has reached {', '.join(past)} through a forward inside torch.func (grad, vmap, jacrev, jvp), whose "
             "tensors end with the transform, so that the rows would be without it. Take derivatives by torch.autograd.grad("
-            'create_graph=True), with add_hooks(model, mode="derivatives"), rows of outputs by per_sample_jacobian.'
+            "create_graph=True), rows of outputs by per_sample_jacobian."
         )
     raise UnseenGradient(
         f"gradient has reached {', '.join(past)} by a way that the hooks don't see, so that the rows would be without "
         "it: a forward pass from before add_hooks, a weight used outside its own layer's forward, a penalty on weights in a "
         "loss, torch.compile, scripting, functional_call. Let layers be called as modules; run a backward pass of a penalty "
-        'alone within autograd_hacks.pause_hooks(); use add_hooks(model, mode="expand") for derivatives by '
-        "torch.autograd.forward_ad; or freeze the parameter."
+        "alone within autograd_hacks.pause_hooks(); or freeze the parameter."
     )
 
 
-def check_seen(call: RecordedCall, grads: OutputGrads) -> None:
+def check_independent(recorder: Recorder) -> None:
+    """Raises where it was to be shown that samples are independent, and was not: ProbeFailed."""
+    if not recorder.planner.independent or recorder.is_aside:
+        return
+    passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
+    for use in {use for recorded in passes for use in recorded.received}:
+        check_shown(use)
+
+
+def is_shown(use: Use) -> bool:
+    """Whether samples were shown to be independent in a use's forward."""
+    is_model = isinstance(use, LayerCall) and not use.path  # a layer alone, which mixes nothing that its rule doesn't know
+    return is_model or use.samples == 0 or (use.plan is not None and use.plan.is_independent)
+
+
+def check_shown(use: Use) -> None:
+    """Raises where it was not shown that samples are independent in a use's forward."""
+    if is_shown(use):
+        return
+    if use.plan is not None and use.plan.mixing:
+        raise SamplesMixed(use.plan.mixing)
+    raise ProbeFailed(
+        f"whether samples are independent was not shown for the forward in which {use.place} ran: it began before that was "
+        "asked for, a part of the model was called by itself, or no argument had samples that could be replaced by others "
+        "of the batch. Ask for it from the beginning, add_hooks(model, independent=True), and give the model itself a "
+        "batch of tensors in which samples differ."
+    )
+
+
+def check_parts(record: Record, uses: Iterable[Use]) -> None:
+    """Raises where processes hold parts of layers through which a loss was differentiated."""
+    if record.comparing and any(isinstance(use, PartCall) for use in uses):
+        raise ShardedParameters(
+            "a backward pass with create_graph=True has come to layers of which processes hold parts, and losses with "
+            "derivatives in them have no per-sample gradients in tensor parallel: the derivatives that torch computes of "
+            "such graphs aren't those of one process. Leave these layers whole."
+        )
+
+
+def check_seen(use: Use, grads: OutputGrads) -> None:
     """Raises where what the hooks saw is not what the layer worked with."""
-    if not call.is_first:
+    if not use.is_first:
         raise UnseenGradient(
-            f"a forward hook stands before the library's on {where(call.path, call.layer)} and may have changed its "
+            f"a forward hook stands before the library's on {use.place} and may have changed its "
             "output. Register it without prepend=True, or add the library's hooks anew, after it: remove_hooks, add_hooks."
         )
-    for kind, watched in (("input", call.versions), ("gradient at the output", zip(grads.at, grads.versions))):
+    for kind, watched in (("input", use.versions), ("gradient at the output", zip(grads.at, grads.versions))):
         for tensor, version in watched:
             if tensor is not None and version_of(tensor) != version:
                 raise StaleRecord(
-                    f"the {kind} of {where(call.path, call.layer)}, of shape {tuple(tensor.shape)}, was overwritten in "
+                    f"the {kind} of {use.place}, of shape {tuple(tensor.shape)}, was overwritten in "
                     f"place after the layer read it (version {version_of(tensor)}; expected {version}). Read the per-sample "
                     "gradients before that, or give the layer a copy: x.clone()."
                 )

@@ -1,206 +1,370 @@
-"""Proves a plan by gradients: what backward passes from random gradients at the outputs bring to calls and parameters."""
+"""Proves how a forward is read, by backward passes through its own graph: whose are the gradients, where do parameters meet
+the batch, and do the rows add up to what arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain, islice, product
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from autograd_hacks.capture.calls import RecordedCall
+from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.errors import PerSampleGradientError, where
-from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.layout import Layout
-from autograd_hacks.reading.apart import are_apart, two_weights
-from autograd_hacks.reading.arrival import Sums
-from autograd_hacks.reading.trial import Grads, Key, Take, Trial, layout_in
+from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
+from autograd_hacks.forms import Form, add
+from autograd_hacks.probe.batch import Batch
+from autograd_hacks.probe.owners import NOBODY
+from autograd_hacks.probe.plan import AXES, MIXING, ROWS, Place, Plan
+from autograd_hacks.probe.planner import NESTED, Known
+from autograd_hacks.probe.routes import Routes, places_left
+from autograd_hacks.reading.certificate import agree, received_by
+from autograd_hacks.reading.independence import show_independent
+from autograd_hacks.reading.inner_losses import adds_up, frontier
+from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, random_like, usual_layouts
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.graph import Value, made, shape_of
+from autograd_hacks.support.layout import Layout, candidates
+from autograd_hacks.support.parts import is_part, own_of
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import is_packed
+from autograd_hacks.support.untouched import Aside
 
-Arrived = Mapping[str, Tensor]
-"""What a backward pass has brought to inputs, by '#' and number."""
-
-
-def prove(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Proves the plan of the forward that begins, and notes in it what is wrong, and which outputs mix samples.
-
-    The model runs once, on copies of its arguments.  From gradients w ∘ G at its outputs, G random, come two backward
-    passes, w being powers of two that no two of few samples share in both.  At each call's output sample n's gradient must
-    be wₙ times what it is under G, and each parameter's rows, weighted, must add up to what arrives at it.  Nothing of the
-    user's is touched.
-    """
-    plan, samples = recorder.record.plan, recorder.forward.samples
-    if not samples:
-        return
-    batch = replace(Batch.of(args, kwargs, recorder.planner.batch_dim), shared=plan.shared)
-    plan.pending, plan.unsure = False, False
-    # An input that asks for gradients may be more than the model can take, and so may noise in the place of zeros.
-    for asks, zeros in dict.fromkeys(((True, plan.opened), (False, plan.opened), (False, frozenset()))):
-        draws = torch.Generator().manual_seed(1000 * plan.forwards + samples)
-        proof = _Proof(Trial(model, recorder, plan, batch, samples, draws, asks))
-        try:
-            with proof.trial.aside(zeros):
-                proof.run()
-            return
-        except PerSampleGradientError:
-            return  # what can't be read: reading says so
-        except RuntimeError as error:
-            if "use_reentrant" in str(error):
-                return
-            plan.unsure = True
-        except Exception:  # whatever the model's own code raises
-            plan.unsure = True
+TRIES = 6
+"""So many hypotheses are tried, of where samples are in the outputs."""
 
 
-class _Proof:
-    def __init__(self, trial: Trial) -> None:
-        self.trial, self.plan, self.samples = trial, trial.plan, trial.samples
-        self.gather = trial.recorder.planner.gather  # what processes find that have parts of the model's tensors
-
-    def run(self) -> None:
-        trial = self.trial
-        trial.run()
-        layouts = self.plan.layouts_of_model(trial.model, trial.outputs)
-        trained = [slot for slot, x in enumerate(trial.outputs) if x.requires_grad and slot not in self.plan.mixed_outputs]
-        places = {s: at for s in trained if (at := layouts[s]) is not None and at.fits(trial.outputs[s], self.samples)}
-        scalars = [s for s in trained if s not in places and self.samples > 1 and trial.outputs[s].numel() == 1]
-        if places:
-            self._prove_places(places, free=not scalars)
-        for slot in scalars:
-            self._prove_scalar(slot)
-
-    def _prove_places(self, places: Mapping[int, Layout], free: bool) -> None:
-        """Proves that gradients stay apart, from outputs in which samples have places; then the rows.
-
-        free: whether nothing else needs the graph
-        """
-        trial, given = self.trial, self.trial.at_random(places)
-        first, second = two_weights(self.samples, trial.draws)
-        sums = Sums(trial, second / first)
-        arrived = trial.pull(places, given, first, take=sums.take)
-        known = trial.recorded()
-        if not known:
-            return
-        is_apart = self._compared(places, given, known, arrived, first, second, None, free, sums.take_weighted)
-        if not is_apart:
-            if free:
-                trial.run()
-            mixed = [slot for slot, at in places.items() if self._mixes(slot, at, given[slot])]
-            if not mixed and self._mixes_by_values(places, given):
-                mixed = list(places)
-            self.plan.mixed_outputs = [*self.plan.mixed_outputs, *mixed]
-            if mixed:
-                return
-            sums.wrong_weighted.clear()  # a hook inside the model may change gradients, clamp them say
-        self._prove_rows(sums)
-
-    def _compared(
-        self,
-        places: Mapping[int, Layout],
-        given: Mapping[int, Tensor],
-        known: Grads,
-        arrived: Arrived,
-        first: Tensor,
-        second: Tensor,
-        kept: Tensor | None,
-        free: bool = False,
-        take: Take | None = None,
-    ) -> bool:
-        """Whether samples stay apart in one more backward pass, from second ∘ G; see `are_apart`.
-
-        known, arrived: what the one from first ∘ G has brought    free, take: see `Trial.pull`
-        """
-        verdicts: list[bool | None] = []
-
-        def compare(key: Key, call: RecordedCall, grad: Tensor) -> None:
-            if key in known and (layout := layout_in(call, key[2], self.samples)) is not None:
-                verdicts.append(are_apart(layout, known[key][1], grad, first, second, kept))
-
-        with self.trial.listening(compare):
-            again = self.trial.pull(places, given, second, free, take)
-        for name, layout in self.trial.input_layouts().items():
-            if name in arrived and name in again:
-                verdicts.append(are_apart(layout, arrived[name], again[name], first, second, kept))
-        said = self.gather((None in verdicts, False in verdicts))
-        self.plan.unsure |= any(unsure for unsure, _ in said)
-        return not any(mixes for _, mixes in said)
-
-    def _mixes(self, slot: int, at: Layout, given: Tensor) -> bool:
-        """Whether the gradients of kept samples change with those given for others at one output: what mixing is, also
-        where a backward pass isn't linear."""
-        known: Grads = {}
-        places, ones = {slot: at}, torch.ones(self.samples, device="cpu")
-        with self.trial.listening(lambda key, call, grad: known.update({key: (call, grad.detach().clone())})):
-            arrived = self.trial.pull(places, {slot: given}, ones)
-        for kept in kept_samples(self.samples, self.trial.draws):
-            others = {slot: given * at.over(given, torch.where(kept, 1.0, -37.0).to(given))}
-            if not self._compared(places, others, known, arrived, ones, ones, kept):
-                return True
-        return False
-
-    def _mixes_by_values(self, places: Mapping[int, Layout], given: Mapping[int, Tensor]) -> bool:
-        """Whether the gradients of kept samples change when the others are replaced, since a backward pass adds something
-        of its own, a load balancing loss say."""
-        known: Grads = {}
-        trial, ones = self.trial, torch.ones(self.samples, device="cpu")
-        with trial.listening(lambda key, call, grad: known.update({key: (call, grad.detach().clone())})):
-            arrived = trial.pull(places, given, ones)
-        for turn, kept in enumerate(kept_samples(self.samples, trial.draws)):
-            other = trial.batch.replaced(self.plan.axis, kept, turn)
-            if other is not None:
-                trial.run(other)
-                if not self._compared(places, given, known, arrived, ones, ones, kept):
-                    return True
-        return False
-
-    def _prove_rows(self, sums: Sums) -> None:
-        """Notes which rows don't add up to what has arrived."""
-        record = self.trial.recorder.record
-        sums.check()
-        unsure = self.samples < 3 or sums.unsure
-        for name, p in self.trial.parameters.items():
-            known = record.name_of(p)
-            if name not in sums.forms:
-                unsure |= known not in self.plan.refused
-            elif name in sums.wrong | sums.wrong_weighted:
-                layers = ", ".join(dict.fromkeys(where(call.path, call.layer) for call in sums.calls_of(name)))
-                self.plan.disproven[known] = (
-                    f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule is "
-                    f"wrong ({layers}), or a way that the hooks don't see leads there"
-                )
-        for was_unsure, disproven in self.gather((unsure, self.plan.disproven)):
-            self.plan.unsure |= was_unsure
-            self.plan.disproven |= disproven
-
-    def _prove_scalar(self, slot: int) -> None:
-        """A loss that the model has made itself.  When samples are replaced, the gradients of those that are kept may change
-        by one factor, a denominator's."""
-        trial = self.trial
-        trial.run()
-        known = trial.gradients_of(slot)
-        for turn, kept in enumerate(kept_samples(self.samples, trial.draws)[:6]):
-            other = trial.batch.replaced(self.plan.axis, kept, turn)
-            if other is None:
-                continue
-            trial.run(other)
-            found = trial.gradients_of(slot)
-            pairs: list[tuple[Tensor, Tensor, float]] = []
-            for key, (call, grad) in known.items():
-                layout = layout_in(call, key[2], self.samples)
-                if key in found and layout is not None and found[key][1].shape == grad.shape:
-                    two = [layout.samples_first(g, self.samples)[kept.to(g.device)] for g in (grad, found[key][1])]
-                    mine, theirs = (g.flatten(1).double() for g in two)
-                    pairs.append((mine, theirs, torch.finfo(grad.dtype).eps))
-            total = sum(float((mine * mine).sum()) for mine, _, _ in pairs)
-            factor = sum(float((mine * theirs).sum()) for mine, theirs, _ in pairs) / total if total else 1.0
-            rests = [((theirs - factor * mine).norm(dim=1), mine.norm(dim=1), eps) for mine, theirs, eps in pairs]
-            if any(self.gather(any(_exceeds(rest, factor * length, eps) for rest, length, eps in rests))):
-                self.plan.mixed_outputs = [*self.plan.mixed_outputs, slot]
-                return
-            self.plan.scaled |= abs(factor - 1) > 1e-3
+def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
+    """Fills in the plan of a forward that has run.  Returns N, or None where nothing tells."""
+    plan = known.plan
+    plan.pending, plan.created = False, {}
+    plan.summed.clear()
+    draws = torch.Generator().manual_seed(1000 * plan.forwards + (known.samples or 0))
+    if any(x.is_nested_tensor for node in ran.graph.nodes for x in made(node)):
+        unproven(plan, ran, known.samples)
+        plan.refused = dict.fromkeys(ran.parameters, NESTED)
+        return None
+    best: tuple[Found, Passes] | None = None
+    for hypothesis in hypotheses(known, ran):
+        is_same = best is not None and best[0].hypothesis.axis == hypothesis.axis
+        if best is not None and not best[0].mixed and (is_same or hypothesis.samples == 1):
+            continue
+        passes = Passes(ran, carried(ran, known, hypothesis), hypothesis, draws)
+        found = past_zeros(ran, passes, passes.run(), draws)
+        # Of two axes of the arguments, one on which it isn't doubtful whether samples mix.
+        if best is None or (not found.mixed and (best[0].mixed or not found.is_doubtful)):
+            best = found, passes
+        if not (found.mixed or (found.is_doubtful and len(known.axes) > 1)):
+            break
+    if best is None:
+        unproven(plan, ran, known.samples)
+        return known.samples
+    found, passes = best
+    mixed_outputs: list[int] = []
+    if found.mixed:
+        found, passes, mixed_outputs = apart(ran, found, passes, draws)
+    fill(plan, ran, found, mixed_outputs)
+    if not found.mixed:
+        check_losses_inside(recorder, plan, ran, found, passes, draws)
+        check_rows(plan, ran, found, passes)
+        if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds all know
+            for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
+                plan.disproven, plan.unsure = plan.disproven | disproven, plan.unsure | unsure
+    if recorder.planner.independent and known.batch is not None and (model := next(iter(ran.modules), None)) is not None:
+        aside = known.aside or Aside(model, ran.arguments)  # of what wasn't known to be proven as it began
+        show_independent(recorder, aside, known.batch, ran, plan, found.hypothesis.samples)
+    return found.hypothesis.samples
 
 
-def _exceeds(rest: Tensor, length: Tensor, eps: float) -> bool:
-    return bool((rest > min(1e4 * eps, 0.1) * length + 1e-30).any())
+def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -> Found:
+    """What the same passes show with noise in the place of parameters that are all zero and hide what is behind them."""
+    if found.mixed or not found.unsure:
+        return found
+    zeros = {name: p for name, p in ran.parameters.items() if p.numel() and not is_part(p) and not bool(p.detach().any())}
+    for noted in ran.noted if zeros else ():  # a layer's bias hides nothing
+        names = [edge.name for edge in noted.call.edges.values()]
+        for name in names if not all(other in zeros for other in names) else ():
+            zeros.pop(name, None)
+    if not zeros:
+        return found
+    before = {p: p.detach().clone() for p in zeros.values()}
+
+    def undo() -> None:
+        for p, x in before.items():
+            p.data.copy_(x)
+
+    with restored(undo):
+        for p in before:
+            p.data.copy_(random_like(p, draws))  # which doesn't count as a change
+        return Passes(ran, passes.batch, passes.hypothesis, draws).run()
+
+
+def unproven(plan: Plan, ran: Ran, samples: int | None) -> None:
+    """Fills in a plan by sizes, where no output has the samples in it."""
+    plan.unproven = "no output of the model has an axis of as many entries as there are samples"
+    for noted in ran.noted:
+        plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
+
+
+def carried(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
+    """The arguments that have samples, if a hypothesis is true, with their axes."""
+    batch = known.batch
+    if batch is None or known.samples is None or hypothesis.counted_at is not None:
+        return [(x, 0) for x in ran.tensors]
+    found = zip(batch.leaves, batch.carried(hypothesis.axis, hypothesis.samples))
+    return [(x.data if is_packed(x) else x, at) for x, at in found if at is not None]
+
+
+def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
+    """Where samples may be in the arguments and the outputs, the likeliest first."""
+    batch = known.batch
+    assert batch is not None
+    outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
+    # Arguments that don't tell, or not rightly, as of a list with a sample each: as many as the first output has entries.
+    first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
+    by_output: Hypothesis | None = None
+    if first is not None and not (batch.axes is not None and any(axis is not None for axis in batch.axes)):
+        samples = outputs[first].shape[0]
+        places: dict[int | Value, Where] = {
+            slot: Layout() for slot, x in outputs.items() if x.ndim and x.shape[0] == samples
+        }
+        by_output = Hypothesis(known.axes[0], samples, places, first)
+        if samples in batch.lists and known.samples != samples:
+            yield by_output
+    found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
+    if len(known.axes) > 1:  # one that the outputs have comes first, and that more arguments have, and of several samples
+        found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
+    yield from found
+    if by_output is not None and (known.samples is None or batch.lists):
+        yield by_output
+
+
+def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
+    """Where samples may be in the outputs if they are on an axis of the arguments."""
+    tried: list[Mapping[Any, Layout]] = []
+    size = next((x.shape[axis] for x in outputs.values() if axis is not None and x.ndim > axis), 1)
+    told_by = batch.told_otherwise(axis, size)
+    if samples := batch.samples(axis, told_by):
+        axes = dict.fromkeys([0 if axis is None else axis, *range(8)])
+        options: dict[int | Value, list[Layout]] = {
+            slot: [] if slot in ran.packed else list(dict.fromkeys(candidates(x.shape, samples, axes)))
+            for slot, x in outputs.items()
+        }
+        ends = {x.grad_fn for slot, x in outputs.items() if options[slot] and x.grad_fn is not None}
+        losses = [x.grad_fn for slot, x in outputs.items() if not options[slot] and x.numel() == 1 and x.grad_fn is not None]
+        for value in frontier(losses, samples, ends | ran.ends) if samples > 1 else ():
+            options[value] = candidates(shape_of(value), samples, axes)
+        if chosen := chosen_rows(ran, outputs, samples, options):
+            by_layout = {slot: found[0] for slot, found in options.items() if found}
+            yield Hypothesis(axis, samples, {**by_layout, **chosen}, told_by=told_by)
+        options = {slot: found for slot, found in options.items() if found}
+        turns = range(max(map(len, options.values()), default=0))
+        alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
+        each = product(*options.values()) if options else ()  # outputs may have them on different axes
+        for chosen_layouts in chain(alike, islice(each, TRIES)):
+            by_layout = dict(zip(options, chosen_layouts))
+            if by_layout not in tried and len(tried) < TRIES:
+                tried.append(by_layout)
+                yield Hypothesis(axis, samples, {**by_layout, **ran.packed}, told_by=told_by)
+
+
+def chosen_rows(
+    ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
+) -> dict[int | Value, Where]:
+    """Outputs whose rows were chosen by their values, from tensors with N entries on axis 0, or packed: whose each is."""
+    routes = Routes(ran.graph, {}, samples, by_size=True)
+    found: dict[int | Value, Where] = {**ran.packed}
+    for slot, x in outputs.items():
+        if slot in ran.packed:
+            continue
+        rows = routes.rows(x.grad_fn) if x.grad_fn is not None and x.ndim and x.shape[0] != samples else None
+        axes = [at for at in options[slot] if not at.axis]
+        if rows is not None and not any(torch.equal(at.rows(len(rows), samples, rows.device), rows) for at in axes):
+            found[slot] = rows
+    return found
+
+
+def apart(ran: Ran, found: Found, passes: Passes, draws: torch.Generator) -> tuple[Found, Passes, list[int]]:
+    """In which outputs samples mix, one by one; and what the others show together."""
+    places, hypothesis = found.hypothesis.places, found.hypothesis
+    losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
+
+    def numbers(slots: Iterable[int | Value]) -> list[int]:
+        return list(dict.fromkeys(n for at in slots for n in ([at] if isinstance(at, int) else losses)))
+
+    if len(places) == 1:
+        return found, passes, numbers(places)
+    mixed: list[int | Value] = []
+    for slot, at in places.items():
+        alone = Passes(ran, passes.batch, replace(hypothesis, places={slot: at}), draws).run()
+        mixed += [slot] if alone.mixed else []
+    left = {slot: at for slot, at in places.items() if slot not in mixed}
+    if not left or not mixed:
+        return found, passes, numbers(places)
+    passes = Passes(ran, passes.batch, replace(hypothesis, places=left), draws)
+    return passes.run(), passes, numbers(mixed)
+
+
+def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> None:
+    """Puts into a plan what passes have shown."""
+    hypothesis, meetings = found.hypothesis, found.meetings
+    assert meetings is not None
+    outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
+    plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
+    of_model = {id(p) for p in ran.parameters.values()}
+    plan.returns_parameters = any(
+        id(x) in of_model
+        or (x.grad_fn is not None and slot not in hypothesis.places and ran.value(slot) in meetings.returned)
+        for slot, x in enumerate(ran.outputs)
+    )
+    plan.axis, plan.counted_at, plan.told_by = hypothesis.axis, hypothesis.counted_at, hypothesis.told_by
+    plan.largest, plan.unsure = max(plan.largest, hypothesis.samples), found.unsure
+    plan.mixed_outputs = tuple(mixed_outputs)
+    plan.mixing = why_mixed(ran, found, mixed_outputs) if found.mixed or mixed_outputs else ""
+    plan.refused = dict.fromkeys(found.mixed, plan.mixing)
+    for noted in ran.noted:
+        plan.set_place(noted.call.path, noted.number, found.calls[noted.call])
+    plan.checkpoints = found.checkpoints
+    keys, places, behind = meetings.keys, dict[Any, list[Place]](), Behind(ran)
+    plan.nodes = {}
+    for meeting in meetings.found:
+        place = found.nodes[meeting.taker.node]
+        places.setdefault(keys.of(meeting.value, meeting.taker), []).append(place)
+        for name in keys.below(meeting.value.node):
+            plan.nodes.setdefault(name, []).append(f"{meeting.taker.node.name()} at {behind.of(meeting.taker.node)}")
+    inner = {keys.of(value, taker) for value, taker in meetings.inner}
+    plan.meetings = {key: known for key, known in plan.meetings.items() if key not in inner} | places
+    plan.inner = (plan.inner - places.keys()) | inner
+    plan.names |= plan.nodes.keys()
+    plan.by_rule |= {
+        edge.name for call, place in found.calls.items() if place.kind in (AXES, ROWS) for edge in call.edges.values()
+    }
+    plan.zeros = dict.fromkeys((n for n, p in ran.parameters.items() if p.numel() and not bool(p.detach().any())), -1)
+    ran.labels, routes = {}, ran.routes(plan, hypothesis.samples)
+    plan.is_labelled, plan.places_left = found.is_chosen, places_left(ran.graph, hypothesis.samples)
+    plan.spans = ran.spans
+    for use, labels in found.labels.items():
+        rows = None
+        if labels.ndim == 1 and isinstance(use, LayerCall):
+            rows = ran.rows_of(next(noted for noted in ran.noted if noted.call is use), routes)
+        elif labels.ndim == 1 and not isinstance(use, LayerCall):
+            rows = routes.rows(use)
+        is_alive = labels != NOBODY
+        if rows is not None and torch.equal(rows.to(labels)[is_alive], labels[is_alive]):
+            ran.labels[use] = rows
+        else:  # the nodes don't tell: each forward is looked at anew
+            ran.labels[use], plan.is_labelled = labels.clamp(min=0), True
+
+
+class Behind:
+    """What nodes lead to, for people: the next call of a layer with a rule, or what the model returns."""
+
+    def __init__(self, ran: Ran) -> None:
+        self.takers: dict[Node, Node] = {}  # by node one that takes what it made
+        for value, takers in ran.graph.takers.items():
+            self.takers.setdefault(value.node, takers[0].node)
+        self.paths = {node: noted.call.path for noted in ran.noted for node in ran.inside(noted)}
+
+    def of(self, node: Node) -> str:
+        at: Node | None = node
+        while at is not None and at not in self.paths:
+            at = self.takers.get(at)
+        return "the outputs" if at is None else f"the input of {self.paths[at]!r}"
+
+
+def check_losses_inside(
+    recorder: Recorder, plan: Plan, ran: Ran, found: Found, passes: Passes, draws: torch.Generator
+) -> None:
+    """Notes which of the losses that the model returns are no sums over samples."""
+    places = found.hypothesis.places
+    behind: dict[Value, Layout] = {}
+    for at, where in places.items():
+        node = ran.outputs[at].grad_fn if isinstance(at, int) else at.node
+        if isinstance(where, Layout) and node is not None:
+            behind[Value(node, ran.outputs[at].output_nr if isinstance(at, int) else at.number)] = where
+    for slot, x in enumerate(ran.outputs) if found.hypothesis.samples > 1 else ():
+        if x.grad_fn is None or slot in places or x.numel() != 1 or not behind:
+            continue
+        with recorder.backward.silent():
+            is_sum, is_scaled = adds_up(x, behind, passes.weights, draws)
+        plan.scaled |= is_scaled
+        if is_sum is False:
+            plan.mixed_outputs = (*plan.mixed_outputs, slot)
+            plan.mixing = (
+                f"{MIXING}: the model's output number {slot}, a loss that it makes itself, is no sum over samples: its "
+                "derivative by what it has of one sample depends on the others. A loss of samples alone can be made outside "
+                "the model: backward(losses)."
+            )
+
+
+def why_mixed(ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> str:
+    """How samples mix, for people."""
+    for noted in ran.noted:
+        rule = rule_for(noted.call.layer)
+        if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
+            return f"{noted.call.place} {why}"
+    slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
+    name, node = next(iter(found.mixed.items()), ("a parameter", "its node"))
+    return (
+        f"{MIXING}: gradients given at one sample's entries of the model's output number {slots} come to those of others "
+        f"in front of {name}, at {node}, whichever axis was taken for the batch. If the batch is not on axis 0 of the "
+        "model's input, say where it is: add_hooks(model, batch_dim=...); give a sample without a batch axis as a batch of "
+        "one: x.unsqueeze(0). A loss of samples alone can be made outside the "
+        "model: backward(losses)."
+    )
+
+
+def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
+    """Notes which parameters' rows, weighted, don't add up to what the weighted pass brought to them."""
+    samples, w = found.hypothesis.samples, passes.weights.of_pass(0)
+    forms: dict[str, list[Form]] = {}
+    terms: dict[str, list[tuple[Use, OutputGrads, float]]] = {}
+    scale = float(w.max())
+
+    def note(use: Use, grads: OutputGrads) -> None:
+        for local, form in use.forms(grads).items():
+            forms.setdefault(use.edges[local].name, []).append(form)
+            terms.setdefault(use.edges[local].name, []).append((use, grads, scale))
+
+    plan.disproven = {}
+    try:
+        with torch.no_grad(), without_autocast(ran.parameters.values()):
+            for noted in ran.noted:
+                place = found.calls[noted.call]
+                at = [passes.grads.get((noted.call, slot)) for slot in range(noted.call.slots)]
+                if place.kind in (AXES, ROWS) and not noted.is_empty and any(g is not None for g in at):
+                    call = replace(noted.call, samples=samples, layouts=place.layouts, labels=ran.labels.get(noted.call))
+                    note(call, OutputGrads(at, [0] * len(at), tuple(call.edges)))
+            for node, use in OffGraph(ran, plan, samples).find().uses(ran.edge_of, 0):
+                grads = [passes.grads.get((node, n)) for n in range(use.slots)]
+                if any(g is not None for g in grads):
+                    received = OutputGrads(grads, [0] * len(grads), tuple(use.edges))
+                    received.kept = use.take(node, grads, received.reached)
+                    note(use, received)
+            # A layer that ends in a loss may hold the tensors that passes began at.
+            begun = {at.node for at in found.hypothesis.places if isinstance(at, Value)}
+            losses = [noted for noted in ran.noted if (rule := rule_for(noted.call.layer)) is not None and rule.by_input]
+            inside = [noted.call for noted in losses if begun and not begun.isdisjoint(ran.inside(noted))]
+            unseen = {edge.name for call in inside for edge in call.edges.values()}
+            for name, grad in passes.arrived.items():
+                if name not in forms or name in unseen:
+                    plan.unsure |= bool(grad.any())
+                    continue
+                grad, form = own_of(grad, ran.parameters[name]).to_dense(), add(forms[name])
+                used = [use.precision for use, _, _ in terms[name]]
+                weights = w.to(form.like.device, form.sum_dtype.to_real())
+                plan.unsure |= not bool(grad.any())
+                if not agree(form, weights, grad, used, partial(received_by, form, terms[name])):
+                    where = ", ".join(dict.fromkeys(use.place for use, _, _ in terms[name]))
+                    plan.disproven[name] = (
+                        f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule "
+                        f"is wrong ({where}), or a way that the hooks don't see leads there"
+                    )
+    except Exception:  # whatever a rule raises, which reading raises again
+        plan.unsure = True

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from autograd_hacks.capture.records import Announcement, Record
 from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, SamplesMixed
-from autograd_hacks.probe.layout import Layout
 from autograd_hacks.support.kinds import is_number
+from autograd_hacks.support.layout import Layout
 
 LOSS_TYPES = ("mean", "sum")
 
@@ -51,7 +51,7 @@ def telling_of_lists(record: Record) -> Iterator[None]:
     try:
         yield
     except (BatchSizeError, SamplesMixed) as error:
-        args, kwargs, _ = record.arguments or ((), {}, {})
+        args, kwargs = record.arguments or ((), {})
         if not any(isinstance(x, list) and x for x in (*args, *kwargs.values())):
             raise
         raise type(error)(

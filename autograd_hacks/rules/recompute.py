@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks.errors import StaleRecord, where
 from autograd_hacks.forms import Dense, Form, Outer, add, group
 from autograd_hacks.rules.call import Call
-from autograd_hacks.support.untouched import with_random_state
+from autograd_hacks.support.contexts import with_random_state
 
 
 @dataclass

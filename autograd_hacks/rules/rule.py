@@ -37,9 +37,6 @@ class Rule:
     by_input: bool = False
     #: whether the formula recomputes the layer's output, which is kept for it as ``call.outputs``
     recomputes: bool = False
-    #: the parameter in which the layer is linear, as it is in its only input: ⟨g, y⟩ is linear in each of the three, but for
-    #: what is added to y.  Derivatives by the input then have rows by the same formula: see ``add_hooks(mode=)``
-    linear_in: str | None = None
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from autograd_hacks.rules.linear import linear, product, transposed_linear
 from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm
 from autograd_hacks.rules.rule import Formula
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.untouched import without_autocast
+from autograd_hacks.support.contexts import without_autocast
 
 Compute = Callable[[Any, Tensor, Tensor | None, Tensor | None], Tensor]
 Squares = Callable[[Any, Tensor, Tensor], Tensor]

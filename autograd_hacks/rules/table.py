@@ -7,7 +7,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_RULES
-from autograd_hacks.rules.attention import attention, count_queries
 from autograd_hacks.rules.conv import conv, conv_transpose
 from autograd_hacks.rules.embedding import embedding, embedding_bag
 from autograd_hacks.rules.linear import bilinear, linear, prelu, transposed_linear
@@ -20,12 +19,12 @@ _RUNNING_NORM = Rule(running_norm, mixes=why_norm_mixes)
 _LOSS = partial(Rule, axes=lambda layer: (0,), count=count_rows, by_input=True, recomputes=True)
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear, features=lambda layer: 1, linear_in="weight"),
+    nn.Linear: Rule(linear, features=lambda layer: 1),
     nn.Bilinear: Rule(bilinear, features=lambda layer: 1),
     nn.PReLU: Rule(prelu),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv, linear_in="weight")),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv_transpose, linear_in="weight")),
-    nn.Embedding: Rule(embedding, features=lambda layer: 1, linear_in="weight"),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv_transpose)),
+    nn.Embedding: Rule(embedding, features=lambda layer: 1),
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
     nn.LayerNorm: Rule(layer_norm, features=lambda layer: len(layer.normalized_shape)),
     nn.RMSNorm: Rule(rms_norm, features=lambda layer: len(layer.normalized_shape)),
@@ -37,12 +36,6 @@ RULES: dict[type[nn.Module], Rule] = {
         Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
     ),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
-    nn.MultiheadAttention: Rule(
-        attention,
-        axes=lambda layer: (0 if layer.batch_first else 1, 0),
-        count=count_queries,
-        covers=lambda layer: ("out_proj",),
-    ),
     nn.AdaptiveLogSoftmaxWithLoss: _LOSS(
         adaptive_log_softmax,
         covers=lambda layer: ("head", *(f"tail.{part}.{place}" for part in range(len(layer.tail)) for place in (0, 1))),
@@ -53,9 +46,7 @@ RULES: dict[type[nn.Module], Rule] = {
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
     RULES[nn.LinearCrossEntropyLoss] = _LOSS(linear_cross_entropy, covers=lambda layer: ("linear",))
 
-FOREIGN: dict[str, Rule] = {
-    "transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, linear_in="weight")
-}
+FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
 """{a layer type of another library by its full name, which is not imported: rule}"""
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})
@@ -100,11 +91,14 @@ def parts_of_composites(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def axes_for(layer: nn.Module, output: Tensor) -> Sequence[int]:
-    """The axes of a layer's first output on which the samples may be for its rule to work, the usual one first."""
+def axes_for(layer: nn.Module, ndim: int) -> Sequence[int]:
+    """The axes of a layer's first output on which the samples may be for its rule to work, the usual one first.
+
+    ndim: how many axes the output has
+    """
     rule = rule_for(layer)
     if rule is not None and rule.features is not None:
-        return range(max(1, output.ndim - rule.features(layer)))
+        return range(max(1, ndim - rule.features(layer)))
     return (0 if rule is None or rule.axes is None else rule.axes(layer)[0],)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autograd_hacks.support.internals import uses_of
+
 SMALL = 64 * 1024
 """Bytes up to which new memory takes less time than to find out whether the old may be used: 1 µs against 6."""
 
@@ -67,7 +69,7 @@ def _holders(alone: list[Tensor]) -> tuple[int, int, int, int]:
     storage = tensor.untyped_storage()
     return (
         sys.getrefcount(tensor),
-        torch._C._storage_Use_Count(storage._cdata),
+        uses_of(storage),
         tensor._use_count(),  # type: ignore[attr-defined]  # torch has it untyped
         sys.getrefcount(storage),
     )

@@ -5,8 +5,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
+
+from autograd_hacks.support.internals import (
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    pop_saved_hooks,
+    set_grad_enabled,
+    top_saved_hooks,
+)
 
 
 @contextmanager
@@ -29,6 +37,16 @@ def restored(undo: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def undone_by(undo: Callable[[], None]) -> Iterator[None]:
+    """A context that ``undo`` undoes where it is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
 def switches_kept() -> Iterator[None]:
     """A context after which torch's switches for this thread are as they were: gradients, autocast, its cache, attention's
     fast way, modes.  torch's own contexts miss an interrupt that comes as they are left."""
@@ -37,15 +55,15 @@ def switches_kept() -> Iterator[None]:
     gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     fast = torch.backends.mha.get_fastpath_enabled()
     saved, depth = _saves_by(), _autocasts()
-    functions, dispatches = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
+    functions, dispatches = len(function_modes()), len(dispatch_modes())
 
     def undo() -> None:
-        while len(modes := _get_current_dispatch_mode_stack()) > dispatches:
+        while len(modes := dispatch_modes()) > dispatches:
             modes[-1].__exit__(None, None, None)
         pop_function_modes(functions)
         while (now := _saves_by()) is not saved and now is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._set_grad_enabled(gradients)
+            pop_saved_hooks()
+        set_grad_enabled(gradients)
         torch.set_autocast_cache_enabled(cache)
         while _autocasts() > depth:
             if torch.autocast_decrement_nesting() == 0:
@@ -61,7 +79,7 @@ def switches_kept() -> Iterator[None]:
 
 def _saves_by() -> object:
     """What packs tensors that autograd saves; None where nothing does."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: Any = top_saved_hooks(True)
     return None if found is None else found[0]
 
 
@@ -74,12 +92,12 @@ def _autocasts() -> int:
 
 def pop_function_modes(count: int) -> None:
     """Leaves so many of this thread's function modes, the outermost."""
-    while len(_get_current_function_mode_stack()) > count:
-        torch._C._pop_torch_function_stack()
+    while len(function_modes()) > count:
+        pop_function_mode()
 
 
 def leave(mode: TorchFunctionMode) -> None:
     """Takes a function mode off this thread's stack, with those that were entered inside; nothing where it isn't there."""
-    stack = _get_current_function_mode_stack()
+    stack = function_modes()
     if mode in stack:
         pop_function_modes(stack.index(mode))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
 
 _OPEN: set[object] = set()  # contexts, in whatever thread: of two that overlap, torch would forget what was before
@@ -21,7 +22,7 @@ def as_written(wanted: bool = True) -> Iterator[None]:
 
     wanted: False does nothing
     """
-    if not wanted or "torch._dynamo" not in sys.modules:  # the compiler, which takes a second to import
+    if not wanted or COMPILER not in sys.modules:  # the compiler, which takes a second to import
         yield
         return
     mine = object()

@@ -6,17 +6,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
-import torch
-
+from autograd_hacks.support.internals import current_task as current_task
 from autograd_hacks.support.restored import restored
 
 NO_TASK = -1
 """What torch calls the current backward pass where none runs."""
-
-
-def current_task() -> int:
-    """The backward pass that is running, by autograd's own count, or `NO_TASK`."""
-    return torch._C._current_graph_task_id()
 
 
 class Switch:
@@ -28,13 +22,18 @@ class Switch:
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not getattr(cls.here, "paused", False)
+        return cls.enabled and not cls.pauses and not cls.is_paused_here()
+
+    @classmethod
+    def is_paused_here(cls) -> bool:
+        """Whether this thread's forwards are none of the user's."""
+        return getattr(cls.here, "paused", False)
 
     @classmethod
     @contextmanager
     def paused_here(cls) -> Iterator[None]:
         """A context in which this thread's forwards are none of the user's."""
-        before = getattr(cls.here, "paused", False)
+        before = cls.is_paused_here()
         with restored(partial(setattr, cls.here, "paused", before)):
             cls.here.paused = True
             yield

@@ -11,7 +11,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+
+from autograd_hacks.support.internals import register_pytree_node, tree_leaves, tree_map
 
 _CLOSED = (Tensor, NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module, PackedSequence)
 _LEAVES = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype, torch.device}

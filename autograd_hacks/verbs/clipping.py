@@ -22,6 +22,7 @@ from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
+from autograd_hacks.verbs.private import ask_independent
 from autograd_hacks.verbs.setting import check_may_set, set_grads
 
 BUDGET = 256 * 2**20
@@ -137,9 +138,13 @@ def clip_and_noise_(
     Returns the norms before clipping, N, or of each group in the order of the ids, NaN where none of its samples is finite.
     They are not private.
 
-    Raises ValueError for numbers out of range, for groups of another shape or that several processes have, and as
-    `clip_grad1_norm_` does for ``add``; NothingRecorded for a pass that ``.grad`` was set from already; and what
-    `compute_grad1` raises.
+    No sample's outputs may depend on the values of others, and that must have been shown: hook the model by
+    ``add_hooks(model, independent=True)``.  Without that the recorded forward is run again for it, once, and later ones show
+    it themselves.
+
+    Raises SamplesMixed where samples are not independent, and ProbeFailed where that was not shown; ValueError for numbers
+    out of range, for groups of another shape or that several processes have, and as `clip_grad1_norm_` does for ``add``;
+    NothingRecorded for a pass that ``.grad`` was set from already; and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1.
     """
@@ -153,6 +158,7 @@ def clip_and_noise_(
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
     has_groups = groups is not None
+    ask_independent(model, recorder, spread, "clip_and_noise_")
 
     def read() -> _Rows:
         check_may_set(recorder, "clip_and_noise_", add, once=True)

@@ -7,15 +7,18 @@ import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.shards import reading_weights
-from autograd_hacks.errors import NothingRecorded, where
+from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.base import kinds_of
-from autograd_hacks.probe.plan import EXPAND, HOOKS, Plan, static_units
+from autograd_hacks.probe.plan import Plan
 from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import Shown, Table, with_unit
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
+
+
+_MIXES = "Not independent: "
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,26 @@ class Description(Shown):
     """What `describe` returns.  It prints as a table, in a terminal and in a notebook.
 
     rows: one for each parameter, in the order of ``named_parameters``    note: why the last backward pass can't be read, or
-    nothing
+    nothing    independence: whether samples were shown to be independent, or nothing before the first forward
     """
 
     rows: Sequence[Row]
     note: str
+    independence: str = ""
 
     def _table(self) -> Table:
-        return Table("", [HEADER, *(row.cells() for row in self.rows)], self.note, is_whole=True)
+        is_said = self.independence.removeprefix(_MIXES) in self.note
+        notes = self.note if is_said else "\n".join(note for note in (self.note, self.independence) if note)
+        return Table("", [HEADER, *(row.cells() for row in self.rows)], notes, is_whole=True)
 
     __repr__ = Shown.__str__
 
 
 def describe(model: nn.Module, trained: bool = False) -> Description:
-    """A table of the model's parameters: the layer each belongs to, by what rule its per-sample gradients are known, or why
-    they are not, and after a backward pass the form they have, the number of samples, and their size written out.
+    """A table of the model's parameters: the layer each belongs to, how its per-sample gradients are known, or why they are
+    not, and after a backward pass the form they have, the number of samples, and their size written out.  They are known by
+    a layer's rule, or read off autograd's graph, at a node on the way to the input of some layer.  Below it is said whether
+    samples were shown to be independent of each other's values, see `add_hooks`.
 
     trained: whether to leave out frozen parameters, most of a LoRA model's
 
@@ -83,7 +91,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
         else:
             size = form.samples * parameter.numel() * parameter.element_size()
             rows.append(Row(name, type(layer).__name__, how, kinds_of(form), form.samples, size))
-    return Description(rows, note)
+    return Description(rows, note, _independence(plan) if is_known else "")
 
 
 def _plan(model: nn.Module) -> tuple[Plan, bool]:
@@ -91,15 +99,25 @@ def _plan(model: nn.Module) -> tuple[Plan, bool]:
     try:
         plan = recorder_of(model).record.plan
     except NothingRecorded:
-        return Plan(units=static_units(model)), False
-    return plan, bool(plan.model)
+        return Plan(), False
+    return plan, bool(plan.outputs)
+
+
+def _independence(plan: Plan) -> str:
+    if plan.is_independent:
+        return "Independent: what the model returns for a sample kept its values when other samples were replaced."
+    if plan.mixing:
+        return _MIXES + plan.mixing
+    return (
+        "Independent as far as there are gradients; whether by values too is shown with add_hooks(model, independent=True)."
+    )
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass, and why there are none."""
     try:
         recorder = recorder_of(model)
-        if needed := reading_weights(model, recorder.record.plan.reading.names):
+        if needed := reading_weights(model, recorder.record.plan.names):
             return {}, f"No forms to show: rows need weights that processes hold parts of ({len(needed)} modules)."
         return read(model, recorder.record.parameters_of(model), recorder, None), ""
     except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
@@ -116,13 +134,10 @@ def _how(
         return f"refused: {reason}"
     if reason := plan.disproven.get(name):
         return f"wrong: {reason}"
-    units = [(path, unit) for path, unit in plan.units.items() if name in unit.parameters.values()]
-    if units and not is_known:
-        return "operation, or run again: the first step finds out"
-    again = "run again" if plan.mode == HOOKS else "run for each sample"
-    parts = [f"{again}, {where(path, modules[path])}: {unit.why}" for path, unit in units]
-    parts += [f"{'copies at' if plan.mode == EXPAND else 'operation'} {reader}" for reader in plan.reading.readers(name)]
+    parts = [f"graph: {node}" for node in plan.nodes_of(name)]
     if rule is not None and (not parts or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
+    if not parts:
+        return "graph: the first forward finds out where"
     scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
     return " and ".join(parts) + scaled

@@ -90,7 +90,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = matrix.by_rows(self, lambda _, form: form.norms(budget), budget)
+            norms = matrix.by_rows(self, lambda _, form: form.norms(budget))
             if per_parameter:
                 return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
             return self._placed(whole_norms(norms, self.cuts, self._joint_norms))
@@ -115,7 +115,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
             return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
 
         with self.reading():
-            return self._each(matrix.by_rows(self, along, budget)) if per_parameter else self._added(along, budget)
+            return self._each(matrix.by_rows(self, along)) if per_parameter else self._added(along, budget)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.

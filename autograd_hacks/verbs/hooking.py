@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import torch.nn as nn
 
 from autograd_hacks.capture import hooks
-from autograd_hacks.capture.hooks import Hooked, recorder_of
-from autograd_hacks.distributed.agreement import together
+from autograd_hacks.capture.hooks import HOOKS, Hooked, recorder_of
+from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.probe.plan import HOOKS
 from autograd_hacks.reading.arrival import settle
+from autograd_hacks.reading.checkpoints import look_inside
+from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.proof import prove
 
 
 def add_hooks(
     model: nn.Module,
     batch_dim: BatchDim = 0,
-    probe: bool = True,
+    probe: bool | str = True,
     param_grad: bool = True,
     reuse: bool = True,
     mode: str = HOOKS,
+    independent: bool = False,
 ) -> Hooked:
-    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode)
+    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent)
     recorder = recorder_of(model)
-    recorder.prove, recorder.together, recorder.backward.settle = prove, together, settle
+    recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
+    recorder.look_inside = look_inside
+    recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward learns what stands in the place of shards
     return hooked
 

@@ -13,15 +13,14 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
 from autograd_hacks.errors import ON_INSIDE, NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
-from autograd_hacks.probe.copies import copies
-from autograd_hacks.probe.plan import BY_LAYER, VALUE
 from autograd_hacks.reading.scale import check_loss_type, check_scale
 from autograd_hacks.rules.squares import kind_of
+from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.kinds import is_whole
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import tensors_of
-from autograd_hacks.support.untouched import cuda_devices_of, random_state, untouched, with_random_state
+from autograd_hacks.support.untouched import untouched
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
@@ -158,20 +157,20 @@ def norms_inside(
     state, draws = random_state(cuda_devices_of(model)), torch.Generator().manual_seed(0)
     gradients: list[Tensor] = []
 
-    def step() -> None:
+    def step(copied: Callable[[Any], Any]) -> None:
         """A forward and a backward pass, from gradients at the outputs that the first one draws."""
-        given, options = copies((tuple(args), dict(kwargs or {})))
+        given, options = copied((tuple(args), dict(kwargs or {})))
         with with_random_state(state):
             outputs = [x for x in tensors_of(model(*given, **options)) if x.requires_grad and x.is_floating_point()]
         if not gradients:
             gradients.extend(torch.randn(x.shape, generator=draws, device="cpu").to(x) for x in outputs)
         torch.autograd.backward(outputs, gradients)
 
-    expected = _by_hooks(model, step)
+    expected = _by_hooks(model, step, (args, kwargs))
     inside = NormsInside(model, param_grad)
     try:
-        with untouched(model), inside.batch(len(expected)), torch.enable_grad():
-            step()
+        with untouched(model, (args, kwargs)) as copied, inside.batch(len(expected)), torch.enable_grad():
+            step(copied)
             found = inside.norms("sum")
         inside._found = None  # they are no batch's
         error = (found - expected).abs() / expected.clamp(min=torch.finfo(expected.dtype).tiny)
@@ -188,21 +187,17 @@ def norms_inside(
     return inside
 
 
-def _by_hooks(model: nn.Module, step: Callable[[], None]) -> Tensor:
+def _by_hooks(model: nn.Module, step: Callable[[Callable[[Any], Any]], None], arguments: Any) -> Tensor:
     """The norms by hooks, N."""
     with suppress(NothingRecorded):
         recorder_of(model)
         raise ValueError("norms_inside was given a model that has hooks. Call remove_hooks(model) first" + ON_INSIDE)
     with add_hooks(model):
-        with untouched(model), torch.enable_grad():
-            step()
+        with untouched(model, arguments) as copied, torch.enable_grad():
+            step(copied)
             norms = per_sample_grads(model, loss_type="sum").norms()
         plan = recorder_of(model).record.plan
-        past = {name for unit in plan.units.values() for name in unit.parameters.values()}
-        for reading in (plan.reading, *plan.reading.earlier):
-            for path, calls in reading.calls.items():
-                reads = [read for of in calls.values() for _, read in of if read.kind not in (VALUE, BY_LAYER)]
-                past |= {name for read in reads for name in read.names if name.rpartition(".")[0] != path}
+        past = set(plan.names)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if past & trained:
         raise UnsupportedLayer(

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
@@ -20,14 +20,15 @@ from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
-from autograd_hacks.probe.layout import Layout
 from autograd_hacks.reading.apart import are_apart, two_weights
+from autograd_hacks.reading.guards import check_unseen
 from autograd_hacks.reading.trial import Grads, layout_in, listening
+from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.kinds import is_whole
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.support.untouched import outside_inference
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -201,6 +202,8 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
         if record is not mine:  # of a part of the model that is hooked by itself
             record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
     is_own = any(call.is_own for s in mine.segments for p in s.passes for call in p.received)
+    if not is_own and mine.plan.mixing:
+        check_unseen(mine.parameters_of(model), mine)
     grads = per_sample_grads(model) if is_own else None
     mine.clear()
     if grads is None or not grads.reached:
@@ -217,7 +220,7 @@ def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
     """The forms, written out where that takes less memory than what they are made of."""
 
     def is_large(form: Form) -> bool:
-        return bool(form.sources) or held_bytes(form) > written_bytes(form)
+        return held_bytes(form) > written_bytes(form)
 
     with grads.reading():
         return {name: Dense(form.dense()) if is_large(form) else form for name, form in grads.items()}

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.graph import announced
+from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import ON_REDUCTION
 from autograd_hacks.reading.apart import check_losses
+from autograd_hacks.reading.outside import read_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 
@@ -20,6 +21,8 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
 
     losses: N, one loss for each sample    loss_type: 'mean' or 'sum', what ``param.grad`` is to be the gradient of
     retain_graph: as in ``torch.Tensor.backward``
+
+    Parameters that the model returns, ``log_std`` say, may be read in the losses.
 
     After a forward in which the model was proven (the first few of a kind, and ever more rarely) the losses are, too.
 
@@ -46,6 +49,7 @@ def backward_to(
     check_loss_type(loss_type)
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     check_losses(losses)
+    read_losses(losses)
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph, inputs=inputs)

@@ -18,12 +18,11 @@ from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord, needed
 from autograd_hacks.forms import Form, RandomMap
 from autograd_hacks.forms.base import holds, kinds_of, written_bytes
-from autograd_hacks.forms.numerics import row_norms, smallest, stretches
-from autograd_hacks.forms.source import Source
+from autograd_hacks.forms.numerics import row_norms, smallest
+from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Table, with_unit
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.support.untouched import outside_inference, without_autocast
 from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
 
 if TYPE_CHECKING:
@@ -38,33 +37,29 @@ Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
 
 
-def by_rows(forms: Forms, verb: Verb, budget: int) -> dict[str, Tensor]:
+def by_rows(forms: Forms, verb: Verb) -> dict[str, Tensor]:
     """{name: N ...}, what a verb says of every form."""
-    parts: dict[str, list[Tensor]] = {name: [] for name in forms}
-    for name, _, form in _pieces(forms, budget):
-        parts[name].append(verb(name, form))
-    return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+    return {name: verb(name, form) for name, form in forms.items()}
 
 
-def summed(forms: Forms, samples: int, verb: Verb, budget: int, *shape: int) -> Tensor:
+def summed(forms: Forms, samples: int, verb: Verb, *shape: int) -> Tensor:
     """(N, *shape): what a verb says, added up over all forms."""
     like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0, device="cpu"))
     total = like.new_zeros(samples, *shape)
-    for name, piece, form in _pieces(forms, budget):
+    for name, form in forms.items():
         part = verb(name, form).to(total.device)
         total = total.to(torch.promote_types(total.dtype, part.dtype))
-        total[piece] += part
+        total += part
     return total
 
 
 def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
     """{name: shape}: Σₙ wₙ (gₙ - about)², elementwise.  w: N, ones unless told    about: {name: shape}, else zero"""
-    totals: dict[str, Tensor] = {}
-    for name, piece, form in _pieces(forms, budget):
-        weights = form.new_sums(form.samples).abs() + 1 if w is None else w[piece].to(form.like.device)
-        moment = form.second_moment(weights, about.get(name), budget)
-        totals[name] = totals[name] + moment if name in totals else moment
-    return {name: totals[name] for name in forms}
+    moments: dict[str, Tensor] = {}
+    for name, form in forms.items():
+        weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
+        moments[name] = form.second_moment(weights, about.get(name), budget)
+    return moments
 
 
 def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
@@ -89,23 +84,6 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
         return torch.zeros_like(mine, dtype=torch.bool)
     least, most = smallest(finite.dtype), torch.finfo(finite.dtype).max / 16
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
-
-
-def _pieces(forms: Forms, budget: int) -> Iterator[tuple[str, slice, Form]]:
-    """Parameters with the samples to ask them for and these samples' form.
-
-    Those whose rows come of the same module that is run again go together, some samples at a time, so that it is run once
-    for these and not once for each parameter.
-    """
-    together: dict[frozenset[Source], list[str]] = {}
-    for name, form in forms.items():
-        together.setdefault(frozenset(form.sources), []).append(name)
-    for sources, names in together.items():
-        samples = forms[names[0]].samples
-        sizes = [forms[name].like.element_size() * sum(source.row_size for source in sources) for name in names if sources]
-        for piece in stretches(samples, budget // max(1, *sizes) if sources else samples):
-            for name in names:
-                yield name, piece, forms[name] if piece == slice(0, samples) else forms[name][piece]
 
 
 def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
@@ -251,7 +229,7 @@ class Matrix(Mapping[str, Form]):
     def reading(self) -> Iterator[None]:
         """A context in which the gradients are what they were when they were taken."""
         self._check()
-        with outside_inference(), self.spread.weights(), self._released():
+        with outside_inference(), self.spread.weights(), without_autocast(form.like for form in self.values()):
             yield
 
     @contextmanager
@@ -265,7 +243,7 @@ class Matrix(Mapping[str, Form]):
 
         with outside_inference(), self.spread.weights():
             result, (total,) = self.spread.agreed(checked, lambda _: [count], 1)
-            with self._released():
+            with without_autocast(form.like for form in self.values()):
                 yield result, total
 
     @contextmanager
@@ -282,15 +260,6 @@ class Matrix(Mapping[str, Form]):
                     f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_NOISE
                 )
             yield int(count)
-
-    @contextmanager
-    def _released(self) -> Iterator[None]:
-        with without_autocast(form.like for form in self.values()):
-            try:
-                yield
-            finally:
-                for form in self.values():
-                    form.release()
 
     def _check(self) -> None:
         self.spread.check()
@@ -314,7 +283,7 @@ class Matrix(Mapping[str, Form]):
     def _added(self, verb: Verb, budget: int, *shape: int) -> Tensor:
         """(N, *shape): what a verb says, added up over parameters."""
         rows = self._row_count
-        return self._placed(whole_sum(self, self.cuts, lambda forms: summed(forms, rows, verb, budget, *shape)))
+        return self._placed(whole_sum(self, self.cuts, lambda forms: summed(forms, rows, verb, *shape)))
 
     def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same of whole parameters.  parts: {name: rows ...}, of what this process has of them"""

@@ -18,6 +18,7 @@ from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.support.display import progress
+from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.row_files import RowFile, digest_of
@@ -93,7 +94,7 @@ def over(
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
         file = RowFile(_of_process(out), origin)
-    recorder.planner.doubts = True  # of what was proven by another loss
+    recorder.planner.doubt()  # what was proven with another loss
     step = _Step(model, loss, verb, against, only, budget, states is not None)
     pieces: list[dict[str, Tensor]] = []
     batches = 0
@@ -231,7 +232,7 @@ class _Step:
 
     def _grads(self, batch: Any) -> PerSampleGrads:
         parameters = [(p, p.grad) for p in self.model.parameters()]
-        of_all = [] if has_processes() else [getattr(p, "_post_accumulate_grad_hooks", None) for p, _ in parameters]
+        of_all = [] if has_processes() else [hooks_after(p) for p, _ in parameters]
         hooks = [(table, dict(table)) for table in of_all if table]
         ours = recorder_of(self.model).backward.own_hooks()
         try:
@@ -394,4 +395,4 @@ def _size_copied(grads: PerSampleGrads) -> int:
 
 def _stays(form: Form) -> bool:
     """Whether a form is cheap as it is."""
-    return not form.sources and all(isinstance(leaf, Outer | Lookup) for leaf in form.leaves())
+    return all(isinstance(leaf, Outer | Lookup) for leaf in form.leaves())

@@ -15,10 +15,10 @@ from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.scale import check_ordinary, check_scale
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
-from autograd_hacks.support.untouched import without_autocast
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.setting import check_may_set, set_grads
@@ -57,7 +57,7 @@ def grads_of(
     """What `per_sample_grads` returns.  spread: the processes that have samples"""
     parameters = recorder.record.parameters_of(model)
     with spread.reading():
-        forms = read(model, parameters, recorder, loss_type, scale, lazily=True)  # and checks, of all
+        forms = read(model, parameters, recorder, loss_type, scale)  # and checks, of all
     samples = _samples(forms.values())
     if only is not None:
         names = names_matching(only, list(model.named_parameters(remove_duplicate=False)), list(forms))
@@ -109,7 +109,7 @@ def compute_grad1(
         with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
             sums = ((name, _total(forms[name], parameters[name], share)) for name in names if name in reached)
             totals = spread.settled(sums)
-    as_recorded = None if recorder.param_grad.wanted else recorder
+    as_recorded = None if recorder.backward.wants_grad else recorder
     set_grads(model, {name: totals.get(name) for name in names}, reached, recorder=as_recorded)
 
 

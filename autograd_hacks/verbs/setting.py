@@ -26,7 +26,7 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
             f"{what}: there was no backward pass since the last step, and to take its rows again spends more of the budget "
             "than its accountant knows. Run another forward and backward pass, of an empty batch too."
         )
-    if add and (recorder.param_grad.wanted or any(p.fills_grad for segment in record.segments for p in segment.passes)):
+    if add and (recorder.backward.wants_grad or any(p.fills_grad for segment in record.segments for p in segment.passes)):
         raise ValueError(
             f"{what} was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
             "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "

@@ -91,4 +91,4 @@ def _without_digits(forms: Forms, noise: Mapping[str, Tensor], squares: Mapping[
 
 def _norms(forms: Forms, spread: Spread, budget: int) -> dict[str, Tensor]:
     """The norms of each parameter's rows, {name: N}."""
-    return each_norms(by_rows(forms, lambda _, form: form.norms(budget), budget), spread.cuts)
+    return each_norms(by_rows(forms, lambda _, form: form.norms(budget)), spread.cuts)

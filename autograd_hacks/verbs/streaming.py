@@ -10,21 +10,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.calls import OutputGrads, RecordedCall
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.records import Pass, Record, Segment
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Pass, Segment
+from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
-from autograd_hacks.errors import ON_PASSES, ON_STREAMING, BatchSizeError, HigherOrderError, NothingRecorded, where
+from autograd_hacks.errors import ON_PASSES, ON_STREAMING, BatchSizeError, HigherOrderError, NothingRecorded
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, readable_segments
+from autograd_hacks.reading.guards import check_known, check_parts, check_shown, readable_segments
 from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.untouched import without_autocast
 from autograd_hacks.verbs.arguments import check_dim, check_direction
 from autograd_hacks.verbs.matrix import Verb, added, joint_norms, random_map
 
@@ -58,7 +59,8 @@ def streaming(
 
     Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, and RuntimeError for a second backward pass inside.
     """
-    record = recorder_of(model).record
+    recorder = recorder_of(model)
+    record = recorder.record
     check_unsharded(model)
     verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
     if dot is not None:
@@ -82,7 +84,7 @@ def streaming(
             + ON_PASSES
         )
     record.clear()
-    streamed, stream = Streamed(), _Stream(model, record, verbs, loss_type, scale)
+    streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale)
 
     def undo() -> None:
         record.on_arrival = None
@@ -122,8 +124,9 @@ class _Stream:
     """The gate taken one parameter at a time, when the last gradient for it has arrived."""
 
     def __init__(
-        self, model: nn.Module, record: Record, verbs: Mapping[str, Verb], loss_type: str | None, scaling: float | Tensor
+        self, model: nn.Module, recorder: Recorder, verbs: Mapping[str, Verb], loss_type: str | None, scaling: float | Tensor
     ) -> None:
+        record, self.is_private = recorder.record, recorder.planner.independent
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self.names = {record.name_of(p): name for name, p in model.named_parameters()}
         self._gate: Gate | None = None
@@ -164,24 +167,27 @@ class _Stream:
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
+        check_parts(self.record, calls)
         for call in calls:
+            if self.is_private:
+                check_shown(call)
             self._check_size(call, current.received.get(call))
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)
             if form is not None and name in self.names:
-                if grad is not None and (self.record.comparing or self.record.plan.awaits_sum(name)):
+                if grad is not None and (self.record.comparing or self.record.plan.keeps_arrived(name)):
                     current.arrived = {name: grad.detach()}
-                    check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type, lazily=True)
+                    check_sum(self.names[name], name, form, self._gate.segment, self.record, self.loss_type)
                     current.arrived = {}
                 self._take(self.names[name], scale(form, 1 / self.scaling))
         current.calls_of[name] = []
         for call in done:
             current.received.pop(call)
 
-    def _check_size(self, call: RecordedCall, grads: OutputGrads | None) -> None:
+    def _check_size(self, call: Use, grads: OutputGrads | None) -> None:
         if grads is None:  # it was read already
             return
-        size, place = call.batch_size(grads), where(call.path, call.layer)
+        size, place = call.batch_size(grads), call.place
         self._told = self._told or (size, place)
         if size != self._told[0]:
             raise BatchSizeError(

@@ -9,31 +9,32 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import ON_WRONG, NothingRecorded, SamplesMixed, UnsupportedLayer, VerificationFailed
+from autograd_hacks.errors import ON_WRONG, NothingRecorded, ProbeFailed, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
-from autograd_hacks.probe.copies import copies
-from autograd_hacks.probe.layout import Layouts, differs, rounding_of
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
+from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.display import text_table
+from autograd_hacks.support.internals import tree_leaves
+from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import cut_as, own_of, part_of
-from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import held, is_packed, map_tensors, opened, tensors_of
-from autograd_hacks.support.untouched import RandomState, cuda_devices_of, random_state, untouched, with_random_state
+from autograd_hacks.support.untouched import untouched
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
 
 Rows = list[tuple[str, ...]]
 """Of the table: what was compared, and differs."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _compared(
@@ -55,36 +56,36 @@ def verify(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    independent: bool = False,
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
-    With random gradients g at the model's outputs and random weights w it compares, for every parameter that trains, Σₙ
-    wₙ gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ with one from g.  Two
-    swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also compares the sum
-    of its rows with ``.grad``, which must have been cleared before the step.  It also proves anew, as the first forwards
-    do, that samples don't mix: by values, and by gradients call by call.  It leaves the model, ``.grad`` and the record
-    as they were.  Where processes share a batch each checks its own rows, all at once, and not ``.grad``, in which
-    the others' are too.
+    It runs the model once more.  With random gradients g at the model's outputs and random weights w it compares, for every
+    parameter that trains, Σₙ wₙ gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ
+    with one from g.  Two swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also
+    compares the sum of its rows with ``.grad``, which must have been cleared before the step.  It also proves anew, as the
+    first forwards do, that samples' gradients don't mix.  It leaves the model, ``.grad`` and the record as they were.  Where
+    processes share a batch each checks its own rows, all at once, and not ``.grad``, in which the others' are too.
 
     samples: how many single samples to compare besides, by one backward pass each
     args, kwargs: other arguments to take, positional and by keyword; needed where those of the last forward were kept by
     nobody, as the library doesn't
     loss: of the model's output makes N losses, to be checked too: those of some samples may not change with the others'
     outputs
+    independent: whether it is also shown that what the model returns for a sample doesn't depend on the values of others, by
+    a way without a gradient; see `add_hooks`
 
     Raises VerificationFailed with a table of the parameters that differ; NothingRecorded where the model has not run with
-    hooks, or its arguments are gone; SamplesMixed where samples mix, or no output has a place for each; and whatever reading
-    raises.
+    hooks, or its arguments are gone; SamplesMixed where samples mix, or no output has a place for each; ProbeFailed where
+    independence can't be shown; and whatever reading raises.
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder)
 
     def own() -> None:
-        given = args or (), dict(kwargs or {}), random_state(cuda_devices_of(model))
-        if args is None and kwargs is None:
-            given = _last_step(recorder.record)
+        given = (args or (), dict(kwargs or {})) if args is not None or kwargs is not None else last_step(recorder.record)
         wrong = _with_grad(model, recorder) if spread.mesh is None else []
-        wrong += _with_autograd(model, recorder, *given, samples, loss)
+        wrong += _with_autograd(model, recorder, given, samples, loss, independent)
         if wrong:
             hint = (
                 " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
@@ -95,13 +96,13 @@ def verify(
         spread.agreed(own)
 
 
-def _last_step(record: Record) -> tuple[tuple[Any, ...], dict[str, Any], RandomState]:
-    """The last forward's arguments, and the state that its random numbers came from."""
+def last_step(record: Record) -> Arguments:
+    """The last forward's arguments.  Raises NothingRecorded where they are gone."""
     if record.arguments is None:
         raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
     try:
-        args, kwargs, state = record.arguments
-        return held(args), held(kwargs), state
+        args, kwargs = record.arguments
+        return held(args), held(kwargs)
     except ReferenceError:
         raise NothingRecorded(
             "verify(model) needs the arguments of the last forward pass, which nobody has kept. Keep them until then, or "
@@ -120,7 +121,7 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> Rows:
     passes = [recorded for segment in record.segments for recorded in segment.passes]
     if any(segment.replaced for segment in record.segments):
         return []
-    if not passes or not recorder.param_grad.wanted or any(recorded.captures or recorded.is_hess for recorded in passes):
+    if not passes or not recorder.backward.wants_grad or any(recorded.captures or recorded.is_hess for recorded in passes):
         return []
     wrong: Rows = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
@@ -138,48 +139,52 @@ def _with_grad(model: nn.Module, recorder: Recorder) -> Rows:
 def _with_autograd(
     model: nn.Module,
     recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: RandomState,
+    arguments: Arguments,
     singles: int,
     loss: Callable[[Any], Tensor] | None,
+    independent: bool,
 ) -> Rows:
     """Weighted sums of rows with backward passes through the whole model."""
-    if any(is_packed(leaf) for leaf in tree_leaves(opened((args, kwargs)), is_packed)):
+    if any(is_packed(leaf) for leaf in tree_leaves(opened(arguments), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    record, planner, wrong = recorder.record, recorder.planner, Rows()
-    planner.doubts = True
-    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad():
-        plan, count = planner.plan(model, *copies((args, kwargs)))
+    record, wrong = recorder.record, Rows()
     draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
-    with Switch.paused_here(), torch.enable_grad(), untouched(model):
-        output = _run(model, args, kwargs, state)
-        outputs = tensors_of(output)
-        layouts = plan.layouts_of_model(model, outputs)
-        places = {slot: at for slot, at in enumerate(layouts) if at is not None and outputs[slot].requires_grad}
+    with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
+        args, kwargs = copied(arguments)
+        output = model(*args, **kwargs)
+        outputs, plan = tensors_of(output), record.plan
+        if plan.mixing:
+            raise SamplesMixed(plan.mixing)
+        if independent and not plan.is_independent and not rule_for(model):  # a layer alone has a rule that knows
+            raise ProbeFailed(
+                "verify(model, independent=True) could not show that samples are independent: no argument has samples that "
+                "could be replaced by others of the batch. Give it a batch of tensors in which samples differ."
+            )
+        places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
             )
         slot = next(iter(places))
+        count = recorder.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         if not samples:
             return wrong
         if loss is not None:
-            _check_loss(loss, output, layouts, samples)
+            _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
         grads = {slot: _random(outputs[slot].shape, draws).to(part_of(outputs[slot])) for slot in places}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
         order, signs = torch.randperm(samples, generator=draws, device="cpu"), _random((samples,), draws).sign()
         weights = {"sum of rows": torch.ones(samples, device="cpu"), "weighted sum of rows": signs * 2.0 ** (order % 9 - 4)}
         weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
         expected = {}
-        for what, w in weights.items():
-            weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
-            expected[what] = _pull(outputs, weighted, parameters)
-    with record.set_aside(), recorder.param_grad.aside(), torch.enable_grad(), untouched(model):
-        _pull(tensors_of(_run(model, args, kwargs, state)), grads, parameters)
+        with recorder.backward.silent():
+            for what, w in weights.items():
+                weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
+                expected[what] = _pull(outputs, weighted, parameters)
+        _pull(outputs, grads, parameters)
         forms = read(model, dict(model.named_parameters()), recorder, "sum")
         used = _precisions(record)
         for what, w in weights.items():
@@ -232,12 +237,6 @@ def _precisions(record: Record) -> set[torch.dtype]:
     """What autocast has computed in, in the calls that are recorded."""
     calls = (call for segment in record.segments for recorded in segment.passes for call in recorded.received)
     return {call.precision for call in calls if call.precision is not None}
-
-
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Tensor]) -> Any:
-    args, kwargs = copies((args, kwargs))
-    with with_random_state(state):
-        return model(*args, **kwargs)
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

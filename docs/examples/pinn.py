@@ -124,7 +124,7 @@ start = copy.deepcopy(network.state_dict())
 grid = torch.cartesian_prod(*2 * [torch.linspace(0, 1, 101, dtype=torch.float64)])
 figure, axes = panels(1, figsize=(8, 4))
 print(f"{'':26}{'relative error':>15}{'seconds':>10}")
-with autograd_hacks.add_hooks(network, mode="derivatives", param_grad=False):
+with autograd_hacks.add_hooks(network, param_grad=False):
     ours = by_ours()[1]
     train("energy natural gradient", partial(natural_step, by_ours), "-")
 theirs = by_torch_func()[1]

@@ -103,7 +103,7 @@ def by_engine(engine: Any, data: TensorDataset) -> tuple[Any, ...]:
 def by_groups(data: TensorDataset) -> tuple[Any, ...]:
     model, optimizer, plain, noise = start(data)
     loader, accountant, rate = DPDataLoader.from_data_loader(plain), RDPAccountant(), 1 / len(plain)
-    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
 
     def step(x: Tensor, y: Tensor) -> None:
         users = torch.arange(len(x)).repeat_interleave(OF_A_USER)

@@ -54,7 +54,7 @@ def train(steps: int) -> None:
     images, labels = digits(device)
     test, images, labels = (images[1500:], labels[1500:]), images[:1500], labels[:1500]
     model, draws = network(device), torch.Generator().manual_seed(1)  # the same on all processes
-    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
     for step in range(1, steps + 1):
         drawn = (torch.rand(len(images), generator=draws) < EXPECTED / len(images)).nonzero()[:, 0]

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn as nn
-from nets import Noisy
+from nets import MODELS, Noisy
 from oracle import assert_rows, one_backward_per_sample, squares
 from steps import assert_right, batch, check, mlp, step
 from torch import Tensor
@@ -192,3 +192,42 @@ def test_reentrant_checkpointing_of_any_sizes(shape: tuple[int, ...]) -> None:
             check(model, x, "sum")
         with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="reentrant"):
             autograd_hacks.verify(model)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "reentrant", "checkpointed", "replayed"])
+def test_a_whole_model_in_a_checkpoint_and_checkpoints_inside(name: str, use_reentrant: bool, param_grad: bool) -> None:
+    build, made = MODELS[name]
+    model = build().double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            x = made().requires_grad_()
+            squares(checkpoint(model, x, use_reentrant=use_reentrant)).mean().backward()
+            assert_right(model, x.detach())
+            model.zero_grad()
+
+
+def test_a_proof_computes_a_checkpoint_again_once() -> None:
+    runs = []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.LayerNorm(3), nn.Linear(3, 3), nn.Tanh())
+
+        def inner(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return self.block(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Counted()
+    with autograd_hacks.add_hooks(model):
+        for expected in (3, 3, 2):  # the forward's, the pass's, and in the first two steps the proof's
+            runs.clear()
+            model(torch.randn(4, 3)).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            assert len(runs) == expected

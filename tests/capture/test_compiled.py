@@ -147,19 +147,6 @@ def test_parameters_past_layers_and_checkpoints(
 
 
 @pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
-@pytest.mark.parametrize("mode", ["derivatives", "expand"])
-@pytest.mark.parametrize("way", [outside, block_itself, blocks_replaced])
-def test_other_modes(way: Callable[[Net, Graphs], nn.Module], mode: str) -> None:
-    model, graphs = Scaled().double(), Graphs()
-    plain = copy.deepcopy(model)
-    run = way(model, graphs)
-    autograd_hacks.add_hooks(run, mode=mode)
-    for _ in range(2):
-        check(run, model, plain, run, True)
-    assert graphs.ran == 0
-
-
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
 def test_a_layer_that_torch_compile_has_returned() -> None:
     model, graphs = Net().double(), Graphs()
     plain = copy.deepcopy(model)

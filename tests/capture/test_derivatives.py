@@ -1,5 +1,4 @@
-"""Law 8: losses with derivatives, of any order, by the hooks and by copies of the parameters: rows are those of each loss
-alone."""
+"""Law 8: losses with derivatives in them, of any order: rows are those of each loss alone."""
 
 from collections.abc import Callable
 
@@ -17,8 +16,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-
-MODES = ("derivatives", "expand")
 
 
 class Block(nn.Module):
@@ -159,22 +156,20 @@ def check_step(model: nn.Module, losses: Callable[[], Tensor]) -> None:
         assert_same(found(model), one_loss_at_a_time(model, losses))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_are_those_of_each_loss_alone(name: str, loss: Loss, mode: str) -> None:
-    check(name, loss, mode, param_grad=True)
+def test_rows_are_those_of_each_loss_alone(name: str, loss: Loss) -> None:
+    check(name, loss, param_grad=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_without_ordinary_gradients(name: str, mode: str) -> None:
-    check(name, third, mode, param_grad=False)
+def test_rows_without_ordinary_gradients(name: str) -> None:
+    check(name, third, param_grad=False)
 
 
-def check(name: str, loss: Loss, mode: str, param_grad: bool) -> None:
+def check(name: str, loss: Loss, param_grad: bool) -> None:
     model, x = made(name)
-    with autograd_hacks.add_hooks(model, mode=mode, param_grad=param_grad):
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for batch in (x, x[:2], x + 0.1)[: 2 if param_grad else 3]:  # the first step of a kind is compared
             step(model, loss, batch)
             autograd_hacks.compute_grad1(model, "sum")
@@ -182,11 +177,10 @@ def check(name: str, loss: Loss, mode: str, param_grad: bool) -> None:
                 assert_same(found(model), rows_of(model, loss, batch))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_verb(name: str, mode: str) -> None:
+def test_every_verb(name: str) -> None:
     model, x = made(name)
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         step(model, gradient_penalty, x)
         autograd_hacks.compute_grad1(model, "sum")
         assert_quantities(model, {key: rows for key, rows in found(model).items() if rows is not None}, loss_type="sum")

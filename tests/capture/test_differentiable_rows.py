@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from derivatives import step
 from oracle import assert_same, one_loss_at_a_time, squares
-from test_derivatives import MODES, found, made
+from test_derivatives import found, made
 from torch import Tensor
 from torch.func import functional_call
 
@@ -33,12 +33,11 @@ def penalty_of(rows: list[Rows]) -> Tensor:
     return (norms.sqrt() - 1).square()
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_penalty_on_the_norms(name: str, mode: str) -> None:
+def test_a_penalty_on_the_norms(name: str) -> None:
     """Its gradients, and its own rows."""
     model, x = made(name)
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         for _ in range(2):
             model.zero_grad()
             parameters = [p for p in model.parameters() if p.requires_grad]
@@ -62,8 +61,7 @@ def test_a_penalty_on_the_norms(name: str, mode: str) -> None:
                 assert_same(found(model), rows)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_that_learn_through_several_steps(mode: str) -> None:
+def test_weights_that_learn_through_several_steps() -> None:
     """As in learning to reweight: the weights' gradients come through the updates."""
     model, x = made("mlp")
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -81,18 +79,17 @@ def test_weights_that_learn_through_several_steps(mode: str) -> None:
         rows = by_autograd(model, x)
         return {name: sum(w[n] * own[name] for n, own in enumerate(rows)) for name in rows[0]}  # type: ignore[misc]  # of tensors
 
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         (mine,) = torch.autograd.grad(outer(ours), w)
     (expected,) = torch.autograd.grad(outer(theirs), w)
     torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "norms"])
-def test_a_step_within_a_step(name: str, mode: str) -> None:
+def test_a_step_within_a_step(name: str) -> None:
     """MAML: the loss after a step of gradient descent, by the parameters before it."""
     model, x = made(name)
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         torch.autograd.grad(squares(model(x)).sum(), list(model.parameters()), create_graph=True)
         grads = autograd_hacks.per_sample_grads(model, "sum").weighted_sum(torch.ones(len(x)).double())
         values = {key: p - 0.05 * grads[key] for key, p in model.named_parameters()}
@@ -107,22 +104,20 @@ def test_a_step_within_a_step(name: str, mode: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_written_out_has_no_graph(mode: str) -> None:
+def test_what_is_written_out_has_no_graph() -> None:
     model, x = made("mlp")
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         torch.autograd.grad(squares(model(x)).sum(), list(model.parameters()), create_graph=True)
         autograd_hacks.compute_grad1(model, "sum")
         assert not any(p.grad1.requires_grad for p in model.parameters())
         assert autograd_hacks.per_sample_grads(model, "sum").norms().requires_grad
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["mlp", "norms", "attention"])
-def test_a_loss_of_the_batchs_own_gradient_is_refused(name: str, mode: str) -> None:
+def test_a_loss_of_the_batchs_own_gradient_is_refused(name: str) -> None:
     """It is a sum over the samples, of which none has a part of its own, though rows would add up."""
     model, x = made(name)
-    with autograd_hacks.add_hooks(model, mode=mode):
+    with autograd_hacks.add_hooks(model):
         grads = torch.autograd.grad(squares(model(x)).sum(), list(model.parameters()), create_graph=True)
         sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]  # of tensors
         with pytest.raises(SamplesMixed, match="of the whole batch"):

@@ -214,6 +214,6 @@ def test_add_hooks_to_what_is_no_module() -> None:
 def test_the_handle_says_what_it_holds() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     handle = autograd_hacks.add_hooks(model, batch_dim=1)
-    assert repr(handle) == "<hooks of a Sequential: 3 modules, batch_dim=1, mode='hooks', param_grad=True>"
+    assert repr(handle) == "<hooks of a Sequential: 3 modules, batch_dim=1, param_grad=True>"
     autograd_hacks.remove_hooks(model)
     assert repr(handle) == "<hooks of a Sequential, removed>"

@@ -9,7 +9,7 @@ from steps import check
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
+from autograd_hacks.errors import SamplesMixed, UnseenGradient
 
 
 class Tokens(nn.Module):
@@ -92,7 +92,7 @@ def test_a_part_that_mixes_samples() -> None:
     model = Whole(Scaled(mixes=True)).double()
     with autograd_hacks.add_hooks(model):
         squares(model.encoder(torch.randn(4, 5, 3).double())).mean().backward()
-        with pytest.raises(SamplesMixed, match=r"encoder.*different when others were replaced"):
+        with pytest.raises(SamplesMixed, match=r"come to those of others"):
             autograd_hacks.compute_grad1(model)
 
 
@@ -107,9 +107,7 @@ def test_a_part_with_time_first() -> None:
 
     model = Whole(Times()).double()
     with autograd_hacks.add_hooks(model):
-        squares(model.encoder(torch.randn(5, 4, 3).double()).transpose(0, 1)).mean().backward()
-        with pytest.raises((BatchSizeError, SamplesMixed)):
-            autograd_hacks.compute_grad1(model)
+        check(model, torch.randn(4, 5, 3).double(), run=lambda x: model.encoder(x.transpose(0, 1)).transpose(0, 1))
 
 
 def test_a_part_that_reads_a_weight_twice() -> None:

@@ -1,7 +1,6 @@
 """Parameters that no layer's rule covers, read where they meet the batch: rows are those of each loss alone."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -194,8 +193,8 @@ def test_a_parameter_frozen_and_trained_again() -> None:
             check_losses(model, lambda: squares(model(x)))
 
 
-def test_a_forward_that_goes_another_way_is_seen() -> None:
-    """Another number of calls, other functions: right, or an error in that step and right in the next."""
+def test_a_forward_that_goes_another_way() -> None:
+    """Another number of calls, other functions."""
 
     def body(net: Net, h: Tensor) -> Tensor:
         for _ in range(body.calls):  # type: ignore[attr-defined]  # a function's own
@@ -206,25 +205,19 @@ def test_a_forward_that_goes_another_way_is_seen() -> None:
     with autograd_hacks.add_hooks(model):
         for calls in (1, 2, 3, 1):
             body.calls = calls  # type: ignore[attr-defined]  # a function's own
-            for attempt in range(2):
-                try:
-                    check_losses(model, lambda: squares(model(x)))
-                    break
-                except autograd_hacks.errors.UnseenGradient:
-                    assert not attempt
+            check_losses(model, lambda: squares(model(x)))
 
 
-def test_one_function_more_than_was_traced_is_seen() -> None:
+def test_one_function_more_than_before_is_found() -> None:
     def body(net: Net, h: Tensor) -> Tensor:
         h = h * net.scale
         return torch.maximum(h, net.scale) if body.more else h  # type: ignore[attr-defined]  # a function's own
 
     model, x = Net(body).double(), torch.randn(4, 5, 3).double()
     with autograd_hacks.add_hooks(model):
-        for more, is_seen in ((False, True), (False, True), (False, True), (True, False), (True, True)):
+        for more in (False, False, False, True, True):
             body.more = more  # type: ignore[attr-defined]  # a function's own
-            with nullcontext() if is_seen else pytest.raises(autograd_hacks.errors.UnseenGradient):
-                check_losses(model, lambda: squares(model(x)))
+            check_losses(model, lambda: squares(model(x)))
 
 
 class Failure(Exception):

@@ -1,16 +1,17 @@
-"""Modules that must be run again for their rows: what no function of torch reads where anyone sees it."""
+"""Parameters that are read where no layer and no function of torch's is seen; nothing is run again for their rows."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from oracle import one_loss_at_a_time, squares
+from oracle import assert_rows, one_backward_per_sample, one_loss_at_a_time, squares
+from steps import check
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed, StaleRecord
+from autograd_hacks.errors import ProbeFailed, SamplesMixed, StaleRecord
 
 
 class Multiply(torch.autograd.Function):
@@ -138,39 +139,71 @@ def test_rows(kind: type[nn.Module], param_grad: bool) -> None:
                 torch.testing.assert_close(sums[name], torch.tensordot(w, row, 1))
             torch.testing.assert_close(norms, torch.cat([row.reshape(n, -1) for row in expected.values()], 1).norm(dim=1))
         how = [row.how for row in autograd_hacks.describe(model).rows if row.parameter.startswith("2.")]
-        assert {"run again" in each for each in how} == {True}
+        assert {each.startswith("graph: ") for each in how} == {True}
 
 
-def test_it_runs_as_often_for_many_samples() -> None:
+def test_it_runs_once_a_step() -> None:
     model, counts = whole(Scaled), []
     with autograd_hacks.add_hooks(model):
         for n in (3, 9, 3, 9):
-            squares(model(torch.randn(n, 3).double())).mean().backward()
             before = Scaled.seen
+            squares(model(torch.randn(n, 3).double())).mean().backward()
             autograd_hacks.compute_grad1(model)
             counts.append(Scaled.seen - before)
-    assert counts[2] == counts[3] == 1  # for the rows, and for their sum
+    assert counts == [1] * 4
 
 
-def test_what_it_depends_on_has_changed() -> None:
-    class Counting(Scaled):
+class Counting(Scaled):
+    """A state of its own that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("kind", [Counting, Scaled])
+def test_rows_are_those_of_the_forward_whatever_has_changed_since(kind: type[nn.Module]) -> None:
+    model, x = whole(kind), torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        if kind is Counting:
+            model[2].calls = 4
+        return squares(model(x))
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, losses)
+            losses().mean().backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            autograd_hacks.compute_grad1(model)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad1, expected[name])
+
+
+@pytest.mark.parametrize("changed", ["the input", "a weight"])
+def test_what_rows_depend_on_has_changed(changed: str) -> None:
+    class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.calls = [0]
+            self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 3))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls[0] += 1
-            return super().forward(x) * self.calls[0]
+            return x @ (self.a @ self.b)
 
-    for kind, told in (
-        (Counting, "a state of its own that is no buffer"),
-        (Scaled, r"'scale' of .* before optimizer.step\(\)"),
-    ):
-        model = whole(kind)
-        with autograd_hacks.add_hooks(model):
-            squares(model(torch.randn(4, 3).double())).mean().backward()
-            if kind is Scaled:
+    model, x = Product().double(), torch.randn(4, 3).double()
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+            if changed == "the input":
+                x.normal_()
+            else:
                 torch.optim.SGD(model.parameters(), 0.1).step()
+            told = "overwritten in place" if changed == "the input" else r"before optimizer.step\(\)"
             with pytest.raises(StaleRecord, match=told):
                 autograd_hacks.compute_grad1(model)
 
@@ -206,7 +239,7 @@ class Last(Scaled):
 @pytest.mark.parametrize("alone", [True, False])
 def test_samples_that_mix_inside(kind: type[nn.Module], probe: bool, alone: bool) -> None:
     model, x = whole(kind), 2 * torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
-    with autograd_hacks.add_hooks(model, probe=probe):
+    with autograd_hacks.add_hooks(model, probe=probe, independent=True):
         squares((model[2] if alone else model)(x)).mean().backward()
         with pytest.raises(SamplesMixed):
             autograd_hacks.compute_grad1(model)
@@ -238,18 +271,19 @@ def test_a_part_that_takes_no_other_samples() -> None:
 
     model, x = whole(Sorted), torch.arange(12.0).view(4, 3).double()
     with autograd_hacks.add_hooks(model):
-        squares(model[2](x)).mean().backward()
-        with pytest.raises(SamplesMixed, match="failed when some were replaced by others: unsorted"):
-            autograd_hacks.compute_grad1(model)
+        check(model, x, run=lambda x: model[2](x))
+    with autograd_hacks.add_hooks(model, independent=True), pytest.raises(ProbeFailed, match="ValueError: unsorted"):
+        model[2](x)
 
 
 def test_a_loss_inside_a_part() -> None:
     class Loss(Scaled):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sum()
+            return squares(super().forward(x)).sum()
 
     model, x = whole(Loss), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         model[2](x).backward()
-        with pytest.raises(SamplesMixed, match="no places of their own"):
-            autograd_hacks.compute_grad1(model)
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_backward_per_sample(model, lambda loss: loss[None], x, run=lambda x: model[2](x)))

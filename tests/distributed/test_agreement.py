@@ -88,15 +88,13 @@ def test_a_new_signature_on_one_process_alone(both: Both) -> None:
 def hooked_differently() -> None:
     model, (x, y), rank = sharded(made("mlp")), batch(0, 8), dist.get_rank()
     autograd_hacks.add_hooks(model, param_grad=rank == 0)
-    with pytest.raises(
-        ProcessesDisagree, match=r"(?s)process 0 by mode='hooks'.*param_grad=True.*process 1 by .*param_grad=False"
-    ):
+    with pytest.raises(ProcessesDisagree, match=r"(?s)process 0 by .*param_grad=True.*process 1 by .*param_grad=False"):
         model(x[own((4, 4))])
     autograd_hacks.add_hooks(model)
     train_step(model, x, y)
     autograd_hacks.remove_hooks(model)
-    autograd_hacks.add_hooks(model, mode="derivatives" if rank else "hooks")
-    with pytest.raises(ProcessesDisagree, match=r"(?s)mode='hooks'.*mode='derivatives'"):
+    autograd_hacks.add_hooks(model, probe=rank == 0)
+    with pytest.raises(ProcessesDisagree, match=r"(?s)probe=True.*probe=False"):
         model(x[own((4, 4))])
 
 
@@ -121,7 +119,7 @@ class Fails(nn.Module):
 def one_cannot_probe() -> None:
     torch.manual_seed(1)
     model = sharded(Fails().double())
-    autograd_hacks.add_hooks(model)
+    autograd_hacks.add_hooks(model, independent=True)
     x = torch.arange(12).view(4, 3).double()
     with pytest.raises(PerSampleGradientError, match="not in order"):
         model(x)
@@ -158,6 +156,38 @@ def test_samples_that_mix_on_one_process(both: Both) -> None:
     both(one_mixes)
 
 
+class Opens(nn.Module):
+    """A way behind a gate, which is zero at first, and hides what is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.hidden, self.gate = nn.Linear(3, 2), nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.gate * self.hidden(x)
+        return out
+
+
+def opens(each: bool) -> None:
+    torch.manual_seed(1)
+    model, (x, y) = sharded(Opens().double(), each=each), batch(0, 8)
+    autograd_hacks.add_hooks(model)
+    for step in range(6):
+        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+        zeros = [plan.zeros.keys() for plan in recorder_of(model).planner.plans.values()]
+        assert zeros == [{"gate"} if step < 4 else set()]  # the fifth forward is proven
+        autograd_hacks.clip_grad1_norm_(model, BOUND)
+        model.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                model.gate.fill_(1)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_zeros_in_shards_that_open(both: Both, each: bool) -> None:
+    both(opens, each)
+
+
 def evaluated() -> None:
     model, (x, _) = sharded(made("mlp")), batch(0, 8)
     autograd_hacks.add_hooks(model)
@@ -165,6 +195,17 @@ def evaluated() -> None:
     with torch.no_grad():  # no word of the hooks: as many gathers as without them, on each process
         outs = [whole(model(x)) for _ in range(1 + 0 * dist.get_rank())]
     assert outs[0].shape == (8, 2)
+    for hooks in ("before", "after"):  # what is gathered still, after a forward without gradients, is a part all the same
+        for each in (False, True):
+            model = sharded(made("mlp"), each=each)
+            if hooks == "before":
+                autograd_hacks.add_hooks(model)
+            with torch.no_grad():
+                model(x)
+            if hooks == "after":
+                autograd_hacks.add_hooks(model)
+            for _ in range(2):
+                train_one(model, "mlp", (5, 3))
 
 
 def test_forwards_without_gradients_agree_on_nothing(both: Both) -> None:
@@ -213,7 +254,8 @@ def losses_are_proven(way: str) -> None:
                 assert_close(whole(p.grad), expected)
             autograd_hacks.verify(model)
             model.zero_grad()
-        recorder_of(model).planner.doubts = True  # the next forward is proven
+        for plan in recorder_of(model).planner.plans.values():
+            plan.pending = True  # the next forward is proven
         x, y = (part[own((4, 4))] for part in batch(0, 8))
         losses = squares(model(x), y)
         with pytest.raises(SamplesMixed, match="samples mix in the losses"):

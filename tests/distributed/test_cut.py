@@ -196,9 +196,6 @@ class Scaled(nn.Module):
 def refusals() -> None:
     (x, y), mesh = WAYS["mlp"][2](), dist.init_device_mesh("cpu", (WORLD,))
     net = mlp(made(Mlp), mesh)
-    for mode in ("derivatives", "expand"):
-        with autograd_hacks.add_hooks(net, mode=mode), pytest.raises(ShardedParameters, match="hooks"):
-            net(x)
     with autograd_hacks.add_hooks(net):
         with pytest.raises(TypeError, match="to_local"):
             net(DTensor.from_local(x, mesh, [Replicate()]))
@@ -207,6 +204,12 @@ def refusals() -> None:
         losses(net(x), y).mean().backward()
         with pytest.raises(ShardedParameters, match="curvature"):
             autograd_hacks.compute_hess(net)
+        per_sample = losses(net(x.requires_grad_()), y)
+        (slope,) = torch.autograd.grad(per_sample.sum(), x, create_graph=True)
+        autograd_hacks.backward(per_sample + slope.square().sum(1))
+        with pytest.raises(ShardedParameters, match="losses with derivatives"):
+            autograd_hacks.per_sample_grads(net)
+        x.requires_grad_(False)
     # Read past rules.
     for probe in (True, False):
         net = distribute_module(Scaled(), mesh)

@@ -1,12 +1,14 @@
 """Models that ``fully_shard`` has cut: what one process gives on the whole batch."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import Both
-from spread import MODELS, made, sharded, train
+from spread import BOUND, MODELS, Gains, batch, made, own, sharded, train, whole
+from torch.testing import assert_close
 
 import autograd_hacks
 
@@ -22,6 +24,30 @@ def steps(name: str, sizes: tuple[int, ...], param_grad: bool, probe: bool, each
 @pytest.mark.parametrize("each", [False, True])
 def test_steps(both: Both, name: str, param_grad: bool, each: bool) -> None:
     both(steps, name, (5, 3), param_grad, True, each)
+
+
+def inside(each: bool, param_grad: bool) -> None:
+    torch.manual_seed(1)
+    one = Gains().double()
+    model = sharded(copy.deepcopy(one), each=each)
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for step in range(3):
+        x, y = batch(step, 8)
+        model(x[own((5, 3))], y[own((5, 3))])[0].backward()
+        norms = autograd_hacks.clip_grad1_norm_(model, BOUND)
+        each_row = [torch.autograd.grad(one(a[None], b[None])[0], list(one.parameters())) for a, b in zip(x, y)]
+        rows = torch.stack([torch.cat([g.flatten() for g in grads]) for grads in each_row])
+        expected = rows.norm(dim=1)
+        assert_close(norms, expected[own((5, 3))])
+        found = torch.cat([whole(p.grad).flatten() for p in model.parameters()])
+        assert_close(found, (BOUND / expected).clamp(max=1) @ rows / 8)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_loss_that_the_model_makes(both: Both, each: bool, param_grad: bool) -> None:
+    both(inside, each, param_grad)
 
 
 def other_ways() -> None:

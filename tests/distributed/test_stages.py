@@ -49,14 +49,14 @@ def squares(output: Tensor, y: Tensor) -> Tensor:
 class Pipeline:
     """The stages of this process, and a step of all."""
 
-    def __init__(self, kind: type[PipelineScheduleMulti | PipelineScheduleSingle]) -> None:
+    def __init__(self, kind: type[PipelineScheduleMulti | PipelineScheduleSingle], independent: bool = False) -> None:
         layers, rank, self.rank = parts(), dist.get_rank(), dist.get_rank()
         self.stages = {"": nn.Sequential(*layers[2 * rank : 2 * rank + 2])}
         if issubclass(kind, PipelineScheduleMulti):
             self.stages = {f"{n}": layers[n] for n in (rank, rank + WORLD)}
         count, device = WORLD * len(self.stages), torch.device("cpu")
         for net in self.stages.values():
-            autograd_hacks.add_hooks(net)
+            autograd_hacks.add_hooks(net, independent=independent)
         own = [PipelineStage(net, int(n or rank), count, device) for n, net in self.stages.items()]
         self.schedule = kind(own if len(own) > 1 else own[0], 4, loss_fn=squares, scale_grads=False)
 
@@ -118,7 +118,7 @@ def test_stages_clip_by_the_norms_over_all(both: Both, kind: type[PipelineSchedu
 
 def private() -> None:
     """One seed on all stages, as scripts set it, and yet no two stages draw the same noise."""
-    one, pipeline = nn.Sequential(*parts()), Pipeline(ScheduleGPipe)
+    one, pipeline = nn.Sequential(*parts()), Pipeline(ScheduleGPipe, independent=True)
     (net,), noise = pipeline.stages.values(), list[Tensor]()
     x, y = torch.randn(N, 3), torch.randn(N, 2)
     rows = one_backward_per_sample(one, x, y, squares)

@@ -31,9 +31,9 @@ def rows_of(name: str, part: slice) -> dict[str, Tensor]:
     }
 
 
-def read(way: str, name: str, param_grad: bool = True) -> nn.Module:
+def read(way: str, name: str, param_grad: bool = True, independent: bool = False) -> nn.Module:
     model, (x, y) = spread_out(way, name), batch(0, sum(SIZES))
-    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    autograd_hacks.add_hooks(model, param_grad=param_grad, independent=independent)
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
     return model
 
@@ -125,9 +125,9 @@ def test_streaming_is_the_first_of_two_passes(both: Both, way: str, name: str) -
 
 def private(way: str, groups: list[int] | None) -> None:
     users = None if groups is None else torch.tensor(groups)
-    model, twin = read(way, "mlp", False), made("mlp")
+    model, twin = read(way, "mlp", False, independent=True), made("mlp")
     x, y = batch(0, sum(SIZES))
-    autograd_hacks.add_hooks(twin)
+    autograd_hacks.add_hooks(twin, independent=True)
     squares(twin(x), y).mean().backward()
     state = torch.Generator().manual_seed(5 + dist.get_rank())  # the first process's counts
     norms = autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state)

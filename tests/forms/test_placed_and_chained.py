@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from strategies import pull_along
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,7 +18,6 @@ from autograd_hacks.forms import (
     Sum,
     add,
     magnitudes,
-    pull_along,
     scale,
 )
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trained import of_many
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import NothingRecorded, SamplesMixed
 
 opacus = needed("opacus", "opacus.utils.batch_memory_manager")
 
@@ -97,7 +97,7 @@ def test_empty_batches_are_steps_of_noise(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def private(model: nn.Module, noise: float = 0.0, **options: object) -> DPOptimizer:
-    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
     parameters = options.pop("parameters", model.parameters())
     sgd = torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
     return DPOptimizer(sgd, model=model, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=4, **options)
@@ -228,7 +228,7 @@ def test_what_it_refuses() -> None:
 def test_both_parts_of_complex_numbers_have_the_noise(secure: bool) -> None:
     """secure: whether noise is a sum of draws, as Opacus' secure mode has it"""
     model = nn.Sequential(nn.Linear(4, 2000, dtype=torch.complex64), Lengths(), nn.Linear(2000, 2))
-    autograd_hacks.add_hooks(model, param_grad=False)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     torch.manual_seed(0)
     private = DPOptimizer(
@@ -246,3 +246,33 @@ def test_both_parts_of_complex_numbers_have_the_noise(secure: bool) -> None:
 class Lengths(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.abs()
+
+
+class Centred(nn.Module):
+    """Samples know of each other's values, by a way that has no gradient."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h - h.mean(0).detach()
+
+
+@pytest.mark.parametrize("by_engine", [True, False])
+def test_samples_that_know_of_each_other_are_refused(by_engine: bool) -> None:
+    model, draws = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), torch.Generator().manual_seed(0)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    if by_engine:
+        loader = DataLoader(TensorDataset(x, torch.zeros(6)), batch_size=6)
+        model, optimizer, _ = PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_generator=draws, **options
+        )
+    else:
+        autograd_hacks.add_hooks(model)
+        optimizer = DPOptimizer(optimizer, model=model, expected_batch_size=6, generator=draws, **options)
+    before, state = [p.detach().clone() for p in model.parameters()], draws.get_state()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with pytest.raises(SamplesMixed, match="by a way that has no gradient"):
+            optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert torch.equal(draws.get_state(), state)

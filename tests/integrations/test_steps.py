@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from trained import LR, MAX_NORM, N, check, data, expected, net, same
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import NothingRecorded, SamplesMixed
 from autograd_hacks.integrations.steps import Steps, mean_of
 
 
@@ -198,3 +198,27 @@ def test_means_for_a_logger() -> None:
     assert logs == {"a": 1.5, "grads/norm_max": 3.0, "grads/noise_scale": 5.0}
     assert mean_of([]) == {}
     assert not isfinite(mean_of([{"a": float("inf")}])["a"])
+
+
+class Centred(nn.Module):
+    """Samples know of each other's values, by a way that has no gradient."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h - h.mean(0).detach()
+
+
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+def test_only_what_is_clipped_must_be_independent(max_norm: float | None) -> None:
+    model, steps = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), Steps(max_norm)
+    steps.attach(model)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        if max_norm is None:
+            assert steps.read()["grads/samples"] == 6
+            continue
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(SamplesMixed, match="by a way that has no gradient"):
+            steps.read()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before))
+    steps.detach()

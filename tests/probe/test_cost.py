@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from nets import Between
 from oracle import assert_rows, one_backward_per_sample, squares
+from steps import count_forwards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autograd_hacks
+from autograd_hacks.capture import recorder
 
 FIRST_STEP = """
 import sys, torch, autograd_hacks
@@ -103,3 +107,74 @@ def test_a_lookup_with_a_row_for_each_sample_is_not_copied_for_each() -> None:
         autograd_hacks.compute_grad1(model)
         assert_rows(model, one_backward_per_sample(model, squares, x))
     assert largest.most == 6 * 9 * 3  # the rows of `words`
+
+
+class Counting(torch.autograd.Function):
+    """y = x, which counts how often its backward runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        Counting.runs += 1
+        return g
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("probe", [True, "once"])
+def test_how_often_a_model_is_run(probe: bool | str, param_grad: bool) -> None:
+    """Its forward as often as the user runs it; in the first step at most four backward passes."""
+    model, x = nn.Sequential(Between(Counting.apply), nn.Linear(3, 2)), torch.randn(5, 3)
+    forwards, backwards = count_forwards(model), []
+    with autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad):
+        for _ in range(20):
+            Counting.runs = 0
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            backwards.append(Counting.runs)
+    assert forwards.number == 20
+    proven = [0] if probe == "once" else [0, 1, 15]
+    assert all(1 < backwards[n] <= 4 for n in proven)
+    assert all(runs == 1 for n, runs in enumerate(backwards) if n not in proven)
+
+
+class Tanhs(TorchDispatchMode):
+    """How often tanh is computed: what the model itself counts would be put back."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.number += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_independence_runs_a_model_a_few_times_more() -> None:
+    model, x, counts = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3), []
+    with autograd_hacks.add_hooks(model, independent=True):
+        for _ in range(20):
+            with Tanhs() as tanhs:
+                squares(model(x)).mean().backward()
+                autograd_hacks.compute_grad1(model)
+            counts.append(tanhs.number)
+    assert 1 < counts[0] <= 12
+    assert all(count == (counts[0] if n in (0, 1, 15) else 1) for n, count in enumerate(counts)), counts
+
+
+def test_a_slow_proof_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(recorder, "SLOW", 0.0)
+    model, x = Between(torch.tanh), torch.randn(5, 3)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all("to prove how Between is read, in forward" in line for line in said)
+
+
+def test_another_probe_is_refused() -> None:
+    with pytest.raises(ValueError, match="probe='twice'; expected True, False or 'once'"):
+        autograd_hacks.add_hooks(nn.Linear(2, 2), probe="twice")

@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import autograd_hacks
-from autograd_hacks.support.stores import duplicate
 
 SEEN: list[Tensor] = []
 
@@ -211,15 +210,6 @@ def test_an_object_among_the_arguments_is_not_changed_by_verify() -> None:
         assert cache.layers[0]["keys"].shape == (3, 7, 4)
         autograd_hacks.verify(model)
         assert cache.layers[0]["keys"].shape == (3, 7, 4)
-
-
-def test_a_copy_of_an_object_is_outside_the_graph() -> None:
-    keeper = Keeper()
-    keeper.hook(nn.Linear(1, 1), (), torch.randn(3, 4, requires_grad=True) * 2)
-    copied = duplicate(keeper)
-    assert copied.last is copied.all["out"][0]
-    assert copied.last.grad_fn is None
-    assert torch.equal(copied.last, keeper.last)
 
 
 @pytest.mark.parametrize("make", [

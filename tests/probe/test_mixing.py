@@ -38,7 +38,7 @@ def test_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
     model = Mixing(how)
     with autograd_hacks.add_hooks(model):
         squares(model(torch.randn(6, 3))).mean().backward()
-        with pytest.raises(SamplesMixed, match=r"the output of layer 'last' \(Linear\) changed .* batch_dim"):
+        with pytest.raises(SamplesMixed, match=r"samples mix: .* come to those of others in front of first.* batch_dim"):
             autograd_hacks.compute_grad1(model)
 
 
@@ -90,7 +90,7 @@ def test_samples_that_mix_at_the_very_end() -> None:
     model = Contrastive()
     with autograd_hacks.add_hooks(model):
         F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6)).backward()
-        with pytest.raises(SamplesMixed, match="output number 0 of the model"):
+        with pytest.raises(SamplesMixed, match="output number 0"):
             autograd_hacks.compute_grad1(model)
 
 
@@ -109,7 +109,7 @@ def test_samples_that_mix_in_memory_of_the_users_own() -> None:
     model = Into([torch.empty(6, 4)])
     with autograd_hacks.add_hooks(model):
         squares(model(torch.randn(6, 3))).mean().backward()
-        with pytest.raises(SamplesMixed, match="output number 0 of the model"):
+        with pytest.raises(SamplesMixed, match="output number 0"):
             autograd_hacks.compute_grad1(model)
 
 
@@ -135,9 +135,17 @@ def test_no_order_along_the_batch_stays_in_the_dark(how: Callable[[Tensor], Tens
         model = Between(how).double()
         with autograd_hacks.add_hooks(model):
             for _ in range(3):  # and it stays refused
-                squares(model(torch.randn(samples, 3).double())).mean().backward()
-                with pytest.raises(SamplesMixed):
+                x = torch.randn(samples, 3).double()
+                model.zero_grad()
+                squares(model(x)).mean().backward()
+                try:
                     autograd_hacks.compute_grad1(model)
+                except SamplesMixed:
+                    continue
+                # Sorted already: nothing was moved.
+                with autograd_hacks.pause_hooks():
+                    assert torch.equal(model(x), model.last(model.first(x).tanh()))
+                    assert_rows(model, one_loss_at_a_time(model, lambda x=x, model=model: squares(model(x))))
 
 
 def test_mixing_behind_sizes_that_are_read_off_the_data() -> None:
@@ -153,17 +161,19 @@ def test_mixing_behind_sizes_that_are_read_off_the_data() -> None:
                 autograd_hacks.compute_grad1(model)
 
 
-def test_a_gate_of_zero_hides_no_mixing() -> None:
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_gate_of_zero_hides_no_mixing(independent: bool) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.gate = nn.Linear(3, 3), nn.Parameter(torch.zeros(()))
+            self.first, self.inner, self.gate = nn.Linear(3, 3), nn.Linear(3, 3), nn.Parameter(torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.gate * self.inner(x - x.mean(0))
+            h = x if independent else self.first(x)  # of x itself nothing has a gradient
+            return x + self.gate * self.inner(h - h.mean(0))
 
     model, x = Gated().double(), torch.randn(4, 3).double()
-    with autograd_hacks.add_hooks(model):
+    with autograd_hacks.add_hooks(model, independent=independent):
         for gate in (0.0, 0.0, 0.5):
             nn.init.constant_(model.gate, gate)
             model.zero_grad()

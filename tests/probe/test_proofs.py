@@ -1,4 +1,4 @@
-"""Two proofs, by values and by gradients: what mixes samples is refused at every step."""
+"""What mixes samples is refused at every step: by gradients, and where it is asked for by values."""
 
 import dataclasses
 from collections import UserDict
@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from mixing import MIXING, SIZES, AtEnd, How, InFront, centred, check_refused, check_right, data, mixes, pairs
+from mixing import (
+    MIXING,
+    SIZES,
+    WITHOUT_GRADIENT,
+    AtEnd,
+    How,
+    InFront,
+    centred,
+    check_derivatives,
+    check_refused,
+    check_refused_or_right,
+    check_right,
+    data,
+    mixes,
+    pairs,
+)
 from nets import Between
 from oracle import squares
 from torch import Tensor
@@ -23,18 +38,23 @@ def test_samples_that_mix_are_refused_at_every_step(what: str, place: type[Betwe
     for samples in SIZES:
         model = place(MIXING[what]).double()
         assert mixes(model, data(samples)), samples
-        check_refused(model, (data(samples),), (data(samples),))
+        if place is InFront or what in WITHOUT_GRADIENT:
+            check_derivatives(model, (data(samples),), (data(samples),))
+        else:
+            check_refused(model, (data(samples),), (data(samples),))
+        check_refused(model, (data(samples),), (data(samples),), independent=True)
 
 
 @pytest.mark.parametrize("place", [Between, AtEnd])
 @pytest.mark.parametrize("what", ["pairs", "swapped halves", "detached", "hard negatives"])
 def test_other_sizes_are_proven_too(what: str, place: type[Between]) -> None:
     """One sample or two, which prove little, first; and more at each step."""
+    independent = what in WITHOUT_GRADIENT
     model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
-    check_refused(model, (data(8),), (data(4),), (data(17),))
+    check_refused(model, (data(8),), (data(4),), (data(17),), independent=independent)
     first, *rest = (1, 2, 4, 8, 17, 64)
     model = place(lambda h: MIXING[what](h) if len(h) > 2 else h).double()
-    with autograd_hacks.add_hooks(model):
+    with autograd_hacks.add_hooks(model, independent=independent):
         for samples in (first, *rest):
             model.zero_grad()
             squares(model(data(samples))).mean().backward()
@@ -57,9 +77,9 @@ def test_mixup_by_a_random_permutation(samples: int) -> None:
         return 0.7 * x + 0.3 * x[torch.randperm(samples).roll(1)]
 
     torch.manual_seed(1)
-    check_refused(InFront(mixup).double(), *[(data(samples),)] * 3)
+    check_refused(InFront(mixup).double(), *[(data(samples),)] * 3, independent=True)
     torch.manual_seed(1)
-    check_refused(Between(mixup).double(), *[(data(samples),)] * 3)
+    check_refused_or_right(Between(mixup).double(), *[(data(samples),)] * 9)
 
 
 # Several arguments, several outputs
@@ -78,14 +98,16 @@ class Towers(nn.Module):
 def test_two_towers(samples: int) -> None:
     """A second argument of integers, or a square matrix, has samples too."""
     ids, square = torch.randint(50, (samples,)), data(samples, samples)
-    check_refused(Towers(nn.Embedding(50, 4)).double(), *[(data(samples), ids)] * 2)
-    check_refused(Towers(nn.Linear(samples, 4)).double(), *[(data(samples), square)] * 2)
+    for independent in (False, True):
+        check_refused(Towers(nn.Embedding(50, 4)).double(), *[(data(samples), ids)] * 2, independent=independent)
+        check_refused(Towers(nn.Linear(samples, 4)).double(), *[(data(samples), square)] * 2, independent=independent)
 
 
 @pytest.mark.parametrize("samples", SIZES)
 def test_labels_that_are_taken_back(samples: int) -> None:
     for place in (Between, AtEnd, InFront):
-        check_refused(place(centred).double(), *[(data(samples), torch.arange(samples) % 2)] * 2)
+        labels = torch.arange(samples) % 2
+        check_refused(place(centred).double(), *[(data(samples), labels)] * 2, independent=place is InFront)
         check_right(place(lambda h, y: h * (1 + y[:, None])).double(), *[(data(samples), torch.arange(samples) % 3)] * 2)
 
 
@@ -95,11 +117,12 @@ def test_an_unused_output_that_mixes_is_marked_alone() -> None:
             h = self.last(self.first(x).tanh())
             return h, self.how(h)
 
-    for how in (MIXING["detached"], MIXING["a gate of 1e-4"], pairs, lambda h: h - h.mean(0)):
+    for how in (MIXING["a gate of 1e-4"], pairs, lambda h: h - h.mean(0), MIXING["detached"]):
+        by_values = how is MIXING["detached"]
         for samples in SIZES:
             check_right(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[0]))
-            check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out[1]))
-            check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=lambda out: squares(out))
+            for losses in (lambda out: squares(out[1]), lambda out: squares(out)):
+                check_refused(Two(how).double(), *[(data(samples),)] * 2, losses=losses, independent=by_values)
 
 
 class Held:
@@ -144,7 +167,8 @@ def test_an_output_in_an_object_is_looked_into(holder: str) -> None:
 
     for samples in SIZES:
         for how in (pairs, MIXING["detached"], lambda h: h - h.mean(0)):
-            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=losses)
+            by_values = how is MIXING["detached"]
+            check_refused(InObject(how).double(), *[(data(samples),)] * 2, losses=losses, independent=by_values)
         check_right(InObject(torch.sin).double(), *[(data(samples),)] * 2, losses=losses)
 
 

@@ -1,56 +1,54 @@
-"""What is one kind of forward to the probe, and when it runs again."""
+"""What is one kind of forward to the probe, and when it is proven again."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import Between, SequenceFirst
+from nets import Between
 from oracle import squares
 from steps import check, check_batches, count_forwards
 from torch import Tensor
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.errors import SamplesMixed, UnseenGradient
+from autograd_hacks.errors import SamplesMixed
 
 
-def test_traces_at_first_and_ever_more_rarely() -> None:
+def count_proofs(model: nn.Module) -> list[int]:
+    """Gets an entry for each proof of a hooked model from now on."""
+    recorder, proofs = recorder_of(model), list[int]()
+    prove = recorder.prove
+    assert prove is not None
+
+    def counted(*given: Any) -> int | None:
+        proofs.append(1)
+        return prove(*given)
+
+    recorder.prove = counted
+    return proofs
+
+
+def test_proofs_at_first_and_ever_more_rarely() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
     calls = count_forwards(model)
-
-    def forwards(*shape: int) -> int:
-        calls.clear()
-        squares(model(torch.randn(*shape))).mean().backward()
-        return len(calls)
-
     with autograd_hacks.add_hooks(model):
-        found = [forwards(5, 3) for _ in range(130)]
-        again = [n + 1 for n, count in enumerate(found) if count > 1]
-        assert again == [1, 2, 16, 128]
-        assert max(found) <= 12  # a trace, one for each of six halves, a proof
-        assert forwards(6, 3) == 1
-        assert forwards(10, 3) > 1  # twice as many samples as were ever traced
-        assert forwards(2, 3) == 1
-        assert forwards(4, 7, 3) > 1  # another rank
-        assert forwards(1, 3) > 1  # in a batch of one nothing can be replaced
+        proofs = count_proofs(model)
+
+        def proven(*shape: int) -> bool:
+            proofs.clear()
+            squares(model(torch.randn(*shape))).mean().backward()
+            return bool(proofs)
+
+        assert [n + 1 for n in range(130) if proven(5, 3)] == [1, 2, 16, 128]
+        assert not proven(6, 3)
+        assert proven(10, 3)  # twice as many samples as were ever proven
+        assert not proven(2, 3)
+        assert proven(4, 7, 3)  # another rank
+        assert proven(1, 3)  # in a batch of one nothing is apart
         model.eval()
-        assert forwards(4, 3) > 1
-        calls.clear()
-        with torch.no_grad():
-            model(torch.randn(4, 2, 2, 3))
-        assert len(calls) == 1
-
-
-def test_samples_that_are_all_alike_are_probed_when_they_no_longer_are() -> None:
-    model = SequenceFirst().double()
-    alike, x = torch.ones(4, 4, dtype=torch.long), torch.randint(9, (4, 4))
-    check_batches(model, x, verify=1)
-    calls = count_forwards(model)
-    with autograd_hacks.add_hooks(model):
-        for tokens, proven in ((alike, True), (alike, True), (alike, False), (x, True), (x, False), (alike, False)):
-            calls.clear()
-            squares(model(tokens)).mean().backward()
-            assert (len(calls) > 1) is proven
-        check(model, x)
+        assert proven(4, 3)
+        assert len(calls) == 136  # the user's own
 
 
 class Skipping(nn.Module):
@@ -68,7 +66,6 @@ class Skipping(nn.Module):
 
 
 def test_layers_that_are_skipped_at_first() -> None:
-    """Where one size of its output is N alone, that is the samples' axis; otherwise the step after is right."""
     model = Skipping().double()
     with autograd_hacks.add_hooks(model):
         for steps in (5, 4):
@@ -77,13 +74,8 @@ def test_layers_that_are_skipped_at_first() -> None:
                 check(model, x)
     model, x = Skipping().double(), torch.randn(4, 4, 3).double()
     with autograd_hacks.add_hooks(model):
-        for _ in range(2):
-            squares(model(x)).mean().backward()
-        model.chosen = [1]
-        squares(model(x)).mean().backward()
-        with pytest.raises(UnseenGradient, match=r"called for the first time since .* repeat the step"):
-            autograd_hacks.compute_grad1(model)
-        check(model, x)
+        for model.chosen in ([0], [0], [1]):
+            check(model, x)
 
 
 def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> None:
@@ -98,32 +90,27 @@ def test_layers_that_are_skipped_at_random_are_probed_once_they_are_there() -> N
             return x
 
     model, x = Drop(), torch.randn(4, 3)
-    calls = count_forwards(model)
     with autograd_hacks.add_hooks(model):
-        found = []
+        proofs, found = count_proofs(model), []
         for model.chosen in ([0], [0], [1], [1], [2], [2], [0, 1, 2], [2], [1]):
-            calls.clear()
+            proofs.clear()
             squares(model(x)).mean().backward()
-            found.append(len(calls) > 1)
-    assert found == [True, True, False, True, False, True, False, False, False]
+            found.append(bool(proofs))
+    assert found == [True, True, True, False, True, False, False, False, False]
 
 
 def test_a_number_that_changes_each_step_has_few_plans() -> None:
     model, x = Between(lambda h, step, heat: h * (1 + step) / heat).double(), torch.randn(4, 3).double()
-    calls = count_forwards(model)
     with autograd_hacks.add_hooks(model):
+        proofs = count_proofs(model)
         for step in range(40):
             squares(model(x, step, 1 / (1 + step))).mean().backward()
         check(model, x, None, lambda x: model(x, 99, 0.5))
         assert len(recorder_of(model).planner.plans) <= 5
-    calls.clear()
-    with autograd_hacks.add_hooks(model):
-        for step in range(20, 40):
-            squares(model(x, step, 1 / (1 + step))).mean().backward()
-        many = len(calls)
+        proofs.clear()
         for step in range(80, 120):
             squares(model(x, step, 1 / (1 + step))).mean().backward()
-        assert len(calls) == many + 40  # no probe any more
+        assert not proofs
 
 
 def test_a_number_that_was_told_apart_by_its_few_values_has_its_own_plan() -> None:
@@ -178,7 +165,7 @@ def test_a_model_that_makes_other_calls_where_gradients_are_on() -> None:
     check_batches(Branching().double(), torch.randn(4, 4, 3).double(), torch.randn(4, 4, 3).double())
 
 
-def test_a_model_that_can_be_run_but_not_probed() -> None:
+def test_a_model_that_fails_at_first() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,12 +175,12 @@ def test_a_model_that_can_be_run_but_not_probed() -> None:
             calls.append(1)
             if len(calls) == 1:
                 raise ValueError("not ready")
-            return self.inner(x - x.mean(0) if len(calls) == 2 else x)
+            return self.inner(x)
 
     calls: list[int] = []
     model, x = Late().double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
-        squares(model(x)).mean().backward()
-        with pytest.raises(UnseenGradient, match=r"failed when it was probed.*not ready"):
-            autograd_hacks.compute_grad1(model)
-        check(model, x)
+        with pytest.raises(ValueError, match="not ready"):
+            model(x)
+        for _ in range(2):
+            check(model, x)

@@ -86,9 +86,10 @@ def test_a_model_that_can_not_run_the_probe() -> None:
 
     x = torch.randn(4, 3).double()
     model = Fussy(x).double()
-    with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match=r"KeyError: 'never seen'.*probe=False"):
+    asked = autograd_hacks.add_hooks(model, independent=True)
+    with asked, pytest.raises(ProbeFailed, match=r"KeyError: 'never seen'.*independent=False"):
         model(x)
-    with autograd_hacks.add_hooks(model, probe=False):
+    with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)
         assert model.layer.weight.grad1.shape == (4, 2, 3)
@@ -133,15 +134,16 @@ class Hiding:
         self.x = x
 
 
-def test_arguments_that_hide_their_tensors_are_refused() -> None:
+def test_arguments_that_hide_their_tensors() -> None:
+    """What can't be replaced shows nothing of independence."""
     model, x = Between(lambda h: h), torch.randn(4, 3)
     model.forward = lambda batch: model.last(model.first(batch.x))
-    with autograd_hacks.add_hooks(model), pytest.raises(ProbeFailed, match=r"Hiding.*probe=False"):
-        model(Hiding(x))
-    with autograd_hacks.add_hooks(model, probe=False):
+    with autograd_hacks.add_hooks(model, independent=True):
         squares(model(Hiding(x))).mean().backward()
-        autograd_hacks.compute_grad1(model)
-        assert model.last.weight.grad1.shape == (4, 3, 3)
+        with pytest.raises(ProbeFailed, match="no argument had samples that could be replaced"):
+            autograd_hacks.compute_grad1(model)
+    with autograd_hacks.add_hooks(model):
+        check(model, x, run=lambda x: model(Hiding(x)))
 
 
 class Cache:
@@ -176,14 +178,38 @@ def test_the_probe_leaves_a_cache_as_it_is() -> None:
         check(model, x, "sum", lambda x: model(x, Cache()))
 
 
-def test_an_object_that_cannot_be_copied_is_refused() -> None:
+def test_an_object_that_cannot_be_copied_is_put_back() -> None:
     class Held(Cache):
         def __deepcopy__(self, memo: object) -> None:
             raise TypeError("there is but one")
 
-    model = Cached()
-    with autograd_hacks.add_hooks(model), pytest.raises(autograd_hacks.errors.ProbeFailed, match="there is but one"):
-        model(torch.randn(3, 5, 4), Held())
+    model, held = Cached(), Held()
+    with autograd_hacks.add_hooks(model, independent=True):
+        for times in (1, 2):
+            model(torch.randn(3, 5, 4), held)
+            assert held.keys is not None
+            assert held.keys.shape == (3, 5 * times, 4)
+
+
+def test_what_can_not_be_put_back_is_refused_before_anything_is_run() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.numbers, self.runs = nn.Linear(4, 2), (n for n in range(100)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            return self.layer(x) * next(self.numbers)
+
+    model = Numbered()
+    asked = autograd_hacks.add_hooks(model, independent=True)
+    with asked, pytest.raises(ProbeFailed, match=r"the model\.numbers, an object of type generator"):
+        model(torch.randn(3, 4))
+    assert (model.runs, next(model.numbers)) == (0, 0)
+    with autograd_hacks.add_hooks(model):
+        check(model, torch.randn(3, 4), run=lambda x: model.layer(x))
+        model(torch.randn(3, 4))
+    assert (model.runs, next(model.numbers)) == (1, 2)
 
 
 def test_a_model_that_fails_says_so_itself() -> None:

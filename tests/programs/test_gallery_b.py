@@ -15,6 +15,15 @@ def test_learned_weights_are_autograds_and_less_for_wrong_labels(tmp_path: Path)
     assert "chosen on these images" in out
 
 
+def test_the_file_that_explains_the_library_agrees_with_it(tmp_path: Path) -> None:
+    out = printed("how_it_works", tmp_path)
+    assert "table.weight meets the batch at EmbeddingBackward0" in out
+    assert "gain         meets the batch at MulBackward0, behind AddBackward0" in out
+    assert "samples mix at first.bias, first.weight, gain, place, table.weight\n" in out
+    assert "This file, the library and one backward pass for each sample agree." in out
+    assert "in front of first.bias, at AddmmBackward0" in out
+
+
 def test_self_influence_finds_wrong_labels_without_peers_too(tmp_path: Path) -> None:
     out = printed(
         "find_wrong_labels", tmp_path, "--images", "400", "--epochs", "9", without="captum.influence kronfluence.analyzer"

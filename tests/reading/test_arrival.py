@@ -18,14 +18,14 @@ from autograd_hacks.forms import Form
 from autograd_hacks.rules import RULES, Call
 
 
-@pytest.mark.parametrize(("param_grad", "times"), [(True, 1.5), (False, 0.6)])
-def test_first_steps_hold_no_second_set_of_gradients(param_grad: bool, times: float) -> None:
-    """Those that arrive, and those of the proof, are compared one parameter at a time."""
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_first_steps_hold_no_second_set_of_gradients(param_grad: bool) -> None:
+    """Those of the proof are gone when a step's own come, and these are compared one parameter at a time."""
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
     x, size = torch.randn(4, 256), sum(4 * p.numel() for p in model.parameters())
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for n in range(2):
-            with at_most(int(times * size), f"step {n + 1}"):
+            with at_most(int(1.5 * size), f"step {n + 1}"):
                 squares(model(x)).mean().backward()
                 autograd_hacks.per_sample_grads(model).norms()
                 model.zero_grad()
@@ -48,7 +48,7 @@ def test_nothing_is_kept_of_what_adds_up() -> None:
 @pytest.mark.parametrize("accumulated", [True, False])
 def test_a_penalty_in_one_of_several_passes_is_told_at_reading(penalised: int, accumulated: bool) -> None:
     model, (x, _) = mlp(), batch()
-    with autograd_hacks.add_hooks(model, mode="expand"):  # which compares all passes
+    with autograd_hacks.add_hooks(model):
         with autograd_hacks.accumulate(model):
             losses = squares(model(x))
             for n in range(3):

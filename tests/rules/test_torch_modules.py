@@ -16,7 +16,7 @@ from quantities import assert_quantities, assert_rows_of_passes
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, SamplesMixed
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
 from autograd_hacks.support.trees import map_tensors, tensors_of
 
 with warnings.catch_warnings():
@@ -115,7 +115,8 @@ def test_every_module(name: str, info: Any, training: bool) -> None:
         mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (training or not layer.track_running_stats)
         for model in (layer, Inside(layer)):
             if mixes or has_no_batch(layer, args, kwargs):
-                with pytest.raises((BatchSizeError, SamplesMixed)):
+                # Positions taken for samples mix; but what is saturated doesn't show it, and its rows don't add up.
+                with pytest.raises((BatchSizeError, SamplesMixed, UnseenGradient)):
                     assert_right_in(layer, model, args, kwargs)
             else:
                 assert_right_in(layer, model, args, kwargs)

@@ -30,7 +30,7 @@ def test_before_and_after_a_step() -> None:
     before = {row.parameter: row for row in autograd_hacks.describe(model).rows}
     assert list(before) == [name for name, _ in model.named_parameters()]
     assert before["embed.weight"].how == "rule embedding, shared with decode.weight"
-    assert before["attend.out_proj.weight"].layer == "MultiheadAttention"
+    assert before["attend.out_proj.weight"].layer == "NonDynamicallyQuantizableLinear"
     assert before["norm.bias"].how == "frozen"
     assert all(row.form == "" and row.samples is None for row in before.values())
     with autograd_hacks.add_hooks(model):
@@ -43,6 +43,7 @@ def test_before_and_after_a_step() -> None:
                 assert (after[name].samples, after[name].bytes) == (3, p.grad1.nbytes)
     assert after["norm.weight"].form == "Dense"
     assert after["attend.in_proj_weight"].form == "Outer"
+    assert after["attend.in_proj_weight"].how == "graph: MmBackward0 at the input of 'norm'"
     assert after["unused.weight"].how == "rule linear, not reached by the last backward pass"
     assert description.note == ""
 
@@ -66,10 +67,29 @@ def test_it_says_what_is_refused_and_why() -> None:
         model[1].forward = lambda x: (x - x.mean(0)) * model[1].scale
         model(torch.randn(3, 2)[:, None]).sum().backward()
         refused = autograd_hacks.describe(model)
-    assert read.how == "operation mul in '1'"
+    assert read.how == "graph: MulBackward0 at the outputs"
     assert (read.form, read.samples) == ("Dense", 3)
-    assert refused.rows[2].how.startswith("refused: samples mix")
+    assert refused.rows[0].how.startswith("refused: samples mix")
+    assert refused.rows[2].how == read.how  # behind where they mix
     assert "samples mix" in refused.note
+
+
+@pytest.mark.parametrize("independent", [True, False])
+def test_it_says_whether_samples_are_independent(independent: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Scale(2).float())
+    assert autograd_hacks.describe(model).independence == ""
+    with autograd_hacks.add_hooks(model, independent=independent):
+        assert autograd_hacks.describe(model).independence == ""
+        model(torch.randn(3, 2)).sum().backward()
+        told = "Independent: " if independent else "Independent as far as there are gradients"
+        description = autograd_hacks.describe(model)
+        assert description.independence.startswith(told)
+        assert description.independence in str(description)
+        model[1].forward = lambda x: (x - x.mean(0).detach()) * model[1].scale
+        model.train(not model.training)
+        model(torch.randn(3, 2)).sum().backward()
+        told = "Not independent: samples mix" if independent else told
+        assert autograd_hacks.describe(model).independence.startswith(told)
 
 
 def test_every_listed_layer_says_rule() -> None:

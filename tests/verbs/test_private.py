@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.errors import NothingRecorded
+from autograd_hacks.errors import NothingRecorded, ProbeFailed, SamplesMixed
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -119,7 +119,7 @@ def test_a_parameter_that_no_loss_reached_has_noise() -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
     model["frozen"].requires_grad_(False)
     model.forward = lambda x: model["frozen"](model["used"](x))  # type: ignore[method-assign]  # the model of this test
-    autograd_hacks.add_hooks(model)
+    autograd_hacks.add_hooks(model, independent=True)
     backward(model, torch.randn(5, 4))
     step(model, 1.0)
     assert model["spare"].weight.grad is not None
@@ -209,3 +209,71 @@ def test_both_parts_of_complex_numbers_have_the_noise() -> None:
     assert model.weight.grad is not None
     for part in (model.weight.grad.real, model.weight.grad.imag):
         assert 1.14 < part.std() < 1.26
+
+
+class Centred(nn.Module):
+    """Samples know of each other's values, by a way that has no gradient."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - h.mean(0).detach()
+
+
+@pytest.mark.parametrize("independent", [True, False])
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_samples_that_know_of_each_other_are_refused_before_noise_is_drawn(param_grad: bool, independent: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)), torch.randn(6, 4)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad, independent=independent):
+        for _ in range(3):
+            model.zero_grad()
+            backward(model, x)
+            before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+            state = torch.get_rng_state()
+            with pytest.raises(SamplesMixed, match="model's output number 0"):
+                step(model, 1.0)
+            assert torch.equal(torch.get_rng_state(), state)
+            for p, grad in zip(model.parameters(), before):
+                assert (p.grad is None) == (grad is None)
+                assert grad is None or torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_forward_that_was_not_asked_is_shown_independent_afterwards(probe: bool, param_grad: bool) -> None:
+    model, x = perceptron(), torch.randn(6, 4)
+    norms, sums = expected(model, x)
+    with autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad):
+        for _ in range(3):
+            backward(model, x)
+            assert_close(step(model), norms)
+            assert_grads(model, sums)
+        for _ in range(3):  # later forwards show it themselves
+            backward(model, torch.randn(6, 4))
+            step(model)
+
+
+def test_arguments_that_nobody_has_kept_can_not_be_shown_independent() -> None:
+    model = hooked()
+    for n in range(2):
+        backward(model, torch.randn(6, 4))
+        if n:  # the second forward was asked
+            step(model)
+            continue
+        with pytest.raises(ProbeFailed, match=r"clip_and_noise_ .*add_hooks\(model, independent=True\)"):
+            step(model)
+
+
+def test_layers_called_by_themselves_are_not_shown_independent() -> None:
+    model = hooked()
+    x = torch.randn(6, 4)
+    h = x
+    for layer in model:
+        h = layer(h) - layer(h).mean(0).detach()
+    autograd_hacks.backward(squares(h))
+    with pytest.raises(ProbeFailed):
+        step(model)
+    h = x
+    for layer in model:
+        h = layer(h)
+    autograd_hacks.backward(squares(h))
+    with pytest.raises(ProbeFailed, match="called by itself"):
+        step(model)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autograd_hacks
 from autograd_hacks import forms
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.forms import Dense, Form, Outer, Replay
+from autograd_hacks.forms import Dense, Form, Outer
 
 
 def stepped(model: nn.Module, *args: Any) -> autograd_hacks.PerSampleGrads:
@@ -149,25 +149,11 @@ def test_nothing_is_computed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     assert vars(recorder_of(model).record) == record
 
 
-def closed(form: Form) -> Form:
-    form.release()
-    return form
-
-
-class Gone:
-    row_size = 4
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} of a module that is gone")
-
-
 FORMS: dict[str, Callable[[], Form]] = {
     "empty": lambda: Outer(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2)),
     "without numbers": lambda: Dense(torch.zeros(3, 0)),
     "of a scalar": lambda: Dense(torch.zeros(3)),
     "meta": lambda: Outer(torch.zeros(2, 1, 3, device="meta"), torch.zeros(2, 1, 2, device="meta")),
-    "closed": lambda: closed(Dense(torch.zeros(3, 2))),
-    "run again": lambda: Replay(Gone(), "weight", 3, torch.Size((2, 2)), torch.zeros(0)),
     "complex": lambda: Dense(torch.zeros(3, 2, dtype=torch.complex64)),
     "scaled by a tensor": lambda: forms.scale(Dense(torch.zeros(3, 2)), torch.zeros(3)),
     "sum": lambda: forms.Sum([Dense(torch.zeros(3, 2, 2)), Outer(torch.zeros(3, 1, 2), torch.zeros(3, 1, 2))]),
@@ -195,10 +181,6 @@ def test_inside_of_transforms() -> None:
     with FakeTensorMode():
         said.append(repr(Dense(torch.zeros(3, 2))))
     assert said == ["Dense: 3 rows of shape (2,), holds 24 B, 24 B written out"] * 2
-
-
-def test_rows_that_are_run_again_are_said_to_be() -> None:
-    assert "run again" in repr(FORMS["run again"]())
 
 
 def test_a_form_of_ones_own_that_is_half_made() -> None:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.capture.calls import RecordedCall
+from autograd_hacks.capture.uses import LayerCall
 from autograd_hacks.errors import BatchSizeError, HigherOrderError, NothingRecorded, SamplesMixed, UnseenGradient
 
 
@@ -67,7 +67,7 @@ def test_clipping_by_a_second_backward_pass() -> None:
 
 
 def test_records_are_freed_as_the_pass_goes_on() -> None:
-    layers, others = 20, alive(RecordedCall)
+    layers, others = 20, alive(LayerCall)
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers))), torch.randn(256, 256)
     with autograd_hacks.add_hooks(model, param_grad=False):
         for _ in range(2):
@@ -76,7 +76,7 @@ def test_records_are_freed_as_the_pass_goes_on() -> None:
         loss = squares(model(x)).sum()
         with at_most(6 * one), autograd_hacks.streaming(model, loss_type="sum", budget=one):
             loss.backward()
-            assert alive(RecordedCall) <= others  # nor are the layers' inputs kept
+            assert alive(LayerCall) <= others  # nor are the layers' inputs kept
         loss = squares(model(x)).sum()
         with pytest.raises(AssertionError, match="held"), at_most(layers * one // 2):
             loss.backward()

@@ -1,0 +1,157 @@
+"""Backward passes without ordinary gradients: ``add_hooks(param_grad=False)``.
+
+What the model returns leaves its graph and stands behind one function, whose backward asks autograd for the gradients at the
+uses alone.  So autograd computes no gradient of a parameter, and parameters stay in the graph all the same: a pass can be
+asked whether it reaches them.
+
+A graph that is made of such a pass leads into the forward's own, past the function.  Passes come there by both ways then,
+and what they bring to a use adds up, as rows are linear in it.  The forwards after that stay in their graph: gradients of
+parameters are computed, and `Backward` leaves ``.grad`` as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, move_mark, reach_of
+from autograd_hacks.capture.backward import Backward, Inner, may_skip
+from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.support.graph import Graph, inputs_of, made
+from autograd_hacks.support.internals import keeps_graph
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.switch import current_task
+from autograd_hacks.support.trees import map_tensors
+
+CHECKPOINT = "CheckpointFunctionBackward"
+"""A reentrant one, which torch.autograd.grad doesn't come through."""
+
+
+class Behind:
+    """The graph of a forward, behind the function that stands for it.
+
+    keeps: whether passes may come past that, by what the model has not returned
+    """
+
+    def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph, keeps: bool) -> None:
+        self.backward, self.plan, self.outputs = backward, plan, [x for x in ran.outputs if x.grad_fn is not None]
+        self.keeps, self.has_graphs = keeps, False  # whether graphs were made of passes, which lead into this one
+        leaves: dict[Any, str] = ran.leaves
+        is_own = backward.record.is_parameter
+        self.parameters: dict[str, Any] = {name: leaf for leaf, name in leaves.items() if is_own(leaf.variable)}
+        # Leaves that aren't the model's, and what made its arguments: gradients go on from there.
+        own = set(self.parameters.values())
+        self.others = [leaf for leaf in ran.graph.leaves if leaf not in own]
+        given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.graph.nodes}
+        self.inputs: list[Tensor] = [*(leaf.variable for leaf in self.others), *given.values()]
+        self.edges = [GradientEdge(leaf, 0) for leaf in self.others]
+        self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
+        self.hooks = {node: hook for noted in ran.noted for node, hook in noted.hooks} | dict(off.hooks)
+        self.lowest = [node for node in self.hooks if not self._leads_on(node)]
+
+    def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
+        """By parameter how many gradients come to its uses, in a pass that begins at some of the outputs."""
+        found, nodes = dict[str, int](), Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
+        for hook in (hook for node, hook in self.hooks.items() if node in nodes):
+            for name in _names_of(hook):
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    def _leads_on(self, node: Node) -> bool:
+        """Whether a pass to the other uses comes through a node, so that its own hook hears of that."""
+        waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
+        while waiting:
+            at = waiting.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if at in self.hooks or at in self.others:
+                return True
+            waiting += [value.node for value in inputs_of(at)]
+        return False
+
+
+def may_stand_behind(plan: Plan, ran: Ran) -> bool:
+    """Whether a forward's outputs may leave their graph: after a first pass, of which no graph was made, and where no loss
+    comes past them and nobody waits for gradients of parameters."""
+    leaves: Iterable[Any] = ran.leaves
+    if plan.derives is not False or plan.has_doors or not all(may_skip(leaf.variable) for leaf in leaves):
+        return False
+    return not any(node.name() == CHECKPOINT for node in ran.graph.nodes)
+
+
+def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any, keeps: bool) -> Any:
+    """A forward's output, behind a function whose backward computes no gradients of parameters.  keeps: see `Behind`"""
+    behind = Behind(backward, plan, ran, off, keeps)
+    parameters = [leaf.variable for leaf in behind.parameters.values()]
+    views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
+    taken = {id(x): next(views) for x in behind.outputs}
+    for x in behind.outputs:
+        move_mark(x, taken[id(x)])
+    return map_tensors(lambda x: taken.get(id(x), x), output)
+
+
+class _Behind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, behind: Behind, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.behind = behind
+        return tuple([x.detach() for x in behind.outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_run(ctx.behind, grads), *(None for _ in ctx.behind.parameters)
+
+
+def _names_of(hook: AtNode | AtOutput) -> list[str]:
+    """The parameters of the use that a hook is for."""
+    use = hook.use if isinstance(hook, AtNode) else hook.call
+    return [] if use is None else [edge.name for edge in use.edges.values()]
+
+
+def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Brings gradients to the uses.  Returns those that go on to inputs."""
+    backward = behind.backward
+    ways = {name: way for name, leaf in behind.parameters.items() if (way := reach_of(leaf))}
+    backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
+    behind.has_graphs |= torch.is_grad_enabled()
+    behind.plan.derives = behind.plan.derives or behind.has_graphs
+    keeps = behind.keeps or behind.has_graphs or keeps_graph()
+    roots = [(x, g) for x, g in zip(behind.outputs, grads) if g is not None]
+    lowest = behind.lowest if ways else []
+    # What is still to be compared with rows.
+    record = backward.record
+    names = {name for name in ways if record.comparing or record.plan.keeps_arrived(name)}
+    for hook in (behind.hooks[node] for node in lowest) if record.gathered else ():
+        if record.on_arrival is not None or isinstance(hook, AtNode):  # it needs weights, which are gone after the pass
+            names |= {name for name in _names_of(hook) if name in ways}
+    wanted = [*behind.edges, *(GradientEdge(behind.parameters[name], 0) for name in names)]
+    numbers = [(node, number) for node in lowest for number in range(len(made(node)))]
+    wanted += [GradientEdge(node, number) for node, number in numbers]
+    if not roots or not wanted:
+        return [None] * len(behind.inputs)
+    counts = {} if record.on_arrival is None else behind.counts([x for x, _ in roots])
+    inner, before = Inner(current_task(), ways, counts, frozenset(names)), backward.inner
+    if ways and backward.listener is None:
+        backward.enter(inner.task).skipped.update(ways)
+
+    def undo() -> None:
+        backward.inner = before
+
+    with restored(undo):
+        backward.inner = inner
+        outputs, given = [x for x, _ in roots], [g for _, g in roots]
+        options: dict[str, Any] = {"retain_graph": keeps, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
+        found = torch.autograd.grad(outputs, wanted, given, **options)
+        arrived: dict[Node, list[Tensor | None]] = {node: [] for node in lowest}
+        for (node, _), grad in zip(numbers, found[len(wanted) - len(numbers) :]):
+            arrived[node].append(grad)
+        for node, own in arrived.items():
+            if any(grad is not None for grad in own):
+                behind.hooks[node](tuple(own), node, keeps)
+    return list(found[: len(behind.edges)])

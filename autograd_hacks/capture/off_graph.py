@@ -1,0 +1,374 @@
+"""Uses of parameters that no layer's rule covers, read off autograd's graph when a forward has ended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from autograd_hacks.capture.arrivals import AtNode, Receive
+from autograd_hacks.capture.forward import Noted
+from autograd_hacks.capture.records import Pass
+from autograd_hacks.capture.uses import Edge, NodeUse, ValueUse
+from autograd_hacks.capture.uses import Graph as Held
+from autograd_hacks.errors import StaleRecord
+from autograd_hacks.forms import Chained, Form
+from autograd_hacks.probe.meetings import Keys, Meetings, memory_of
+from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
+from autograd_hacks.probe.routes import Routes
+from autograd_hacks.rules.views import STEPS
+from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Taker, Value, dtype_of, inputs_of, made, shape_of
+from autograd_hacks.support.internals import SAVED, sequence_number, tree_leaves
+from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import is_packed, opened, tensors_of
+
+
+@dataclass(eq=False)
+class Ran:
+    """A forward that has run, in its graph.
+
+    modules: whose parameters and buffers there are    parameters: that train, by name    outputs: the tensors that were
+    returned
+    """
+
+    modules: Iterable[nn.Module]
+    parameters: Mapping[str, Tensor]
+    arguments: Any
+    outputs: Sequence[Tensor]
+    noted: Sequence[Noted] = ()
+    given_nodes: frozenset[Node] = frozenset()  # other nodes behind which there is nothing of this forward
+    of_parameters: frozenset[Node] = frozenset()  # nodes that are known to follow from parameters alone
+    roots: Sequence[Node] | None = None  # the nodes that made the outputs, where these are gone
+    labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
+    returned: Any = None  # what the outputs are in
+
+    @cached_property
+    def ends(self) -> frozenset[Node]:
+        """What made the tensors that the model was given."""
+        return self.given_nodes.union(x.grad_fn for x in self.tensors if x.grad_fn is not None)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_of(self.arguments)
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """Of the outputs that are packed sequences, by number, the sample of each row."""
+        sequences = [x for x in tree_leaves(opened(self.returned, everything=True), is_packed) if is_packed(x)]
+        return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
+
+    @cached_property
+    def graph(self) -> Graph:
+        roots = [x.grad_fn for x in self.outputs if x.grad_fn is not None] if self.roots is None else self.roots
+        return Graph(roots, self.ends)
+
+    @cached_property
+    def leaves(self) -> dict[Node, str]:
+        """The parameters' names, by where they end the graph."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return {leaf: names[id(leaf.variable)] for leaf in self.graph.leaves if id(leaf.variable) in names}
+
+    @cached_property
+    def given(self) -> set[int]:
+        """The memory of the arguments."""
+        return {memory_of(x) for x in self.tensors}
+
+    @cached_property
+    def fixed(self) -> set[int]:
+        """The memory of parameters and buffers."""
+        return {memory_of(x) for module in self.modules for x in (*module.parameters(), *module.buffers())}
+
+    @cached_property
+    def checkpoints(self) -> list[Any]:
+        """The nodes of reentrant checkpoints."""
+        return [node for node in self.graph.nodes if node.name() == CHECKPOINT]
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """What the graph's values are of."""
+        return {x.dtype for x in self.outputs} | {x.dtype for node in self.graph.nodes for x in made(node)}
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether layers with rules have all parameters among theirs."""
+        covered_names = {edge.name for noted in self.noted for edge in noted.call.edges.values()}
+        return covered_names >= self.parameters.keys()
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """How many nodes were made from one layer's call to the next, and to each output: other numbers, another graph."""
+        ends = [node for noted in self.noted for node, _ in noted.hooks] + [x.grad_fn for x in self.outputs]
+        numbers = [sequence_number(node) for node in ends if node is not None and type(node) is not Leaf]
+        return tuple([other - number for number, other in pairwise(numbers)])
+
+    def value(self, slot: int) -> Value:
+        """An output in the graph."""
+        x = self.outputs[slot]
+        assert x.grad_fn is not None
+        return Value(x.grad_fn, x.output_nr)
+
+    def edge_of(self, name: str) -> Edge:
+        """Where a parameter ends the graph."""
+        leaf: Any = next(leaf for leaf, own in self.leaves.items() if own == name)
+        return Edge(name, leaf.variable, leaf)
+
+    def routes(self, plan: Plan, samples: int) -> Routes:
+        """Whose rows are, from where the plan knows it."""
+        known: dict[Node, Layout] = {}
+        for x, at in zip(self.outputs, plan.outputs):
+            if at is not None and x.grad_fn is not None:
+                known[x.grad_fn] = at
+        for noted in self.noted:
+            place = plan.place_of(noted.call.path, noted.number)
+            for node, hook in noted.hooks if place is not None and place.kind == AXES else ():
+                at = place.layouts[hook.slot] if place is not None else None
+                if at is not None and made(node)[hook.number].shape != hook.shape and not at.axis and not at.fold:
+                    at = Layout(0, "N·T")  # the node made the same, with more axes folded
+                if at is not None:
+                    known[node] = at
+        return Routes(self.graph, known, samples)
+
+    def rows_of(self, noted: Noted, routes: Routes) -> Tensor | None:
+        """Whose the entries of axis 0 of a call's output are, into which its node may have folded other axes."""
+        node, hook = noted.hooks[0]
+        rows, size = routes.rows(node), hook.shape[0]
+        if rows is None or len(rows) == size or not size or len(rows) % size:
+            return rows
+        folded = rows.view(size, -1)
+        return folded[:, 0] if bool((folded == folded[:, :1]).all()) else None
+
+    def covered(self, open_calls: Collection[Any] = ()) -> dict[Node, set[str]]:
+        """The nodes that belong to calls of layers with rules, and the parameters whose rows these give.
+
+        open_calls: calls that give none
+        """
+        found: dict[Node, set[str]] = {}
+        for noted in self.noted:
+            if noted.call not in open_calls:
+                names = {edge.name for edge in noted.call.edges.values()}
+                for node in self.inside(noted):
+                    found.setdefault(node, set()).update(names)
+        return found
+
+    def inside(self, noted: Noted) -> Iterator[Node]:
+        """The nodes of a call, from its outputs to its inputs."""
+        waiting, seen = [node for node, _ in noted.hooks], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen and node not in noted.inputs and type(node) is not Leaf:
+                seen.add(node)
+                yield node
+                waiting += [value.node for value in inputs_of(node)]
+
+
+class OffGraph:
+    """What a plan reads off the graph of a forward that has run.  key: what uses' keys begin with"""
+
+    def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
+        self.ran, self.plan, self.samples, self.key = ran, plan, samples, key
+        self.keys = Keys(ran.leaves)
+        self.is_known = True  # whether the plan knows all uses of parameters
+        self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes them
+        self.hooks: list[tuple[Node, AtNode]] = []
+
+    def find(self) -> OffGraph:
+        """Climbs from each parameter to where the plan says that it meets the batch."""
+        graph, plan, covered, counts = self.ran.graph, self.plan, self.ran.covered(), dict[Any, int]()
+        waiting = [Value(leaf, 0) for leaf in graph.leaves if self.ran.leaves.get(leaf) in plan.names]
+        self.is_known = plan.names.union(plan.by_rule) >= set(self.ran.leaves.values())
+        seen = set(waiting)
+        while waiting:
+            value = waiting.pop()
+            for taker in graph.takers.get(value, ()):
+                if taker.node in covered and self.keys.below(value.node) <= covered[taker.node]:
+                    continue
+                key = self.keys.of(value, taker)
+                if (places := plan.meetings.get(key)) is not None:
+                    number = counts[key] = counts.get(key, -1) + 1
+                    place = places[number] if number < len(places) else places[0]
+                    self.is_known &= number < len(places) or all(other == place for other in places)
+                    self.is_known &= place.kind != AXES or fit(place.layouts, taker.node, self.samples)
+                    self.is_known &= not place.was_empty or all(0 in x.shape for x in made(taker.node))
+                    self.found.setdefault(taker.node, []).append((value, taker, place))
+                elif key in plan.inner:
+                    above = {Value(taker.node, n) for n in range(max(1, len(made(taker.node))))} - seen
+                    seen |= above
+                    waiting += above
+                else:
+                    self.is_known = False
+        return self
+
+    def assume(self) -> OffGraph:
+        """Takes what was given without a graph for the batch, and axis 0 for the samples, where nothing is proven."""
+        ran = self.ran
+        found = Meetings(
+            ran.graph, ran.leaves, ran.given, ran.fixed, self.samples, covered=ran.covered(), ends=ran.ends, assumed=True
+        )
+        for meeting in found.find().found:
+            shapes = [x.shape for x in made(meeting.taker.node)]
+            layouts = [likeliest(shape, self.samples, (0,)) for shape in shapes] if self.samples else []
+            place = Place(AXES, tuple(layouts), is_decided=False)
+            self.found.setdefault(meeting.taker.node, []).append((meeting.value, meeting.taker, place))
+        return self
+
+    def attach(
+        self, edge_of: Callable[[str], Edge], forward: int, receive: Receive, recomputed_in: Pass | None = None
+    ) -> None:
+        """Has the gradients at these nodes sent to ``receive``.  recomputed_in: the pass that has made them"""
+        for node, use in self.uses(edge_of, forward):
+            use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
+            graph = Held()
+            use.graph = weakref.ref(graph)
+            hook = AtNode(use, graph, receive)
+            node.register_prehook(hook)
+            self.hooks.append((node, hook))
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it is known whose all rows are."""
+        return None not in self.labels.values()
+
+    @cached_property
+    def labels(self) -> dict[Node, Tensor | None]:
+        """Whose rows are at nodes where no layout says it."""
+        wanted = [node for node, met in self.found.items() if met[0][2].kind in (ROWS, ENTRIES)]
+        routes = self.ran.routes(self.plan, self.samples) if wanted else None
+        told = self.ran.labels
+        return {node: told[node] if node in told else routes.rows(node) if routes else None for node in wanted}
+
+    def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
+        for number, (node, met) in enumerate(self.found.items()):
+            place, graph = met[0][2], Held()
+            yield (
+                node,
+                NodeUse(
+                    node=node.name(),
+                    values=[self._value(value, taker) for value, taker, _ in met],
+                    edges={name: edge_of(name) for value, _, _ in met for name in sorted(self.keys.below(value.node))},
+                    slots=len(made(node)),
+                    forward=forward,
+                    key=(*self.key, number),
+                    samples=self.samples,
+                    layouts=place.layouts,
+                    precision=_coarsest([node, *(inner for value, _, _ in met for inner in _inside(value))]),
+                    labels=self.labels.get(node),
+                    graph=weakref.ref(graph),
+                    plan=self.plan,
+                ),
+            )
+
+    def _value(self, value: Value, taker: Taker) -> ValueUse:
+        names, is_complex = sorted(self.keys.below(value.node)), dtype_of(value).is_complex
+        if type(value.node) is Leaf:
+            return ValueUse(taker.place, shape_of(value), {names[0]: None}, is_complex)
+        leaves = {self.ran.leaves[leaf]: leaf for leaf in self.ran.graph.leaves if self.ran.leaves.get(leaf) in names}
+        if len(leaves) == 1 and (steps := _steps(value)) is not None:
+            return ValueUse(taker.place, shape_of(value), dict.fromkeys(leaves, partial(_stepwise, steps)), is_complex)
+        transposed = Transposed(value, leaves)
+        ways = dict.fromkeys(leaves, transposed.pull)
+        return ValueUse(taker.place, shape_of(value), ways, is_complex, transposed.make)
+
+
+def fit(layouts: Sequence[Layout | None], node: Node, samples: int) -> bool:
+    """Whether the sizes of what a node made are those of layouts."""
+    return all(at is None or at.fits_shape(x.shape, samples) for at, x in zip(layouts, made(node)))
+
+
+def _inside(value: Value) -> set[Node]:
+    """The nodes between a value and its parameters."""
+    found, waiting = set[Node](), [value.node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and type(node) is not Leaf:
+            found.add(node)
+            waiting += [behind.node for behind in inputs_of(node)]
+    return found
+
+
+def _coarsest(nodes: Sequence[Node]) -> torch.dtype | None:
+    """The dtype of the fewest digits that nodes made something of."""
+    dtypes = {x.dtype for node in nodes for x in made(node) if x.dtype.is_floating_point}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _steps(value: Value) -> list[Callable[[Form], Form]] | None:
+    """What is done to a value's form, node by node, on a way that is one of views; None for others."""
+    found = []
+    while type(value.node) is not Leaf:
+        behind = list(inputs_of(value.node))
+        make = STEPS.get(value.node.name())
+        if make is None or len(behind) != 1:
+            return None
+        if (step := make(value.node, value.number, shape_of(behind[0]))) is None:
+            return None
+        found.append(step)
+        (value,) = behind
+    return found
+
+
+def _stepwise(steps: Sequence[Callable[[Form], Form]], name: str, form: Form) -> Form:
+    for step in steps:
+        form = step(form)
+    return form
+
+
+class Transposed:
+    """φ's vector-Jacobian product in a graph of its own, which no pass of the user's frees.
+
+    φ(θ)ᵀ u is linear in u, and so is what a second pass by u makes of that in v: its gradient by v is φ'(θ)ᵀ again.
+    """
+
+    def __init__(self, value: Value, leaves: Mapping[str, Any]) -> None:
+        self.names, self.exists = list(leaves), True
+        self._of: tuple[Value, list[Any]] | None = (value, list(leaves.values()))
+
+    def make(self) -> bool:
+        """Makes that graph, in a pass that comes to the value: before, weights may not be gathered, and later φ is freed.
+        Returns whether torch has the second derivative."""
+        if self._of is None:
+            return self.exists
+        (value, leaves), self._of = self._of, None
+        parameters, own = [leaf.variable for leaf in leaves], made(value.node)[value.number]
+        with torch.enable_grad(), Switch.paused_here():
+            u = torch.zeros(own.shape, dtype=own.dtype, device=own.device, requires_grad=True)
+            edges = [GradientEdge(leaf, 0) for leaf in leaves]
+            # No leaves, into which a derivative may not write.
+            down = torch.autograd.grad([GradientEdge(value.node, value.number)], edges, [u.clone()], create_graph=True)
+            self.v = [torch.zeros_like(p, requires_grad=True) for p in parameters]
+            try:
+                # torch divides these gradients by counts, and the gradients of gradients not.
+                self.exists = not any(getattr(node, f"{SAVED}scale_grad_by_freq", False) for node in _inside(value))
+                (self.up,) = torch.autograd.grad(down, u, [v.clone() for v in self.v], create_graph=True)
+            except RuntimeError as error:
+                if "derivative for" not in str(error):
+                    raise
+                self.exists = False
+        self.parameters = [p.detach() for p in parameters]
+        return self.exists
+
+    def pull(self, name: str, form: Form) -> Form:
+        at = self.names.index(name)
+        return Chained(form, partial(self._pulled, self.v[at]), self.parameters[at].shape, self.parameters[at])
+
+    def _pulled(self, v: Tensor, rows: Tensor, batched: bool) -> Tensor:
+        options: dict[str, Any] = {"retain_graph": True, "create_graph": rows.requires_grad and torch.is_grad_enabled()}
+        try:
+            with torch.enable_grad():
+                return torch.autograd.grad(self.up, v, rows.to(self.up.dtype), is_grads_batched=batched, **options)[0]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise StaleRecord(
+                f"{', '.join(self.names)}, or what else a value was made of that the forward read, has changed since, and "
+                "per-sample gradients depend on it. Read them before optimizer.step(), and before another forward."
+            ) from error

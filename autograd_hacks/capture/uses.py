@@ -1,0 +1,321 @@
+"""A use of parameters in a forward, as plain data, and what a backward pass brought to it."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.utils.rnn import PackedSequence
+
+from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
+from autograd_hacks.probe.plan import Plan
+from autograd_hacks.rules.call import Call
+from autograd_hacks.rules.nodes import NODES, Kept, Met, by_node, carried_back
+from autograd_hacks.rules.rule import Rule
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.graph import Value
+from autograd_hacks.support.layout import Layout, Layouts
+from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.trees import holds_numbers, is_packed, map_tensors, version_of
+
+Versions = list[tuple[Tensor, int]]
+"""Tensors with how often they had been overwritten."""
+
+Pull = Callable[[str, Form], Form]
+"""``pull(name, form)``: from the rows of a value to those of a parameter that it is made of."""
+
+
+class Graph:
+    """Held by a use's hooks in the graph and by nothing else: dead when no backward pass can come there any more."""
+
+
+class Edge(NamedTuple):
+    """A parameter and its end of the graph."""
+
+    name: str  # the parameter's first name in the model
+    parameter: Tensor
+    node: Node
+
+
+@dataclass(eq=False, slots=True)
+class OutputGrads:
+    """What one backward pass brought to one use."""
+
+    at: list[Tensor | None]  # for each tensor that was made
+    versions: list[int]  # of these
+    reached: tuple[str, ...] = ()  # the parameters that the pass goes on to, by their names in the use
+    # The arguments in their graph, where the gradients are in theirs, too: the rows can be differentiated.
+    live: Any = None
+    kept: Any = None  # what a node kept, taken before the pass frees it
+
+    @property
+    def first(self) -> Tensor:
+        """That of the first output that the pass came by."""
+        return next(grad for grad in self.at if grad is not None)
+
+    @property
+    def length(self) -> float:
+        """The 2-norm of them all."""
+        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+
+
+@dataclass(eq=False, kw_only=True)
+class Use(ABC):
+    """Where something stands in the graph that gives rows of parameters.  It holds no graph."""
+
+    edges: Mapping[str, Edge]  # of the parameters that train and whose rows it gives, by their names in the use
+    slots: int  # how many tensors it made
+    forward: int  # in which forward of the model
+    key: tuple[Hashable, ...] = ()  # what it is known by, from forward to forward of a kind
+    is_own: bool = True  # whether it was within that, and the layer not called by itself or by another model
+    samples: int | None = None  # N, where the model's own arguments or outputs tell it
+    layouts: Layouts = ()  # where they are in each of the tensors; with N
+    labels: Tensor | None = None  # the sample of each row, where rows of axis 0 belong to samples in no order
+    recomputed_in: weakref.ref[Any] | None = None  # the backward pass that makes it again, for checkpointing
+    versions: Versions = field(default_factory=list)  # of what it was given
+    graph: weakref.ref[Graph]
+    is_first: bool = True  # whether no other forward hook came before ours
+    precision: torch.dtype | None = None  # autocast's dtype
+    plan: Plan | None = field(default=None, repr=False)  # of the forward
+
+    @property
+    @abstractmethod
+    def what(self) -> str:
+        """The use, for people."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where it is, for people."""
+
+    @abstractmethod
+    def batch_size(self, grads: OutputGrads) -> int:
+        """How many samples there were: as many as the model was given, or else as many as there are rows."""
+
+    @abstractmethod
+    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
+
+    def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        """{name in the use: form} for the parameters that a pass has reached, a row for each sample."""
+        if self.samples == 0:  # on whichever axis
+            edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
+            return {local: Zero(0, p.shape, p) for local, p in edges.items()}
+        return self._forms(grads)
+
+
+def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as rules expect it: in the parameters' dtype, whatever autocast made of it."""
+    tensor = part_of(tensor)
+    if type(tensor) is not Tensor and holds_numbers(tensor):  # of a class of the user's
+        tensor = tensor.as_subclass(Tensor)
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
+        return tensor
+    return tensor.to(dtype)
+
+
+@dataclass(eq=False, kw_only=True)
+class LayerCall(Use, Call):
+    """A call of a layer with a rule: what its rule reads."""
+
+    @property
+    def what(self) -> str:
+        return f"{self.place}, input {', '.join(str(tuple(x.shape)) for x, _ in self.versions)}"
+
+    @property
+    def place(self) -> str:
+        return where(self.path, self.layer)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that the layer was given."""
+        return [x for x, _ in self.versions]
+
+    def batch_size(self, grads: OutputGrads) -> int:
+        return self._rows(grads) if self.samples is None else self.samples
+
+    def _rows(self, grads: OutputGrads) -> int:
+        """The size of axis 0 of the outputs, or what the layer's rule counts where it knows better."""
+        rule = rule_for(self.layer)
+        if rule is not None and rule.count is not None:
+            return rule.count(self.layer, self.args, self.kwargs)
+        return grads.first.shape[0] if grads.first.ndim else 1
+
+    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
+        rule, layout = rule_for(self.layer), self.layouts[0] if self.samples is not None and self.layouts else None
+        if self.labels is not None:
+            forms = call._by_rule(rule, grads, None, len(self.labels))
+            return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
+        if rule is not None and rule.features is not None and layout is not None:
+            self._check_layout(layout, grads.first.shape)
+            return call._by_rule(rule, grads, layout if layout.axis or layout.fold else None, self.samples or 0)
+        rows = self._rows(grads)
+        forms = call._by_rule(rule, grads, None, rows)
+        if layout is None or not layout.fold:
+            return forms
+        labels = layout.rows(rows, self.samples or 0, grads.first.device)
+        return {name: group(form, labels, self.samples or 0) for name, form in forms.items()}
+
+    def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
+        """What the layer's rule says, checked against what forms must be.
+
+        layout: where the samples are; None where they are where the rule looks for them    rows: how many it must return
+        """
+        if rule is None:
+            raise UnsupportedLayer(f"{self.place} has lost its rule since the forward pass; repeat the step")
+        dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
+
+        def as_expected(tensor: Tensor) -> Tensor:
+            tensor = ready(tensor, dtype)
+            return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
+
+        args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs) if self.kwargs else {}
+        given = self.training, tuple([g if g is None else as_expected(g) for g in grads.at]), self.state
+        call = Call(self.path, self.layer, args, kwargs, *given, self.random_state, self.outputs, self.precision)
+        try:
+            forms = rule.formula(self.layer, call)
+        except (BatchSizeError, SamplesMixed) as error:
+            raise type(error)(f"{self.place} {error}") from None
+        if not isinstance(forms, Mapping) or not all(isinstance(form, Form) for form in forms.values()):
+            raise TypeError(
+                f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
+            )
+        return {name: self._checked(forms, name, rows) for name in grads.reached}
+
+    def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
+        if name not in forms:
+            raise UnsupportedLayer(
+                f"the rule of {self.place} returned forms for {', '.join(forms) or 'nothing'}, but {name!r} trains too. "
+                "Register a rule that covers it (autograd_hacks.register_rule), or freeze it: requires_grad_(False)."
+            )
+        form, shape = forms[name], part_of(self.edges[name].parameter).shape
+        if form.samples != rows or tuple(form.shape) != shape:
+            raise BatchSizeError(
+                f"the rule of {self.place} returned per-sample gradients of shape {(form.samples, *form.shape)} for "
+                f"{name!r}; expected {(rows, *shape)}: samples first, then the parameter's shape."
+            )
+        return form
+
+    def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
+        """Raises where the output has other sizes than its samples would give it."""
+        size = shape[layout.axis] if layout.axis < len(shape) else None
+        if size is None or (size % (self.samples or 1) if layout.fold else size != self.samples):
+            raise BatchSizeError(
+                f"the numbers of samples disagree: the model was given {self.samples}, but {self.place} returned a tensor "
+                f"of shape {tuple(shape)}, in which they were to be found as {layout}. Rows can't be matched."
+            )
+
+
+def packed_into(call: Call) -> PackedSequence | None:
+    """The packed sequence that a layer was given."""
+    return next((x for x in (*call.args, *call.kwargs.values()) if is_packed(x)), None)
+
+
+@dataclass(frozen=True)
+class ValueUse:
+    """A value of parameters, as a node takes it."""
+
+    place: int  # which of the node's inputs it is
+    shape: torch.Size
+    parameters: Mapping[str, Pull | None]  # by name, how rows go back there; None where the value is the parameter
+    is_complex: bool = False
+    # Makes them, while the graph is there; and says whether that could be done.
+    make_ways: Callable[[], bool] | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class NodeUse(Use):
+    """A node of the graph at which values of parameters meet the batch.
+
+    Its forms are made as the gradient arrives there: later a pass has freed what the node kept.
+    """
+
+    node: str  # its name
+    values: Sequence[ValueUse]
+
+    @property
+    def what(self) -> str:
+        return self.place
+
+    @property
+    def place(self) -> str:
+        return f"{self.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
+
+    def batch_size(self, grads: OutputGrads) -> int:
+        return self.samples or 0
+
+    def take(
+        self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
+    ) -> dict[int, Form | Mapping[str, Form]]:
+        """The values' forms, by place; or those of their parameters, by name, where there is no way back later.
+
+        node: the very node, with what it kept
+        """
+        dtype = next(iter(self.edges.values())).parameter.dtype
+        found: dict[int, Form | Mapping[str, Form]] = {}
+        for value in self.values:
+            if not value.parameters.keys().isdisjoint(reached):
+                form = self._by_formula(node, value, grads, dtype)
+                form = self._by_itself(node, value, grads) if form is None else form
+                if value.make_ways is None or value.make_ways():
+                    found[value.place] = form
+                else:
+                    leaves = {self.edges[name].node: name for name in value.parameters}
+                    rows = carried_back(Value(*node.next_functions[value.place]), form.dense(), leaves)  # type: ignore[arg-type]
+                    found[value.place] = {name: Dense(own) for name, own in rows.items()}
+        forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
+        held = (x for form in forms for leaf in form.leaves() for x in leaf.held)
+        self.versions = [(x, version_of(x)) for x in held]
+        return found
+
+    def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:
+        """None where no formula covers it."""
+        arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
+        formula, samples = NODES.get(self.node), self.samples or 0
+        if formula is None or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
+            return None
+        ((slot, g),) = arrived
+        layout = Layout() if self.labels is not None else self.layouts[slot]
+        if layout is None:
+            return None
+        rows = samples if self.labels is None else len(g)
+        is_live = torch.is_grad_enabled()  # in a pass of which a graph is made
+        kept = Kept(node, lambda x: ready(x if is_live else x.detach(), dtype))
+        met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
+        form = formula(met)
+        if form is not None and form.like.is_complex() and not value.is_complex:
+            form = Dense(form.dense().real)
+        return form if form is None or self.labels is None else gathered(form, self.labels, samples)
+
+    def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
+        """The node called with each sample's part of the gradients."""
+        owners: list[Tensor | None] = []
+        for slot, g in enumerate(grads):
+            layout = self.layouts[slot] if slot < len(self.layouts) else None
+            labels, axis = self.labels, 0 if layout is None or self.labels is not None else layout.axis
+            if g is not None and labels is None and layout is not None:
+                labels = layout.rows(g.shape[axis], self.samples or 0, g.device)
+            if g is not None and labels is not None and labels.ndim == 1:
+                labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
+            owners.append(None if g is None or labels is None else labels.to(g.device))
+        return Dense(by_node(node, value.place, grads, owners, self.samples or 0, value.shape))
+
+    def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
+        if isinstance(grads.kept, Exception):
+            raise grads.kept
+        found: dict[str, Form] = {}
+        for value in self.values:
+            for name, pull in value.parameters.items():
+                if name in grads.reached:
+                    form = grads.kept[value.place]
+                    own = form[name] if isinstance(form, Mapping) else form if pull is None else pull(name, form)
+                    found[name] = add([found[name], own]) if name in found else own
+        return found

@@ -1,0 +1,136 @@
+"""Whose is each entry of a gradient?  Backward passes from G and from w ∘ G, w powers of two, tell: an entry that one sample
+alone has a part in comes out times that sample's own weight, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.support.layout import Layout
+
+ROUNDING = 8
+"""By how many units of the least digit a sample's gradient may differ from its multiple, of its own length: some kernels add
+in an order that changes from call to call."""
+
+NOBODY, SEVERAL = -2, -1
+"""Entries that are zero, or too small to tell; entries in which several samples have a part."""
+
+CHUNK = 2**16
+"""So many numbers are compared at once, which a cache holds."""
+
+
+class Weights:
+    """A number for each sample, written in digits, and of each digit a power of two: the weights of one pass.
+
+    samples: N    draws: which sample has which number    dtypes: what gradients are computed in
+    """
+
+    def __init__(self, samples: int, draws: torch.Generator, dtypes: Iterable[torch.dtype] = ()) -> None:
+        self.samples = samples
+        dtypes = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        self.base = 8 if torch.float16 in dtypes else 32  # powers that the dtypes hold with room on both sides
+        self.tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)  # below it digits are lost
+        self.passes = 1
+        while self.base**self.passes < samples:
+            self.passes += 1
+        # Far from each other, which makes much of little that is mixed.
+        spread = torch.arange(samples, device="cpu") * (self.base**self.passes - 1) // max(1, samples - 1)
+        self.numbers = spread[torch.randperm(samples, generator=draws, device="cpu")]
+
+    def of_pass(self, number: int) -> Tensor:
+        """The weights of one pass, N."""
+        digits = self.numbers // self.base**number % self.base
+        return torch.pow(2.0, digits - self.base // 2)
+
+    def smallest(self, dtype: torch.dtype) -> float:
+        """Entries below it may lose digits when they are weighted."""
+        return torch.finfo(dtype).tiny * 2.0**self.base
+
+    def owners(self, x: Tensor, weighted: Sequence[Tensor]) -> Tensor:
+        """Whose each entry is, of x's shape: a sample's number, NOBODY or SEVERAL.
+
+        x: the gradient    weighted: the same in each pass
+        """
+        alive = x.isfinite() & (x.abs() >= self.smallest(x.dtype))
+        number, is_own = torch.zeros(x.shape, dtype=torch.long, device=x.device), alive.clone()
+        for k, y in enumerate(weighted):
+            power = (y / x).abs().log2().round().where(alive, 0).nan_to_num(0, 0, 0)
+            digit = (power + self.base // 2).long().clamp(0, self.base - 1)
+            is_own &= x * torch.pow(2.0, digit - self.base // 2).to(x) == y
+            number += digit * self.base**k
+        sample = torch.full((self.base**self.passes,), SEVERAL, device="cpu")
+        sample[self.numbers] = torch.arange(self.samples, device="cpu")
+        found = sample.to(x.device)[number].where(is_own, SEVERAL)
+        return found.where(alive, NOBODY)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whose the entries of a gradient are.
+
+    layouts: under which each entry is its own sample's, the likeliest first    owners: how many samples have an entry that
+    isn't zero    is_mixed: whether some entry is of several samples    labels: whose each is, where no layout says it
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    owners: int = 0
+    is_mixed: bool = False
+    labels: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.layouts[0] if self.layouts else None
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether several samples have entries, and each entry is one's."""
+        return self.owners > 1 and not self.is_mixed
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a batch with other values would have told the same."""
+        return self.is_mixed or (self.owners > 1 and len(self.layouts) < 2)
+
+
+def judged(x: Tensor, weighted: Sequence[Tensor | None], weights: Weights, layouts: Iterable[Layout]) -> Verdict:
+    """Whose the entries of a gradient are.
+
+    x: the gradient    weighted: the same in the pass of each digit; None where nothing came    layouts: those that are
+    tried, the likeliest first
+    """
+    others = [torch.zeros_like(x) if y is None else y for y in weighted]
+    fitting = [layout for layout in layouts if layout.fits(x, weights.samples)]
+    for number, y in enumerate(others):
+        w = weights.of_pass(number)
+        fitting = [layout for layout in fitting if _is_multiple(layout, x, y, w, weights.tiny)]
+    if fitting:
+        rows = fitting[0].samples_first(x, weights.samples)
+        return Verdict(tuple(fitting), int((rows.reshape(len(rows), -1) != 0).any(1).sum()))
+    labels = weights.owners(x, others)
+    known = labels.unique()
+    if bool((known == SEVERAL).any()):
+        return Verdict(is_mixed=True)
+    return Verdict(owners=int((known >= 0).sum()), labels=labels)
+
+
+def _is_multiple(layout: Layout, x: Tensor, y: Tensor, w: Tensor, tiny: float) -> bool:
+    """Whether y is x, each sample's entries times its weight."""
+    mine, theirs = (layout.samples_first(g, len(w)) for g in (x, y))
+    factors = w.to(y).view(-1, *[1] * (mine.ndim - 1))
+    some = max(1, CHUNK * len(w) // max(1, y.numel()))
+    # One sample alone first, by which a wrong layout shows.
+    sizes = [1] * bool(len(w)) + [min(some, len(w) - begin) for begin in range(1, len(w), some)]
+    pieces = zip(mine.split(sizes), theirs.split(sizes), factors.split(sizes))
+    return all(torch.equal(own * factor, other) or _is_near(own, other, factor, tiny) for own, other, factor in pieces)
+
+
+def _is_near(x: Tensor, y: Tensor, w: Tensor, tiny: float) -> bool:
+    """The same but for rounding, sample by sample, and for entries that are too small to tell or no numbers."""
+    finite, wide = x.isfinite() & y.isfinite(), torch.promote_types(x.dtype, torch.float32)
+    expected, found = (g.where(finite, 0).to(wide).reshape(len(g), -1) for g in (x * w, y))
+    allowed = ROUNDING * torch.finfo(x.dtype).eps * expected.norm(dim=1)
+    allowed += max(tiny, torch.finfo(x.dtype).tiny) * (1 + w.flatten().abs().to(allowed)) * x[0].numel() ** 0.5
+    return bool(((found - expected).norm(dim=1) <= allowed).all())

@@ -1,0 +1,272 @@
+"""Whose each row is, where rows were chosen by their values: asked of the nodes that chose them, in each forward anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.support.graph import Graph, Value, inputs_of, kept_by, made, number_of, shape_of, signed
+from autograd_hacks.support.internals import RAW
+from autograd_hacks.support.layout import Layout
+
+_VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
+
+_ADDS = {"IndexAddBackward0": 1, "IndexCopyBackward0": 1}
+"""Nodes that put rows into others by an index on one axis: which of their inputs the rows are."""
+
+
+class Routes:
+    """The samples of rows, from where they are known to where they are asked for.
+
+    known: where samples are in what some nodes made    samples: N    by_size: whether N entries on axis 0 are the samples
+    """
+
+    def __init__(self, graph: Graph, known: Mapping[Node, Layout], samples: int, by_size: bool = False) -> None:
+        self.graph, self.known, self.samples, self.by_size = graph, known, samples, by_size
+        self._found: dict[tuple[Value, bool], Tensor | None] = {}
+        self._chosen: set[tuple[Value, bool]] = set()  # what was found by way of a node that chooses rows
+
+    def are_chosen(self, node: Node) -> bool:
+        """Whether the samples of a node's rows depend on values: another batch may have them in another order."""
+        value = Value(node, 0)
+        rows = self.rows(node)
+        return rows is not None and (value, self._found[value, False] is None) in self._chosen
+
+    def rows(self, node: Node) -> Tensor | None:
+        """The sample of each entry of axis 0 of what a node made; None where it isn't known."""
+        value = Value(node, 0)
+        found = self._of(value, up=False)
+        return self._of(value, up=True) if found is None else found
+
+    def _of(self, value: Value, up: bool) -> Tensor | None:
+        if (value, up) not in self._found:
+            self._found[value, up] = None  # while it is asked
+            shape = shape_of(value)
+            found = self._known(value.node, shape) if shape else None
+            if found is None and shape:
+                found = self._above(value, shape[0]) if up else self._below(value, shape)
+            self._found[value, up] = found if found is None or len(found) == shape[0] else None
+        return self._found[value, up]
+
+    def _known(self, node: Node, shape: torch.Size) -> Tensor | None:
+        layout = self.known.get(node)
+        if layout is None and self.by_size and shape[0] == self.samples:
+            layout = Layout()
+        if layout is None or layout.axis or not (shape[0] % self.samples == 0 if layout.fold else shape[0] == self.samples):
+            return None
+        return layout.rows(shape[0], self.samples, torch.device("cpu"))
+
+    def _below(self, value: Value, shape: torch.Size) -> Tensor | None:
+        """From what a node was given."""
+        node: Any = value.node
+        name, behind = node.name(), list(inputs_of(node))
+        if not behind:
+            return None
+        if name == "IndexBackward0":
+            self._chosen.add((value, False))
+            return _indexed(self._of(behind[0], False), kept_by(node, "indices"))
+        if name in ("IndexSelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"):
+            rows = self._of(behind[0], False)
+            if (number_of(node, "dim") or 0) % len(shape_of(behind[0])) != 0:
+                return rows
+            self._note((value, False), (behind[0], False), name == "IndexSelectBackward0")
+            return None if rows is None else _taken(node, name, value.number, rows)
+        if name in _VIEWS:
+            rows = _reshaped(self._of(behind[0], False), shape[0])
+            self._note((value, False), (behind[0], False))
+            return rows
+        alike = [other for other in behind if (size := shape_of(other)) and size[0] == shape[0]]
+        known = [other for other in alike if self._of(other, False) is not None]
+        known.sort(key=lambda other: (other, False) in self._chosen)
+        if not known:
+            return None
+        self._note((value, False), (known[0], False))
+        return self._of(known[0], False)
+
+    def _note(self, key: tuple[Value, bool], source: tuple[Value, bool], chooses: bool = False) -> None:
+        if chooses or source in self._chosen:
+            self._chosen.add(key)
+
+    def _above(self, value: Value, size: int) -> Tensor | None:
+        """From what takes it."""
+        chosen: Tensor | None = None
+        for taker in self.graph.takers.get(value, ()):
+            node: Any = taker.node
+            above = Value(node, 0)
+            if not made(node) or not shape_of(above):
+                continue
+            name = node.name()
+            rows: Tensor | None = None
+            chooses = name == "IndexPutBackward0" or (name in _ADDS and taker.place == _ADDS[name])
+            if name in _ADDS:
+                if taker.place == _ADDS[name] and number_of(node, "dim") == 0:
+                    target = self._of(above, True)
+                    rows = None if target is None else target[kept_by(node, "index").cpu()]
+                elif taker.place == 0:
+                    rows = self._of(above, True)
+            elif name == "IndexPutBackward0" and taker.place:
+                rows = _indexed(self._of(above, True), kept_by(node, "indices"))
+            elif name in _VIEWS:
+                rows = _reshaped(self._of(above, True), size)
+            elif name not in _CHOOSING and shape_of(above)[0] == size:
+                rows = self._of(above, True)
+            if rows is not None and len(rows) == size:
+                if not chooses and (above, True) not in self._chosen:
+                    return rows
+                chosen = rows
+        if chosen is not None:
+            self._chosen.add((value, True))
+        return chosen
+
+
+_CHOOSING: dict[str, tuple[str, str | None]] = {
+    "IndexBackward0": ("indices", None),
+    "IndexPutBackward0": ("indices", None),
+    "IndexSelectBackward0": ("index", "dim"),
+    "IndexAddBackward0": ("index", "dim"),
+    "IndexCopyBackward0": ("index", "dim"),
+    "GatherBackward0": ("index", "dim"),
+    "ScatterBackward0": ("index", "dim"),
+    "ScatterAddBackward0": ("index", "dim"),
+    "SortBackward0": ("indices", "dim"),
+    "TopkBackward0": ("indices", "dim"),
+}
+"""Nodes that move entries by an index: under which names they keep it, and the axis."""
+
+
+def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
+    """For each node that may move samples whether it leaves them where they were, or how it moves them, in the order of the
+    graph."""
+    found: list[bool | int] = []
+    for node in graph.nodes:
+        if (look := _MOVING.get(node.name())) is not None:
+            found += look(node, samples)
+    return tuple(found)
+
+
+def _selected(node: Any, samples: int) -> list[bool | int]:
+    """Which sample is taken."""
+    (behind,) = inputs_of(node)
+    is_one = shape_of(behind)[number_of(node, "dim") or 0] == samples
+    return [number_of(node, "index") or 0] if is_one else []
+
+
+def _turned(node: Any, samples: int) -> list[bool | int]:
+    """How far samples are rolled, or that they are flipped."""
+    (behind,) = inputs_of(node)
+    sizes, axes = shape_of(behind), list(kept_by(node, "dims"))
+    shifts = list(kept_by(node, "shifts")) if node.name() == "RollBackward0" else [1] * len(axes)
+    if not axes:  # all axes as one
+        return shifts
+    moved = ((sizes[signed(axis)], signed(shift)) for axis, shift in zip(axes, shifts))
+    return [shift % size for size, shift in moved if samples and size and size % samples == 0]
+
+
+_PIECES = {"SliceBackward0": "start", "SplitBackward0": "", "SplitWithSizesBackward0": "", "UnbindBackward0": ""}
+"""Nodes that take a piece: under which name they keep where it begins; nothing where its number tells."""
+
+
+def _joined(node: Any, samples: int) -> list[bool | int]:
+    """In which order pieces of one tensor are put together."""
+    pieces = list(inputs_of(node))
+    if len(pieces) < 2 or any(piece.node.name() not in _PIECES for piece in pieces):
+        return []
+    whole = {behind for piece in pieces for behind in inputs_of(piece.node)}
+    axis = number_of(node, "dim") or 0
+    sizes = shape_of(next(iter(whole)))
+    if len(whole) > 1 or not samples or axis >= len(sizes) or sizes[axis] % samples:
+        return []
+    names = [(piece, _PIECES[piece.node.name()]) for piece in pieces]
+    places = [(number_of(piece.node, name) or 0) if name else piece.number for piece, name in names]
+    return [True] if places == sorted(places) else [*places]
+
+
+def _multiplied(node: Any, samples: int) -> list[bool | int]:
+    """Whether a matrix of samples by samples, which may permute them, is the identity."""
+    found: list[bool | int] = []
+    for (ahead, _), name in zip(node.next_functions, ("self", "mat2")):
+        x = getattr(getattr(node, f"{RAW}{name}"), "data", None) if ahead is None else None
+        if isinstance(x, Tensor) and x.shape[-2:] == (samples, samples):
+            found.append(bool((x == torch.eye(samples, dtype=x.dtype, device=x.device)).all()))
+    return found
+
+
+def _dealt(node: Any, samples: int) -> list[bool | int]:
+    """Into which axes that of the samples is split."""
+    (behind,) = inputs_of(node)
+    before, after = shape_of(behind), shape_of(Value(node, 0))
+    if len(after) <= len(before) or samples not in before or any(size % samples == 0 for size in after):
+        return []
+    axis = before.index(samples)
+    return [*after[axis : axis + 2]]
+
+
+def _stays(node: Any, samples: int, name: str, dim: str | None) -> list[bool | int]:
+    """Whether a node leaves the samples where they were; nothing where it has none."""
+    behind, kept = next(inputs_of(node), None), getattr(node, f"{RAW}{name}")
+    if behind is None or not samples:
+        return []
+    raws = list(kept) if isinstance(kept, tuple | list) else [kept]
+    axis = (number_of(node, dim) or 0) if dim else next((n for n, raw in enumerate(raws) if raw is not None), 0)
+    index, sizes = getattr(raws[axis if dim is None else 0], "data", None), shape_of(behind)
+    if not isinstance(index, Tensor) or not sizes or sizes[axis] % samples:
+        return []
+    if index.dtype == torch.bool:
+        return [bool(index.all())]
+    at = axis if index.ndim == len(sizes) else 0
+    if index.ndim == 0 or index.shape[at] != sizes[axis]:
+        return []
+    order = torch.arange(sizes[axis], device=index.device).view([-1 if n == at else 1 for n in range(index.ndim)])
+    return [bool((index == order).all())]
+
+
+_MOVING: dict[str, Callable[[Any, int], list[bool | int]]] = {
+    "SelectBackward0": _selected,
+    "RollBackward0": _turned,
+    "FlipBackward0": _turned,
+    "CatBackward0": _joined,
+    "StackBackward0": _joined,
+    "MmBackward0": _multiplied,
+    "BmmBackward0": _multiplied,
+    "ViewBackward0": _dealt,
+    **{kind: partial(_stays, name=name, dim=dim) for kind, (name, dim) in _CHOOSING.items()},
+}
+
+
+def _indexed(rows: Tensor | None, indices: Any) -> Tensor | None:
+    """The rows that were taken by a tuple of indices, None for all of an axis."""
+    first = indices[0] if len(indices) else None
+    if rows is None or first is None:
+        return rows
+    first = first.cpu()
+    if first.dtype == torch.bool:
+        return rows.view(-1, *[1] * (first.ndim - 1)).expand(first.shape)[first]
+    return rows[first] if first.ndim == 1 else None
+
+
+def _taken(node: Any, name: str, number: int, rows: Tensor) -> Tensor:
+    """Some of the rows, by a node that takes them along axis 0."""
+    if name == "IndexSelectBackward0":
+        return rows[kept_by(node, "index").cpu()]
+    if name == "SliceBackward0":
+        return rows[slice(*(number_of(node, key) for key in ("start", "end", "step")))]
+    if name == "SplitBackward0":
+        return rows.split(kept_by(node, "split_size"))[number]
+    return rows.split(list(kept_by(node, "split_sizes")))[number]
+
+
+def _reshaped(rows: Tensor | None, size: int) -> Tensor | None:
+    """Of another number of rows, in the same order."""
+    if rows is None or not size or not len(rows):
+        return None
+    if size % len(rows) == 0:
+        return rows.repeat_interleave(size // len(rows))
+    if len(rows) % size:
+        return None
+    groups = rows.view(size, -1)
+    return groups[:, 0] if bool((groups == groups[:, :1]).all()) else None

@@ -1,0 +1,181 @@
+"""Do the values that a model returns for a sample depend on the others?  It is run again with other samples replaced; of a
+loss that it makes itself the rows are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.off_graph import Ran
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.wrappers import gathering
+from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
+from autograd_hacks.distributed.shards import alone
+from autograd_hacks.distributed.spread import whole_of
+from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
+from autograd_hacks.probe.batch import Batch, kept_samples
+from autograd_hacks.probe.plan import MIXING, Plan
+from autograd_hacks.probe.routes import places_left
+from autograd_hacks.reading.gate import read
+from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.switch import Switch
+from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.untouched import Aside
+
+
+class _Seen(NamedTuple):
+    """What a run has shown."""
+
+    outputs: list[Tensor]
+    buffers: dict[str, Tensor]
+    rows: dict[str, Tensor]  # by parameter its rows along a random direction, N, where they were read
+
+
+def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
+    """Notes in a plan whether outputs, and buffers left, keep their values when other samples are replaced.
+
+    Raises ProbeFailed where the model can't be run again.
+    """
+    if samples < 2 or plan.mixing:
+        plan.is_independent = not plan.mixing
+        return
+    makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
+    runs = _Runs(recorder, plan, aside, samples, makes_loss)
+    reference, draws = runs.run(ran.arguments, with_rows=True), torch.Generator().manual_seed(samples)
+    # Rows that are moved by values go through kernels with others, which may round in other ways.
+    has_changed, rounds = False, bool(places_left(ran.graph, samples))
+    for turn, kept in enumerate(kept_samples(samples, draws), 1):
+        replaced = batch.replaced(plan.axis, kept, turn, plan.counted_at is not None)
+        if replaced is None:
+            continue
+        has_changed = True
+        # Rows take a backward pass, and are compared in two of the runs.
+        seen = runs.run(replaced, with_rows=makes_loss or turn <= 2)
+        what, slots = runs.differing(reference, seen, kept, rounds)
+        if what and not rounds and not runs.differing(reference, seen, kept, rounds=True)[0]:
+            again = runs.run(ran.arguments, with_rows=False)  # which keeps its own bits, unless kernels add in any order
+            rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
+            what = "" if rounds else what
+        if what:
+            plan.mixing = (
+                f"{MIXING}: when other samples were replaced, {what} changed for those that were kept, though by a way "
+                "that has no gradient. Private training needs samples that don't depend on each other."
+            )
+            plan.mixed_outputs, plan.is_independent = slots, False
+            return
+    # Samples that are all the same show nothing.
+    plan.is_independent, plan.unsure = plan.is_independent or has_changed, plan.unsure or not has_changed
+
+
+class _Runs:
+    """Runs of a model that leave no trace."""
+
+    def __init__(self, recorder: Recorder, plan: Plan, aside: Aside, samples: int, makes_loss: bool) -> None:
+        self.recorder, self.plan, self.aside, self.samples = recorder, plan, aside, samples
+        self.makes_loss = makes_loss
+
+    def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], with_rows: bool) -> _Seen:
+        model, rows = self.aside.module, dict[str, Tensor]()
+        # What holds shards is alone already; see `distributed/agreement.py`.
+        with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
+            args, kwargs = copied(arguments)
+            try:
+                if with_rows:
+                    outputs, rows = self._with_rows(model, args, kwargs)
+                else:
+                    with torch.no_grad(), Switch.paused_here():
+                        outputs = tensors_of(model(*args, **kwargs))
+            except PerSampleGradientError:
+                raise
+            except Exception as error:  # whatever the model says of other samples
+                raise ProbeFailed(
+                    "whether samples are independent can't be shown: for that the model is run again with other samples "
+                    f"replaced, and it has raised {type(error).__name__}: {error}. Without the proof: independent=False."
+                ) from error
+            buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
+            return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)
+
+    def _with_rows(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        recorder, found = self.recorder, dict[str, Tensor]()
+        with recorder.aside(self.plan):
+            outputs = tensors_of(model(*args, **kwargs))
+            losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
+            if not self.makes_loss:
+                losses = [
+                    _along(whole_of(x), slot) for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested
+                ]
+            if not losses:
+                return outputs, {}
+            torch.autograd.backward(losses)
+            for name, form in read(model, dict(model.named_parameters()), recorder, "sum").items():
+                if form is not None and form.samples == self.samples:
+                    draws = torch.Generator().manual_seed(form.shape.numel())
+                    found[name] = form.dot(torch.randn(form.shape, generator=draws, device="cpu").to(form.like)).detach()
+        return outputs, found
+
+    def differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
+        """What differs for samples that were kept, for people, and by which outputs that shows; "" where nothing does.
+
+        rounds: whether by more than rounding
+        """
+        own, mesh = self._differing(first, other, kept, rounds), mesh_of_parts(self.aside.module.parameters())
+        if mesh is None:
+            return own
+        return next((found for found in from_all(own, mesh) if found[0]), own)  # what one process finds all know
+
+    def _differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
+        every = tuple(range(len(first.outputs)))
+        if len(first.outputs) != len(other.outputs):
+            return "how many tensors the model returns", every
+        for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
+            if x.shape != y.shape:
+                return f"the shape of the model's output number {slot}", (slot,)
+            at = self.plan.outputs[slot] if slot < len(self.plan.outputs) else None
+            at = at or self._by_size(x)
+            if at is not None and _changes(x, y, at, kept, rounds):
+                return f"the model's output number {slot} (shape {tuple(x.shape)})", (slot,)
+        for name, x in first.buffers.items():
+            left = other.buffers.get(name)
+            if left is None or x.shape != left.shape or _changes(x, left, self._by_size(x), kept, rounds):
+                return f"what the forward leaves in the buffer {name}", every
+        return _differing_rows(first.rows, other.rows, kept), every
+
+    def _by_size(self, x: Tensor) -> Layout | None:
+        return next(iter(candidates(x.shape, self.samples, range(x.ndim))), None)
+
+
+def _along(x: Tensor, seed: int) -> Tensor:
+    """An output along a random direction, of which the entries of some samples don't depend on those of others."""
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (x * direction.to(x.device, x.dtype)).sum().real
+
+
+def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:
+    if torch.equal(x, y):
+        return False
+    difference = differs(x, y, rounding_of(x) if rounds else None)
+    if at is not None:
+        difference = at.samples_first(difference, len(kept))[kept.to(x.device)]
+    return bool(difference.any())
+
+
+def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor) -> str:
+    """The parameter whose rows changed, but for one factor that is common to all: the batch's denominator."""
+    names = [name for name in first if name in other]
+    if not names:
+        return ""
+    pairs = [(first[name][kept.to(first[name].device)], other[name][kept.to(first[name].device)]) for name in names]
+    x, y = (torch.cat([pair[n].flatten().double() for pair in pairs]) for n in (0, 1))
+    factor = (x @ y) / (x @ x).clamp(min=torch.finfo(x.dtype).tiny)
+    eps = max(torch.finfo(pair[0].dtype).eps for pair in pairs)
+    for name, (own, again) in zip(names, pairs):
+        if (own * factor - again).norm() > 1e3 * eps * again.norm() + 1e-30:
+            return f"the rows of {name}"
+    return ""

@@ -1,0 +1,113 @@
+"""Losses that a model makes itself: where the samples are in what they are made of, and do they add up over samples?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.probe.owners import Weights
+from autograd_hacks.support.graph import Graph, Leaf, Value, inputs_of, shape_of
+from autograd_hacks.support.layout import Layout, candidates
+from autograd_hacks.support.sweep import Grads, sweep
+
+SLACK = 1e3
+"""By how many units of the least digit second derivatives may differ from those of a sum of the samples' losses."""
+
+
+def frontier(roots: Iterable[Node], samples: int, ends: Collection[Node]) -> list[Value]:
+    """What losses are made of: on each way from them, the first tensor that may have N samples on an axis.
+
+    ends: nodes where to go no further
+    """
+    found: dict[Value, None] = {}
+    waiting, seen = list(roots), set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in ends:
+            continue
+        seen.add(node)
+        for value in inputs_of(node):
+            if type(value.node) is Leaf or value.node in ends:
+                continue
+            shape = shape_of(value)
+            if shape.numel() > 1 and candidates(shape, samples, range(len(shape))):
+                found[value] = None
+            else:
+                waiting.append(value.node)
+    return list(found)
+
+
+def adds_up(
+    loss: Tensor, behind: Mapping[Value, Layout], weights: Weights, draws: torch.Generator
+) -> tuple[bool | None, bool]:
+    """Whether a loss is a sum of the samples' own losses: its second derivatives between samples are zero.
+
+    Or a function f of such a sum L, the mean's root say: then H v has, beside each sample's own, a multiple of the gradient
+    that is the same for all, f″ ⟨∇L, v⟩ ∇L.
+
+    behind: what it is made of, and where the samples are there
+    Returns whether it does, None where torch has no second derivatives; and whether f isn't the identity.
+    """
+    assert loss.grad_fn is not None
+    with torch.enable_grad():
+        (first,) = _down({Value(loss.grad_fn, loss.output_nr): [torch.ones_like(loss)]}, behind)
+    used = [(value, at, g) for (value, at), g in zip(behind.items(), first) if g is not None]
+    curved = [(at, g) for _, at, g in used if g.requires_grad]
+    if not curved:
+        return True, False
+
+    each = [weights.of_pass(number) for number in range(weights.passes)]
+    given: dict[Value, list[Tensor]] = {}
+    for at, g in curved:
+        v = torch.randn(g.shape, generator=draws, device="cpu").to(g)
+        assert g.grad_fn is not None
+        given[Value(g.grad_fn, g.output_nr)] = [v, *(v * at.over(g, w.to(g)) for w in each)]
+    try:
+        with torch.no_grad():
+            found = _down(given, [value for value, _, _ in used])
+    except RuntimeError:  # a function without a second derivative
+        return None, False
+    plain, *others = ([torch.zeros_like(g) if h is None else h for (_, _, g), h in zip(used, own)] for own in found)
+    is_scaled = False
+    for w, weighted in zip(each, others):
+        apart, scaled = _is_apart([(at, g.detach()) for _, at, g in used], plain, weighted, w)
+        is_scaled |= scaled
+        if not apart:
+            return False, is_scaled
+    return True, is_scaled
+
+
+def _down(given: Mapping[Value, Sequence[Tensor]], to: Collection[Value]) -> list[list[Tensor | None]]:
+    """What passes bring from some values to others, pass by pass: past hooks, which may end wrappers' steps."""
+    ends, arrived = {value.node for value in to}, dict[Node, list[Grads]]()
+    above = Graph([value.node for value in given], ends).above(ends)
+    sweep(given, arrived.__setitem__, ends, above)
+    passes = range(len(next(iter(given.values()))))
+    return [[arrived[v.node][k][v.number] if v.node in arrived else None for v in to] for k in passes]
+
+
+def _is_apart(
+    first: Sequence[tuple[Layout, Tensor]], plain: Sequence[Tensor], weighted: Sequence[Tensor], w: Tensor
+) -> tuple[bool, bool]:
+    """Whether H (w ∘ v) is w ∘ (H v), but for a multiple of the gradient; and whether there is one."""
+    samples, eps = len(w), max(torch.finfo(g.dtype).eps for _, g in first)
+    rows = [
+        [at.samples_first(x, samples).reshape(samples, -1).double() for x in (g, h, k)]
+        for (at, g), h, k in zip(first, plain, weighted)
+    ]
+    g, h, k = (torch.cat(parts, 1) for parts in zip(*rows))
+    factors = w.to(g)[:, None]
+    rest = k - factors * h
+    length = (factors * h).norm(dim=1) + k.norm(dim=1)
+    if bool((rest.norm(dim=1) <= SLACK * eps * length + 1e-300).all()):
+        return True, False
+    # rest = (a - b w) g for two numbers a, b
+    both = torch.stack([g.flatten(), (-factors * g).flatten()])
+    both = both / both.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    solved = torch.linalg.pinv(both @ both.mT) @ (both @ rest.flatten())
+    left = rest - (solved @ both).view_as(rest)
+    most = (SLACK * eps) * (length + rest.norm(dim=1))
+    return bool((left.norm(dim=1) <= most + 1e-300).all()), True

@@ -1,0 +1,311 @@
+"""Which J a node of autograd's graph has, where a value of parameters meets the batch: {its name: a formula of what it keeps
+and of the gradient that arrives}.  For a node that isn't here `by_node` asks the node itself, once for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.forms import Dense, Form, gathered
+from autograd_hacks.rules.conv import convolution, transposed_convolution
+from autograd_hacks.rules.embedding import lookup, refuse_scaling_by_frequency
+from autograd_hacks.rules.linear import added, product
+from autograd_hacks.support.graph import Value, kept_by, put_back_by
+from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.sweep import Grads, call_node, outside_passes, sweep
+from autograd_hacks.support.switch import NO_TASK, current_task
+
+
+class Kept:
+    """What a node keeps, by name.  ready: what is done to its tensors before they are used"""
+
+    def __init__(self, node: Any, ready: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
+        self._node, self._ready = node, ready
+
+    def __getitem__(self, name: str) -> Any:
+        value = kept_by(self._node, name)
+        return self._ready(value) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Met:
+    """One use of a value of parameters, as a formula sees it.
+
+    kept: what the node keeps, by name    grad: at the node's only output    layout: where the samples are in it
+    samples: N    place: which of the node's inputs the value is    shape: the value's
+    """
+
+    kept: Kept
+    grad: Tensor
+    layout: Layout
+    samples: int
+    place: int
+    shape: torch.Size
+
+    def factor(self, name: str) -> Any:
+        """A number that the value was multiplied by, as gradients are: conjugated."""
+        return self.kept[name].conjugate()
+
+    def first(self, x: Tensor) -> Tensor:
+        """A tensor of the gradient's layout, samples first: N ..."""
+        return self.layout.samples_first(x, self.samples)
+
+    def summed(self, x: Tensor) -> Form | None:
+        """x: of the gradient's shape, what each entry adds to the entry of the value that was broadcast there."""
+        sizes = [1] * (x.ndim - len(self.shape)) + list(self.shape)
+        if sizes[self.layout.axis] != 1:
+            return None  # the value has an entry for each sample
+        rows = self.first(x)
+        if not self.layout.fold:  # else the positions stand where the folded axis was
+            del sizes[self.layout.axis]
+        over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
+        return Dense((rows.sum(over) if over else rows).reshape(self.samples, *self.shape))
+
+
+Formula = Callable[[Met], Form | None]
+"""The value's form; None for a case that isn't covered."""
+
+
+def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
+    """y = x W or y = W x, two matrices, and what was added to that.
+
+    names: by the node's input, under which it keeps it; None for what is added
+    """
+    name = names[met.place]
+    if name is None:
+        return met.summed(met.grad * met.factor("beta"))
+    on_right = met.place == len(names) - 1
+    if met.layout.axis != (0 if on_right else 1):
+        return None
+    other = met.kept[next(n for n in names if n not in (None, name))]
+    x, g = met.first(other).conj(), met.first(met.grad)
+    if len(names) > 2:
+        g = g * met.factor("alpha")
+    if on_right:
+        return product(x, g, met.shape)
+    x, g = (y.mT if y.ndim > 2 else y for y in (x, g))
+    return product(g, x, met.shape)
+
+
+def batched_product(met: Met) -> Form | None:
+    """y[b] = x[b] W[b] or W[b] x[b], the samples along what the other matrix has."""
+    on_right = met.place == 1
+    if met.layout.axis != (1 if on_right else 2):
+        return None
+    x, g = met.first(met.kept["self" if on_right else "mat2"]).conj(), met.first(met.grad)
+    if met.layout.fold:  # (N, B, T, ·), or (N, B, ·, T)
+        return Dense(x.mT @ g if on_right else g @ x.mT)
+    return Dense(x[..., :, None] * g[..., None, :] if on_right else g[..., :, None] * x[..., None, :])
+
+
+def matrix_vector(met: Met) -> Form | None:
+    """y = x v."""
+    if met.place == 0:
+        return None
+    x, g = met.first(met.kept["self"]).conj(), met.first(met.grad)[..., None]
+    return Dense(x * g if x.ndim == 2 else (x * g).sum(1))
+
+
+def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | None:
+    """Rows of a table."""
+    if met.place or met.layout.axis >= index.ndim or index.dtype not in (torch.int64, torch.int32):
+        return None
+    entries = met.shape[0]
+    return lookup(met.first(index) % entries, met.first(met.grad), met.shape, padding_idx)
+
+
+def embedding(met: Met) -> Form | None:
+    refuse_scaling_by_frequency(met.kept["scale_grad_by_freq"])
+    padding = met.kept["padding_idx"]  # unsigned: -1 is none
+    return table(met, met.kept["indices"], padding if padding < met.shape[0] else None)
+
+
+def indexed(met: Met) -> Form | None:
+    """Entries of the first axes: the indices are read as one, of these axes laid end to end."""
+    given = list(met.kept["indices"])
+    while given and given[-1] is None:
+        given.pop()
+    if not given or any(x is None or x.dtype not in (torch.int64, torch.int32) for x in given):
+        return None
+    sizes = met.shape[: len(given)]
+    index = torch.zeros((), dtype=torch.int64, device=met.grad.device)
+    for x, size in zip(given, sizes):
+        index = index * size + x % size
+    flat = torch.Size((sizes.numel(), *met.shape[len(given) :]))
+    form = table(Met(met.kept, met.grad, met.layout, met.samples, met.place, flat), index)
+    return None if form is None else form if len(given) == 1 else Dense(form.dense().reshape(met.samples, *met.shape))
+
+
+def index_select(met: Met) -> Form | None:
+    return table(met, met.kept["index"]) if met.kept["dim"] == 0 else None
+
+
+def layer_norm(met: Met) -> Form | None:
+    """y = x̂ · weight + bias, on the last axes."""
+    last = len(met.kept["normalized_shape"])
+    if met.layout.axis >= met.grad.ndim - last:
+        return None
+    normal = (met.kept["input"] - met.kept["result1"]) * met.kept["result2"] if met.place == 1 else 1
+    return added(met.first(met.grad * normal), last)
+
+
+def rms_norm(met: Met) -> Form | None:
+    last = len(met.kept["normalized_shape"])
+    if met.layout.axis >= met.grad.ndim - last:
+        return None
+    return added(met.first(met.grad * (met.kept["input"] * met.kept["result1"])), last)
+
+
+def group_norm(met: Met) -> Form | None:
+    """y = x̂ · weight + bias, by channel: axis 1."""
+    if met.layout.axis:
+        return None
+    x, g = met.kept["input"], met.grad
+    if met.place == 1:
+        groups = x.reshape(len(x), met.kept["group"], -1)
+        normal = (groups - met.kept["result1"][..., None]) * met.kept["result2"][..., None]
+        g = g * normal.reshape(x.shape)
+    return _by_channel(met, g)
+
+
+def batch_norm(met: Met) -> Form | None:
+    if met.layout.axis:
+        return None
+    if met.kept["training"] and met.samples == 1:
+        return None
+    if met.kept["training"]:
+        raise SamplesMixed(
+            "normalises with statistics of the batch (training=True), so that its samples have no gradients of their own. "
+            "Give it training=False, or use group_norm."
+        )
+    g, x = met.grad, met.kept["input"]
+    if met.place == 1:
+        mean, var = met.kept["running_mean"], met.kept["running_var"]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        g = g * (x - mean.view(shape)) * (var.view(shape) + met.kept["eps"]).rsqrt()
+    return _by_channel(met, g)
+
+
+def _by_channel(met: Met, rows: Tensor) -> Form:
+    """rows: (M, C, ...), M being N·T or T·N or N."""
+    form = added(rows)
+    if not met.layout.fold:
+        return form
+    return gathered(form, met.layout.rows(len(rows), met.samples, rows.device), met.samples)
+
+
+def convolved(met: Met) -> Form | None:
+    if met.layout.axis:
+        return None
+    axes = len(met.shape) - 2
+    stride, padding, dilation = (tuple(met.kept[name]) * axes for name in ("stride", "padding", "dilation"))  # one for all
+    settings = stride[:axes], padding[:axes], dilation[:axes], met.kept["groups"]
+    if met.place == 2:
+        return _by_channel(met, met.grad)
+    make = transposed_convolution if met.kept["transposed"] else convolution
+    form = make(met.kept["input"].conj(), met.grad, met.shape, settings)
+    if met.layout.fold:
+        return gathered(form, met.layout.rows(len(met.grad), met.samples, met.grad.device), met.samples)
+    return form
+
+
+def prelu(met: Met) -> Form | None:
+    x = met.kept["self"]
+    return met.summed(torch.where(x > 0, 0, met.grad * x)) if met.place == 1 else None
+
+
+def repeat(met: Met) -> Form | None:
+    """The value, several times along each axis."""
+    times = list(met.kept["repeats"])
+    sizes = [1] * (len(times) - len(met.shape)) + list(met.shape)
+    if met.layout.fold or sizes[met.layout.axis] != 1:
+        return None
+    split = met.grad.reshape([n for pair in zip(times, sizes) for n in pair])
+    rows = split.movedim(2 * met.layout.axis, 0)
+    over = [axis for axis in range(1, 2 * len(times), 2) if axis != 2 * met.layout.axis]
+    places = [n for n in range(0, 2 * len(times), 2) if n != 2 * met.layout.axis]
+    over = [n + 1 if n < 2 * met.layout.axis else n for n in places]
+    return Dense((rows.sum(over) if over else rows).reshape(met.samples, *met.shape))
+
+
+def _div(met: Met) -> Form | None:
+    other = met.kept["other"].conj()
+    return met.summed(met.grad / other if met.place == 0 else -met.grad * met.kept["self"].conj() / other.square())
+
+
+NODES: dict[str, Formula] = {
+    "AddmmBackward0": partial(matrix_product, names=(None, "mat1", "mat2")),
+    "MmBackward0": partial(matrix_product, names=("self", "mat2")),
+    "BmmBackward0": batched_product,
+    "MvBackward0": matrix_vector,
+    "MulBackward0": lambda met: met.summed(met.grad * met.kept["self" if met.place else "other"].conj()),
+    "AddBackward0": lambda met: met.summed(met.grad * (met.factor("alpha") if met.place else 1)),
+    "SubBackward0": lambda met: met.summed(met.grad * (-met.factor("alpha") if met.place else 1)),
+    "DivBackward0": _div,
+    "ExpandBackward0": lambda met: met.summed(met.grad),
+    "RepeatBackward0": repeat,
+    "EmbeddingBackward0": embedding,
+    "IndexBackward0": indexed,
+    "IndexSelectBackward0": index_select,
+    "NativeLayerNormBackward0": layer_norm,
+    "FusedRmsNormBackward0": rms_norm,
+    "NativeGroupNormBackward0": group_norm,
+    "NativeBatchNormBackward0": batch_norm,
+    "ConvolutionBackward0": convolved,
+    "PreluKernelBackward0": prelu,
+}
+"""{a node's name: its formula}"""
+
+
+def by_node(
+    node: Any, place: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None], samples: int, shape: torch.Size
+) -> Tensor:
+    """The rows of any value, ``(N, *shape)``: the node's own derivative of each sample's part of the gradients.
+
+    grads: at each output of the node    owners: whose each entry is    place: which of its inputs the value is
+    """
+
+    def rows() -> list[Tensor | None]:
+        found, put_back = list[Tensor | None](), put_back_by(node)
+        for n in range(samples):
+            parts = [None if g is None or own is None else g.where(own == n, 0) for g, own in zip(grads, owners)]
+            made = call_node(node, parts)
+            found.append(None if made is None else made[place])
+            put_back()
+        return found
+
+    found = rows()
+    if (
+        any(row is None for row in found) and current_task() != NO_TASK
+    ):  # the running pass has no need of the value's gradient
+        found = outside_passes(rows)
+    like = next(g for g in grads if g is not None)
+    return torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])
+
+
+def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
+    """The parameters' rows, by name, from those of a value that is made of them: row by row through the nodes between.
+
+    leaves: the parameters' names, by where they end the graph
+    """
+    found: dict[str, Tensor] = {}
+
+    def arrive(node: Any, passes: list[Grads]) -> None:
+        if node in leaves:
+            like = node.variable
+            found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
+
+    def run() -> None:
+        sweep({value: list(rows)}, arrive)
+
+    if current_task() == NO_TASK:
+        run()
+    else:  # the running pass may have no need of some gradients between
+        outside_passes(run)
+    return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}

@@ -1,0 +1,95 @@
+"""In what context code runs: random numbers, autocast, inference mode."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.support.internals import top_saved_hooks
+from autograd_hacks.support.restored import restored, switches_kept
+
+RandomState = dict[str, Tensor]
+"""The generators' states by device."""
+
+
+def random_state(devices: Iterable[torch.device]) -> RandomState:
+    """The states of the CPU's generator and of those of the CUDA devices among some."""
+    return {"cpu": torch.get_rng_state()} | {
+        str(device): torch.cuda.get_rng_state(device) for device in set(devices) if device.type == "cuda"
+    }
+
+
+@contextmanager
+def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which generators go on from a state; afterwards they are as they were.  Nothing happens without one."""
+    before = random_state([torch.device(device) for device in state]) if state else {}
+    with restored(partial(_set_random_state, before)):
+        _set_random_state(state)
+        yield
+
+
+def _set_random_state(state: Mapping[str, Tensor]) -> None:
+    for device, of_device in state.items():
+        if device == "cpu":
+            torch.set_rng_state(of_device)
+        else:
+            torch.cuda.set_rng_state(of_device, device)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on a device now, or None where it is off."""
+    is_on = _may_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
+@cache
+def _may_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """A context in which gradients can be computed, though not by default, also within ``torch.inference_mode``."""
+    if not torch.is_inference_mode_enabled():
+        with switches_kept():
+            yield
+        return
+    with switches_kept(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast computes in a dtype on a device, and nowhere where that is None."""
+    if not _may_autocast(device.type) or (dtype is None and not torch.is_autocast_enabled(device.type)):
+        return nullcontext()  # to switch off what is off took 4 µs, for each parameter
+    return torch.autocast(device.type, dtype, dtype is not None, cache_enabled=False)
+
+
+@contextmanager
+def without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which products of tensors keep their precision, wherever reading is called from."""
+    with ExitStack() as contexts:
+        for device in {x.device for x in tensors}:
+            contexts.enter_context(autocast_to(None, device))
+        yield
+
+
+def plainly_saved() -> AbstractContextManager[object]:
+    """A context whose graphs keep tensors as they are: checkpoints count what is kept by a forward, and find it again."""
+    if top_saved_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def cuda_devices_of(module: nn.Module) -> set[torch.device]:
+    """The devices with generators of their own that a module is on."""
+    if not torch.cuda.is_initialized():
+        return set()
+    return {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}

@@ -1,0 +1,177 @@
+"""Autograd's graph behind a forward's outputs: its nodes, and who takes what each of them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, current_task, made_by
+
+Leaf: Any = AccumulateGrad
+"""Where a parameter, or another leaf, ends the graph; its ``variable`` is that."""
+
+
+CHECKPOINT = "CheckpointFunctionBackward"
+"""The node of a reentrant checkpoint, whose own backward would add to parameters' ``.grad``."""
+
+
+class Value(NamedTuple):
+    """A tensor of the forward, as the graph has it: what a node made."""
+
+    node: Node
+    number: int  # which of the tensors that it made
+
+
+class Taker(NamedTuple):
+    """A use of a value."""
+
+    node: Node
+    place: int  # which of its inputs the value is
+
+
+class Graph:
+    """The nodes behind some others.
+
+    roots: where to begin    ends: nodes behind which to look no further
+    """
+
+    def __init__(self, roots: Iterable[Node], ends: Set[Node] = frozenset()) -> None:
+        self.takers: dict[Value, list[Taker]] = {}
+        self.leaves: list[Any] = []
+        self.nodes: dict[Node, None] = {}  # in an order that is the same for the same graph
+        waiting = list(roots)
+        while waiting:
+            node = waiting.pop()
+            if node in self.nodes:
+                continue
+            self.nodes[node] = None
+            if type(node) is Leaf:
+                self.leaves.append(node)
+            if node in ends:
+                continue
+            for place, (ahead, number) in enumerate(node.next_functions):
+                if ahead is not None:
+                    self.takers.setdefault(Value(ahead, number), []).append(Taker(node, place))
+                    waiting.append(ahead)
+
+    def above(self, nodes: Iterable[Node]) -> set[Node]:
+        """The nodes that lead to some others."""
+        found, waiting = set[Node](), list(nodes)
+        while waiting:
+            for value in self.values_of(waiting.pop()):
+                new = {taker.node for taker in self.takers[value]} - found
+                found |= new
+                waiting += new
+        return found
+
+    def values_of(self, node: Node) -> list[Value]:
+        """What a node made, as far as somebody takes it."""
+        return [value for number in range(len(made(node))) if (value := Value(node, number)) in self.takers]
+
+
+def made(node: Node) -> tuple[Any, ...]:
+    """What is known of the tensors that a node made: ``shape``, ``dtype``, ``device``.  Nothing for a leaf's."""
+    return made_by(node)
+
+
+def shape_of(value: Value) -> torch.Size:
+    node: Any = value.node
+    if type(node) is Leaf:
+        shape: torch.Size = node.variable.shape
+        return shape
+    return torch.Size(made(value.node)[value.number].shape)
+
+
+def dtype_of(value: Value) -> torch.dtype:
+    node: Any = value.node
+    like: Any = node.variable if type(node) is Leaf else made(node)[value.number]
+    dtype: torch.dtype = like.dtype
+    return dtype
+
+
+def inputs_of(node: Node) -> Iterator[Value]:
+    return (Value(ahead, number) for ahead, number in node.next_functions if ahead is not None)
+
+
+@cache
+def _names_of_saved(kind: Any) -> tuple[str, ...]:
+    """The attributes in which nodes of a kind keep tensors, but for those that they made themselves."""
+    own = ("result", "output", "rstd", "mean", "save_", "logsumexp", "philox")
+    names = (name.removeprefix(RAW) for name in dir(kind) if name.startswith(RAW))
+    return tuple(name for name in names if not name.startswith(own))
+
+
+def operands_of(node: Node) -> Iterator[Tensor]:
+    """The tensors that a node keeps and that have no graph: what it was given and nobody differentiates by.  Those that a
+    user's hooks have packed are left out."""
+    for name in _names_of_saved(type(node)):
+        kept = getattr(node, f"{RAW}{name}")
+        for raw in kept if isinstance(kept, tuple | list) else (kept,):
+            x = getattr(raw, "data", None) if getattr(raw, "unpack_hook", True) is None else None
+            if isinstance(x, Tensor) and not x.requires_grad:
+                yield x
+
+
+def number_of(node: Any, name: str) -> int | None:
+    """A number that a node keeps, with its sign, which autograd drops."""
+    number: int | None = getattr(node, f"{SAVED}{name}")
+    return None if number is None else signed(number)
+
+
+def signed(number: int) -> int:
+    """A number as it was before autograd dropped its sign."""
+    return number if number < 2**63 else number - 2**64
+
+
+def kept_by(node: Any, name: str) -> Any:
+    """What a node keeps under a name.  It stays there, also where hooks have packed it, for the pass that runs."""
+    raw = getattr(node, f"{RAW}{name}", None)
+    unpack = getattr(raw, "unpack_hook", None)
+    return getattr(node, f"{SAVED}{name}") if raw is None or unpack is None else _unpacked(raw.data, unpack)
+
+
+def _unpacked(packed: Any, unpack: Any) -> Any:
+    x = unpack(packed)
+    if _is_handed_out_once(packed):
+        _put_back(packed, unpack, x)
+    return x
+
+
+@cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(RAW))
+
+
+def put_back_by(node: Any) -> Callable[[], None]:
+    """Takes what checkpoints have computed again for a node, and hand out once a pass, to be put back after each call."""
+    every = [getattr(node, name) for name in _raw_names(node.__class__)]
+    kept = [raw for own in every for raw in (own if isinstance(own, tuple | list) else (own,))]
+    packed = [(raw.data, raw.unpack_hook) for raw in kept if getattr(raw, "unpack_hook", None) is not None]
+    taken = [(at, unpack, unpack(at)) for at, unpack in packed if _is_handed_out_once(at)]
+
+    def put_back() -> None:
+        for at, unpack, x in taken:
+            _put_back(at, unpack, x)
+
+    put_back()
+    return put_back
+
+
+def _is_handed_out_once(packed: Any) -> bool:
+    return type(packed).__module__ == "torch.utils.checkpoint"
+
+
+def _put_back(packed: Any, unpack: Any, x: Any) -> None:
+    frame = dict(zip(unpack.__code__.co_freevars, unpack.__closure__))["frame"].cell_contents
+    task, handle = current_task(), _Handle()
+    frame.recomputed[task][handle] = x
+    packed.handles[task] = handle
+
+
+class _Handle:
+    """Stands for a tensor that a checkpoint has computed again."""

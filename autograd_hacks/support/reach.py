@@ -1,0 +1,312 @@
+"""All that a model can reach and its forward may change: attributes, containers, closures, globals, generators, iterators.
+
+No mathematics.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
+
+from autograd_hacks.errors import ProbeFailed
+from autograd_hacks.support.parts import is_part
+from autograd_hacks.support.restored import undone_by
+from autograd_hacks.support.trees import like_its_kind
+
+_ATOMS = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
+
+_HOSTS = ("lightning", "pytorch_lightning")
+"""What runs models, and is reached from them with all of a program behind it."""
+
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+
+
+class Holder(NamedTuple):
+    """Something that holds other things, by key."""
+
+    where: str
+    content: Callable[[], dict[Any, Any]]  # what it holds now
+    fill: Callable[[dict[Any, Any]], None]  # has it hold something else
+    kept: dict[Any, Any]  # what it held
+
+    def put(self, content: dict[Any, Any]) -> None:
+        now = self.content()
+        if now.keys() != content.keys() or any(now[key] is not value for key, value in content.items()):
+            self.fill(content)
+
+
+class State(NamedTuple):
+    """Of a generator of random numbers, or a file."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    kept: Any
+
+
+class Reach:
+    """What a model can reach, as it is now.  Raises ProbeFailed where something has a state that can't be put back.
+
+    roots: where to begin, by name    shared: tensors that stay where they are
+    """
+
+    def __init__(self, roots: Mapping[str, Any], shared: Iterable[Tensor] = ()) -> None:
+        self.holders: list[Holder] = []
+        self.states = list[State]()
+        self._note_state(random.getstate, random.setstate)
+        self._shared = {id(x): x for x in shared}
+        self._memo: dict[int, Any] = {}  # copies, by what they are copies of
+        self._then: dict[int, Any] = {}  # the same, of how things were
+        self._kept: list[Any] = []  # so that no number is used again
+        self._numpy: Any = sys.modules.get("numpy")
+        if self._numpy is not None:
+            self._note_state(self._numpy.random.get_state, self._numpy.random.set_state)
+        hooks = {name: getattr(torch_module, name) for name in _GLOBAL_HOOKS}
+        waiting, seen = [*roots.items(), *hooks.items()], set[int]()
+        while waiting:
+            where, thing = waiting.pop()
+            if thing is not None and not isinstance(thing, _ATOMS) and id(thing) not in seen:
+                seen.add(id(thing))
+                self._kept.append(thing)
+                waiting += self._enter(where, thing)
+
+    def keep(self, *others: Any) -> None:
+        """Copies tensors, arrays and iterators, since they may be changed before they are asked for."""
+        self._memo = dict(self._shared)
+        for holder in self.holders:
+            for key, value in holder.kept.items():
+                self.copy_of(value, f"{holder.where}{key}")
+        self.copy_of(others, "")
+        self._then = self._memo
+
+    def put_copies(self) -> Callable[[], None]:
+        """Has everything as it was, with copies in the place of tensors, arrays and iterators.  Returns what undoes that."""
+        now = [(holder, holder.content()) for holder in self.holders]
+        states = [(state, state.get()) for state in self.states]
+        self._memo = dict(self._shared)
+
+        def undo() -> None:
+            for holder, content in now:
+                holder.put(content)
+            for state, value in states:
+                state.set(value)
+
+        with undone_by(undo):
+            for holder in self.holders:
+                holder.put({key: self.copy_of(value, f"{holder.where}{key}") for key, value in holder.kept.items()})
+            for state in self.states:
+                state.set(state.kept)
+        return undo
+
+    def copy_of(self, value: Any, where: str) -> Any:
+        """A copy of what a forward may change and is no container, and of tuples of that; all else as it is."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        original, value = value, self._then.get(id(value), value)
+        if isinstance(value, Tensor) and not is_lazy(value):
+            found: Any = like_its_kind(value, value.detach().clone())
+            if isinstance(value, nn.Parameter):
+                found = nn.Parameter(found, value.requires_grad)
+            elif value.requires_grad:
+                with torch.enable_grad():  # no leaf, which couldn't be written to
+                    found = like_its_kind(value, found.requires_grad_().clone())
+        elif type(value) is tuple:
+            parts = [self.copy_of(part, f"{where}[{n}]") for n, part in enumerate(value)]
+            found = value if all(map(_is, parts, value)) else tuple(parts)
+        elif self._numpy is not None and isinstance(value, self._numpy.ndarray):
+            found = value.copy()
+        elif _is_iterator(value):
+            try:
+                found = copy.deepcopy(value, dict(self._memo))
+            except Exception as error:  # whatever copying it says
+                raise _refused(where, value, f"{type(error).__name__}: {error}") from error
+        else:
+            return value
+        self._kept.append(original)
+        self._memo[id(original)] = found
+        return found
+
+    def _enter(self, where: str, thing: Any) -> list[tuple[str, Any]]:
+        """Notes what a thing holds, or its state.  Returns what it leads to."""
+        if isinstance(thing, GeneratorType | AsyncGeneratorType):
+            raise _refused(where, thing, "Python can't copy it")
+        if self._has_state(thing) or isinstance(thing, Tensor):
+            return []
+        if _is_iterator(thing):
+            self.copy_of(thing, where)  # now, before anything runs
+            return []
+        if isinstance(thing, dict):
+            return self._hold(where, lambda: dict(dict.items(thing)), partial(refill, thing))
+        if isinstance(thing, list | deque):
+            return self._hold(where, lambda: dict(enumerate(thing)), lambda kept: refill(thing, list(kept.values())))
+        if isinstance(thing, set):
+            return self._hold(where, lambda: {id(x): x for x in thing}, lambda kept: refill(thing, list(kept.values())))
+        if isinstance(thing, tuple | frozenset):
+            return [(f"{where}[{n}]", part) for n, part in enumerate(thing)]
+        if isinstance(thing, MethodType):
+            return [(where, thing.__self__), (where, thing.__func__)]
+        if isinstance(thing, partial):
+            return [(where, part) for part in (thing.func, *thing.args, *thing.keywords.values())]
+        if isinstance(thing, FunctionType):
+            return self._enter_function(where, thing)
+        if isinstance(thing, type):
+            return self._enter_class(where, thing)
+        return self._enter_object(where, thing)
+
+    def _hold(
+        self, where: str, content: Callable[[], dict[Any, Any]], fill: Callable[[dict[Any, Any]], None]
+    ) -> list[tuple[str, Any]]:
+        holder = Holder(f"{where}.", content, fill, content())
+        self.holders.append(holder)
+        return [(f"{where}.{key}", value) for key, value in holder.kept.items()]
+
+    def _note_state(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self.states.append(State(get, put, get()))
+
+    def _has_state(self, thing: Any) -> bool:
+        """Whether a thing is a generator of random numbers, or a file, whose state is noted."""
+        random_of = None if self._numpy is None else self._numpy.random
+        if isinstance(thing, torch.Generator):
+            self._note_state(thing.get_state, thing.set_state)
+        elif isinstance(thing, random.Random):
+            self._note_state(thing.getstate, thing.setstate)
+        elif random_of is not None and isinstance(thing, random_of.RandomState):
+            self._note_state(thing.get_state, thing.set_state)
+        elif random_of is not None and isinstance(thing, random_of.Generator):
+            bits = thing.bit_generator
+            self._note_state(lambda: bits.state, partial(setattr, bits, "state"))
+        elif isinstance(thing, io.IOBase):
+            if not thing.closed and thing.readable() and thing.seekable():
+                self._note_state(thing.tell, thing.seek)
+        else:
+            return False
+        return True
+
+    def _enter_function(self, where: str, function: FunctionType) -> list[tuple[str, Any]]:
+        if _is_known(function):
+            return []
+        found = [(where, default) for default in function.__defaults__ or ()]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if _is_full(cell):
+                found += self._hold(where, partial(_content_of_cell, name, cell), partial(_fill_cell, cell))
+        space, names = function.__globals__, _mentioned(function.__code__)
+        used = [name for name in names if name in space and not isinstance(space[name], ModuleType | type)]
+        if used:
+            found += self._hold(where, lambda: {name: space[name] for name in used if name in space}, space.update)
+        return found
+
+    def _enter_class(self, where: str, kind: type) -> list[tuple[str, Any]]:
+        if _is_known(kind):
+            return []
+
+        def content() -> dict[str, Any]:
+            own = {name: x for name, x in vars(kind).items() if not name.startswith("__") and not hasattr(x, "__get__")}
+            return {name: x for name, x in own.items() if not isinstance(x, type)}
+
+        def fill(kept: dict[str, Any]) -> None:
+            for name in content().keys() - kept.keys():
+                delattr(kind, name)
+            for name, value in kept.items():
+                setattr(kind, name, value)
+
+        return self._hold(where, content, fill)
+
+    def _enter_object(self, where: str, thing: Any) -> list[tuple[str, Any]]:
+        is_module = isinstance(thing, nn.Module) and not isinstance(thing, torch.jit.ScriptModule)
+        if not is_module and _is_known(type(thing)):
+            return []
+        found: list[tuple[str, Any]] = [] if _is_known(type(thing)) else [(where, type(thing))]
+        if isinstance(own := getattr(thing, "__dict__", None), dict):
+            held = self._hold(where, lambda: dict(own), partial(refill, own))
+            # Where processes hold parts of parameters, whole ones are in their place while the model runs.
+            parts = thing._parameters if is_module and any(map(is_part, thing._parameters.values())) else None
+            found += [(at, value) for at, value in held if parts is None or value is not parts]
+        slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
+        if slots:
+
+            def fill(kept: dict[str, Any]) -> None:
+                for name, value in kept.items():
+                    object.__setattr__(thing, name, value)
+
+            found += self._hold(where, lambda: {name: getattr(thing, name) for name in slots}, fill)
+        if is_module and not _is_known(type(thing)):
+            methods = _mentioned(type(thing).forward.__code__) if isinstance(type(thing).forward, FunctionType) else ()
+            own_methods = [getattr(type(thing), name, None) for name in ("forward", *methods)]
+            found += [(where, method) for method in own_methods if isinstance(method, FunctionType)]
+        return found
+
+
+def _is(x: object, y: object) -> bool:
+    return x is y
+
+
+def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
+    return ProbeFailed(
+        f"whether samples are independent can't be shown: for that the model is run again, and {where}, an object of "
+        f"type {type(thing).__name__}, would be somewhere else afterwards ({why}). Nothing has been run. Give the model "
+        "what comes out of it as an argument, or keep something that copy.deepcopy takes; without the proof: independent=False."
+    )
+
+
+def _is_known(thing: Any) -> bool:
+    """Whether a class or a function is Python's own, torch's, this package's or a trainer's, and has nothing of a user's."""
+    top = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    return top in ("torch", "numpy", "autograd_hacks", *_HOSTS) or (
+        top in sys.stdlib_module_names and top not in ("types", "__main__")
+    )
+
+
+def _is_iterator(thing: Any) -> bool:
+    return isinstance(thing, Iterator) and not isinstance(thing, io.IOBase) and _is_known(type(thing))
+
+
+def _mentioned(code: CodeType) -> list[str]:
+    """The names that a function's code uses, and the functions that it defines."""
+    inside = [name for const in code.co_consts if isinstance(const, CodeType) for name in _mentioned(const)]
+    return [*code.co_names, *inside]
+
+
+def _slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # that is how one asks
+    except ValueError:
+        return False
+    return True
+
+
+def _content_of_cell(name: str, cell: Any) -> dict[str, Any]:
+    return {name: cell.cell_contents} if _is_full(cell) else {}
+
+
+def _fill_cell(cell: Any, kept: dict[str, Any]) -> None:
+    (cell.cell_contents,) = kept.values()
+
+
+def refill(box: Any, content: Any) -> None:
+    """Makes a container what it was, in its order, past what the user's own class does."""
+    if isinstance(box, dict):
+        kind: Any = OrderedDict if isinstance(box, OrderedDict) else dict
+        if list(dict.keys(box)) != list(content):
+            kind.clear(box)
+        for key, value in content.items():
+            kind.__setitem__(box, key, value)
+        return
+    box.clear()
+    (box.update if isinstance(box, set) else box.extend)(content)

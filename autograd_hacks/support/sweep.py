@@ -1,0 +1,261 @@
+"""Brings gradients through a graph as autograd's engine does, and past every hook: nothing but the nodes themselves hears of
+it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointError, set_device_states
+
+from autograd_hacks.support.contexts import random_state, with_random_state
+from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
+from autograd_hacks.support.internals import class_of_function
+from autograd_hacks.support.reach import refill
+from autograd_hacks.support.restored import restored
+from autograd_hacks.support.switch import NO_TASK, Switch, current_task
+
+Made = TypeVar("Made")
+
+Grads = list[Tensor | None]
+"""What one pass brings to a node, by the number of what it made."""
+
+_IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
+"""Functions of torch's that hand gradients on as they are, and tell its engine or its wrappers of them."""
+
+
+def _is_function(node: object) -> bool:
+    """Whether a node is of a torch.autograd.Function."""
+    return isinstance(node, BackwardCFunction)
+
+
+def is_repeatable(node: Any) -> bool:
+    """Whether a node may be called, and once more: torch's own, none of the user's, and none that runs a forward."""
+    if not _is_function(node):
+        return True
+    kind: Any = type(node)
+    return class_of_function(kind).__module__.startswith("torch.") and node.name() != CHECKPOINT
+
+
+def sweep(
+    given: Mapping[Value, Sequence[Tensor | None]],
+    arrive: Callable[[Node, list[Grads]], None],
+    ends: Collection[Node] = (),
+    wanted: Collection[Node] | None = None,
+) -> None:
+    """Brings the gradients of several passes down to the leaves, all passes at once.
+
+    given: by value what each pass begins with    arrive: hears of each node before it is called, with what each pass has
+    brought there    ends: nodes that are not called    wanted: those that are called; all unless told
+    """
+    with Switch.paused_here():  # checkpoints run the user's modules
+        as_one_pass(partial(_sweep, given, arrive, ends, wanted))
+
+
+def _sweep(
+    given: Mapping[Value, Sequence[Tensor | None]],
+    arrive: Callable[[Node, list[Grads]], None],
+    ends: Collection[Node],
+    wanted: Collection[Node] | None,
+) -> None:
+    left = _dependencies([value.node for value in given], ends, wanted)
+    brought: dict[Node, list[Grads]] = {}
+    for value, grads in given.items():
+        _add(brought, value, grads)
+    ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
+    while ready:
+        node = ready.pop()
+        passes = brought.pop(node, None)
+        if passes is not None:
+            arrive(node, passes)
+        if type(node) is Leaf or node in ends or (wanted is not None and node not in wanted):
+            continue
+        found = None if passes is None else _call(node, passes)
+        for place, (ahead, number) in enumerate(node.next_functions):
+            if ahead is None:
+                continue
+            if found is not None:
+                grads = [None if outs is None else outs[place] for outs in found]
+                if any(grad is not None for grad in grads):
+                    _add(brought, Value(ahead, number), grads)
+            left[ahead] -= 1
+            if not left[ahead]:
+                ready.append(ahead)
+
+
+def _dependencies(roots: Sequence[Node], ends: Collection[Node], wanted: Collection[Node] | None) -> dict[Node, int]:
+    """By node how many edges lead there from others that a sweep comes by."""
+    left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
+    while waiting:
+        node = waiting.pop()
+        if node in ends or (wanted is not None and node not in wanted):
+            continue
+        for ahead, _ in node.next_functions:
+            if ahead is not None:
+                if ahead not in left:
+                    left[ahead] = 0
+                    waiting.append(ahead)
+                left[ahead] += 1
+    return left
+
+
+def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor | None]) -> None:
+    """Adds what passes bring to a value, as the engine does."""
+    passes = brought.get(value.node)
+    if passes is None:
+        passes = brought[value.node] = [[None] * max(1, len(made(value.node))) for _ in grads]
+    for own, grad in zip(passes, grads):
+        if grad is not None:
+            before = own[value.number]
+            grad = fitted(grad, value)
+            own[value.number] = grad if before is None else before + grad
+
+
+def fitted(grad: Tensor, value: Value) -> Tensor:
+    """A gradient as its value is: of its shape, where that was broadcast, and of its dtype."""
+    grad = grad if grad.layout == torch.strided else grad.to_dense()
+    if grad.is_nested:
+        return grad
+    if grad.shape != (shape := shape_of(value)):
+        grad = grad.sum_to_size(shape)
+    dtype = dtype_of(value)
+    return grad if grad.dtype == dtype else grad.to(dtype)
+
+
+def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+    """What a node makes of the gradients at what it made."""
+    if all(grad is None for grad in grads):
+        return None
+    if not _is_function(node):
+        found = node(*grads)
+        return found if isinstance(found, tuple) else (found,)
+    if node.name() in _IDENTITIES:
+        return grads
+    zeros = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) if g is None else g for g, x in zip(grads, made(node)))
+    with _put_back(node):
+        found = node.apply(*zeros)
+    return _by_edge(node, found if isinstance(found, tuple) else (found,))
+
+
+@contextmanager
+def _put_back(node: Any) -> Iterator[None]:
+    """A context in which a user's function may free what it kept for its backward, which the pass that comes needs again."""
+    kept, waiting, boxes = dict(vars(node)), list(vars(node).values()), dict[int, tuple[Any, Any]]()
+    while waiting:
+        box = waiting.pop()
+        if isinstance(box, list | dict | set | deque) and id(box) not in boxes:
+            boxes[id(box)] = box, copy.copy(box)
+            waiting += box.values() if isinstance(box, dict) else box
+        elif isinstance(box, tuple):
+            waiting += box
+
+    def undo() -> None:
+        refill(vars(node), kept)
+        for box, content in boxes.values():
+            refill(box, content)
+
+    with restored(undo):
+        yield
+
+
+def _by_edge(node: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    # One for each argument of its forward; edges are there for tensors alone.
+    of_tensors = iter([grad for grad, asks in zip(found, node.needs_input_grad) if asks])
+    return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
+
+
+def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
+    """What a node makes of the gradients of several passes."""
+    if node.name() == CHECKPOINT:
+        return _run_again(node, passes)
+    found, put_back = list[Sequence[Tensor | None] | None](), None
+    for grads in passes:
+        if put_back is not None:
+            put_back()
+        elif len(passes) > 1:
+            put_back = put_back_by(node)
+        try:
+            found.append(call_node(node, grads))
+        except CheckpointError:  # of a node that doesn't show what it keeps
+            found.append(outside_passes(partial(call_node, node, grads)))
+    return found
+
+
+def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
+    """What a reentrant checkpoint's node makes of the gradients of several passes: what it runs is run once more."""
+    tensors = node.saved_tensors
+    args: list[Any] = list(node.inputs)
+    for place, x in zip(node.tensor_indices, tensors):
+        args[place] = x.detach().requires_grad_(x.requires_grad)
+    with ExitStack() as stack:
+        stack.enter_context(Switch.paused_here())
+        stack.enter_context(with_random_state(random_state(x.device for x in tensors)))
+        if node.preserve_rng_state:
+            torch.set_rng_state(node.fwd_cpu_state)
+            if node.had_device_in_fwd:
+                set_device_states(node.fwd_devices, node.fwd_device_states, device_type=node.device_type)
+        stack.enter_context(torch.enable_grad())
+        if node.device_autocast_kwargs is not None:
+            stack.enter_context(torch.autocast(node.device_type, **node.device_autocast_kwargs))
+        stack.enter_context(torch.autocast("cpu", **node.cpu_autocast_kwargs))
+        outputs = node.run_function(*args)
+    given: dict[Value, Sequence[Tensor]] = {}
+    for number, x in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
+        grads = [g for own in passes if (g := own[number]) is not None]
+        if isinstance(x, Tensor) and x.requires_grad and grads:
+            given[Value(*get_gradient_edge(x)[:2])] = grads
+    found: list[list[Tensor | None]] = [[None] * (2 + len(args)) for _ in passes]  # behind the function and a setting
+    places = {id(x): place for place, x in enumerate(args, 2) if isinstance(x, Tensor)}
+
+    def arrive(leaf: Any, brought: list[Grads]) -> None:
+        if type(leaf) is Leaf and id(leaf.variable) in places:
+            for own, grads in zip(found, brought):
+                own[places[id(leaf.variable)]] = grads[0]
+
+    sweep(given, arrive)
+    return [_by_edge(node, own) for own in found]
+
+
+def as_one_pass(run: Callable[[], None]) -> None:
+    """Runs a function as a part of a backward pass: within one checkpoints compute once what they hand out."""
+    if current_task() != NO_TASK:
+        run()
+        return
+    makes_graph = torch.is_grad_enabled()
+
+    def begin(_: object) -> None:
+        with torch.set_grad_enabled(makes_graph):
+            run()
+
+    with torch.enable_grad():
+        root = torch.zeros((), device="cpu", requires_grad=True).clone()
+    assert root.grad_fn is not None
+    root.grad_fn.register_prehook(begin)
+    root.backward()
+
+
+def outside_passes(run: Callable[[], Made]) -> Made:
+    """What a function returns outside the running backward pass, within which nodes make only what that is for."""
+    makes_graph = torch.is_grad_enabled()
+    streams = [torch.cuda.current_stream()] if torch.cuda.is_initialized() else []
+    is_paused = Switch.is_paused_here()
+
+    def apart() -> Made:
+        with torch.set_grad_enabled(makes_graph), ExitStack() as stack:
+            if is_paused:
+                stack.enter_context(Switch.paused_here())
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            return run()
+
+    with ThreadPoolExecutor(1) as threads:  # the running pass is a thread's own
+        return threads.submit(apart).result()

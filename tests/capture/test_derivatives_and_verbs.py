@@ -1,0 +1,97 @@
+"""Losses with derivatives in them: functions of torch itself, other verbs, and every way to meet the batch."""
+
+import pytest
+import torch
+import torch.nn as nn
+from derivatives import gradient_penalty, laplacian, rows_of, step
+from oracle import assert_same
+from test_derivatives import found, made
+from test_reads import BODIES, Body, Net
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+
+
+class Direct(nn.Module):
+    """torch's own functions where torch.nn.functional has others, and complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.turn = nn.Linear(4, 2, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.layer_norm(x, (4,), self.scale, self.shift)
+        h = torch.group_norm(h[:, :, None], 2, self.scale, self.shift)[:, :, 0]
+        return self.turn(torch.complex(h, x)).abs()
+
+
+def test_functions_of_torch_itself_and_complex_numbers() -> None:
+    model, x = Direct().double(), torch.randn(3, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for loss in (gradient_penalty, laplacian):
+            step(model, loss, x)
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, loss, x))
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "attention"])
+def test_rows_of_residuals(name: str) -> None:
+    """An equation's residuals: J Jᵀ, as Gauss-Newton takes it; and what `verify` says."""
+    model, x = made(name)
+
+    def residuals(x: Tensor) -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(h).sin().sum(), h, create_graph=True)
+        return slope.flatten(1)[:, :2]
+
+    with autograd_hacks.add_hooks(model):
+        rows = autograd_hacks.per_sample_jacobian(model, residuals(x))
+        gram = rows.gram()
+        autograd_hacks.verify(model, args=(x,))
+    each = [
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(r, list(model.parameters()), retain_graph=True, materialize_grads=True)
+            ]
+        )
+        for r in residuals(x).flatten()
+    ]
+    expected = torch.stack(each)
+    torch.testing.assert_close(gram.reshape(len(each), len(each)), expected @ expected.T)
+
+
+def test_torch_func_inside_a_loss_is_noticed() -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model):
+        jacobians = torch.func.vmap(torch.func.jacrev(model))(x)
+        jacobians.square().sum().backward()
+        with pytest.raises(UnseenGradient, match=r"inside torch.func .* per_sample_jacobian"):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_describe_says_how_parameters_are_read() -> None:
+    model, x = made("recurrent")
+    with autograd_hacks.add_hooks(model):
+        step(model, gradient_penalty, x)
+        told = {row.parameter: row.how for row in autograd_hacks.describe(model).rows}
+    assert told["out.weight"].startswith("rule linear")
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_every_way_to_meet_the_batch(body: Body, param_grad: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(body).double()
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for samples, length in ((4, 5), (5, 5), (1, 3)):
+            x = torch.randn(samples, length, 3).double()
+            state = torch.get_rng_state()
+            step(model, gradient_penalty, x)
+            autograd_hacks.compute_grad1(model, "sum")
+            torch.set_rng_state(state)
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, gradient_penalty, x))

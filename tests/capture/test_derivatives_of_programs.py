@@ -1,0 +1,157 @@
+"""What programs with losses that have derivatives do between steps; each was once wrong without a word."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from derivatives import LOSSES, gradient_penalty, rows_of, step
+from oracle import assert_same, one_loss_at_a_time, squares
+from test_derivatives import check_step, found, made
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError
+
+PARAM_GRAD = pytest.mark.parametrize("param_grad", [True, False], ids=["default", "param_grad=False"])
+
+USERS: dict[str, Callable[[nn.Module], object]] = {
+    "a backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "a hook that scales gradients": lambda layer: layer.register_full_backward_pre_hook(lambda _, grads: (2 * grads[0],)),
+    "another input": lambda layer: layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),)),
+}
+
+
+def _penalty(model: nn.Module, x: Tensor) -> None:
+    check_step(model, lambda: gradient_penalty(model, x.clone().requires_grad_()))
+
+
+@PARAM_GRAD
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hook", USERS)
+def test_hooks_of_the_users_on_a_layer(hook: str, late: bool, param_grad: bool) -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for number in range(4):
+            if number == (3 if late else 0):
+                USERS[hook](model[2])
+            _penalty(model, x)
+
+
+@PARAM_GRAD
+@pytest.mark.parametrize("name", ["mlp", "norms"])
+def test_layers_that_begin_to_train(name: str, param_grad: bool) -> None:
+    model, x = made(name)
+    for part in list(model)[:2]:
+        part.requires_grad_(False)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            _penalty(model, x)
+        model.requires_grad_(True)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        check_step(model, lambda: squares(model(x)))
+        _penalty(model, x)
+
+
+@PARAM_GRAD
+def test_a_part_that_is_called_by_itself(param_grad: bool) -> None:
+    """The features of a discriminator."""
+    model, x = made("mlp")
+
+    def of_features() -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model[0](h).tanh().sum(), h, create_graph=True)
+        return slope.square().sum(1) + squares(model(x))
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        _penalty(model, x)
+        check_step(model, lambda: squares(model(x)))
+        for _ in range(2):
+            check_step(model, of_features)
+
+
+@PARAM_GRAD
+def test_a_weight_that_the_loss_reads(param_grad: bool) -> None:
+    model, x = made("mlp")
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(h).sin().sum(), h, create_graph=True)
+        return (slope @ model[0].weight.T).square().sum(1)
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            _penalty(model, x)
+        losses().sum().backward()
+        with pytest.raises(PerSampleGradientError):
+            autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_attention_of_one_tensor_to_itself() -> None:
+    """Which torch projects at once where query, key and value are one; so they are in traces, too."""
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4).double()
+    with autograd_hacks.add_hooks(model):
+        for query, key in ((x, x), (x, x + 1), (x, x)):
+            check_step(model, lambda query=query, key=key: squares(model(query, key, key)[0]))
+
+
+@PARAM_GRAD
+def test_orders_that_rise_and_batches_without_samples(param_grad: bool) -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for loss in LOSSES:
+            for batch in (x, x[:0], x[:3]):
+                step(model, loss, batch)
+                autograd_hacks.compute_grad1(model, "sum")
+                if len(batch):
+                    with autograd_hacks.pause_hooks():
+                        assert_same(found(model), rows_of(model, loss, batch))
+                else:
+                    assert model[0].weight.grad1.shape == (0, 5, 3)
+
+
+@PARAM_GRAD
+def test_layers_by_themselves_beside_the_model(param_grad: bool) -> None:
+    """A linear one and a norm, in the same loss and micro-batch as the model."""
+    model, x = made("norms")
+
+    def of_two() -> Tensor:
+        h = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model[1](model[0](h)).sin().sum(), h, create_graph=True)
+        return slope.flatten(1).square().sum(1) + model(x).flatten(1).sum(1)
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        _penalty(model, x)
+        with autograd_hacks.accumulate(model):
+            model.zero_grad()
+            of_two().sum().backward()
+            squares(model(x)).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        with autograd_hacks.pause_hooks():
+            losses = lambda: torch.cat([of_two(), squares(model(x))])  # noqa: E731
+            assert_same(found(model), one_loss_at_a_time(model, losses))
+        autograd_hacks.clear_backprops(model)
+        _penalty(model, x)
+
+
+class Odd(nn.Module):
+    """A recurrent layer, run for each sample, that also returns something of the whole batch, and draws or not."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.recur, self.drops = nn.LSTM(3, 2, batch_first=True), drops
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.recur(x)[0]
+        return nn.functional.dropout(y, 0.5 if self.drops else 0.0), y.mean()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_belongs_to_no_sample_is_that_of_the_batch(drops: bool) -> None:
+    model, x = nn.Sequential(Odd(drops)).double(), torch.randn(3, 4, 3).double()
+    with autograd_hacks.pause_hooks():
+        torch.manual_seed(0)
+        expected = model(x)[1]
+    with autograd_hacks.add_hooks(model):
+        torch.manual_seed(0)
+        torch.testing.assert_close(model(x)[1], expected)

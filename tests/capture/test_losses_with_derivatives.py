@@ -1,0 +1,235 @@
+"""Programs with losses that have derivatives in them."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.nn as nn
+from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
+from hypothesis import given
+from oracle import assert_same, one_loss_at_a_time, squares
+from steps import batch, check
+from strategies import Case, layers
+from test_derivatives import check_step, found, made
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import HigherOrderError, UnseenGradient
+from autograd_hacks.rules import RULES, Call, Rule
+
+
+@given(layers)
+def test_first_derivatives_of_every_layer(case: Case) -> None:
+    with autograd_hacks.add_hooks(case.layer):
+        check(case.layer, case.x, "sum")
+
+
+@given(layers)
+def test_second_derivatives_of_every_layer(case: Case) -> None:
+    """Behind another layer, so that each has an input that asks for gradients."""
+    if not case.x.is_floating_point() or not len(case.x):
+        return
+    with autograd_hacks.add_hooks(case.layer):
+        step(case.layer, gradient_penalty, case.x)
+        autograd_hacks.compute_grad1(case.layer, "sum")
+        with autograd_hacks.pause_hooks():
+            assert_same(found(case.layer), rows_of(case.layer, gradient_penalty, case.x))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_critic_with_three_forwards(param_grad: bool) -> None:
+    """WGAN-GP: of real and of generated samples, and a penalty on the slope between them."""
+    critic, real, made_up = made("mlp")[0], torch.randn(4, 3).double(), torch.randn(4, 3).double()
+
+    def losses() -> Tensor:
+        mixed = (real + made_up).div(2).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        return (critic(made_up) - critic(real)).sum(1) + 10 * (slope.norm(dim=1) - 1).square()
+
+    with autograd_hacks.add_hooks(critic, param_grad=param_grad):
+        for _ in range(3):
+            critic.zero_grad()
+            autograd_hacks.backward(losses())
+            autograd_hacks.compute_grad1(critic)
+            with autograd_hacks.pause_hooks():
+                assert_same(found(critic), one_loss_at_a_time(critic, losses))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_training_with_clipped_gradients(param_grad: bool) -> None:
+    model, x = made("convolutions")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(3):
+            optimizer.zero_grad()
+            gradient_penalty(model, x.clone().requires_grad_()).mean().backward()
+            with autograd_hacks.pause_hooks():
+                rows = {name: own for name, own in rows_of(model, gradient_penalty, x).items() if own is not None}
+            norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+            torch.testing.assert_close(autograd_hacks.clip_grad1_norm_(model, 1.0), norms)
+            factors = (1 / (norms + 1e-6)).clamp(max=1)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, torch.einsum("n,n...->...", factors, rows[name]) / len(x))
+            optimizer.step()
+
+
+def test_streaming_and_accumulating() -> None:
+    model, x = made("norms")
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.pause_hooks():
+            rows = {name: own for name, own in rows_of(model, laplacian, x).items() if own is not None}
+        norms = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
+        for _ in range(2):
+            total = laplacian(model, x.clone().requires_grad_()).sum()
+            with autograd_hacks.streaming(model, loss_type="sum") as stream:
+                total.backward()
+            torch.testing.assert_close(stream.norms, norms)
+            model.zero_grad()
+        with autograd_hacks.accumulate(model):
+            for part in x.split(2):
+                laplacian(model, part.clone().requires_grad_()).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_same(found(model), rows)
+
+
+def test_two_derivative_passes_through_one_forward() -> None:
+    model, x = made("mlp")
+
+    def losses() -> Tensor:
+        h = x.clone().requires_grad_()
+        y = model(h)
+        first, second = (torch.autograd.grad(y[:, n].sum(), h, create_graph=True)[0] for n in range(2))
+        return (first * second).sum(1) + y.square().sum(1)
+
+    with autograd_hacks.add_hooks(model):
+        check_step(model, losses)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_derivative_by_what_a_hook_was_given(param_grad: bool) -> None:
+    model, x = made("mlp")
+    given: list[Tensor] = []
+
+    def losses() -> Tensor:
+        handle = model[2].register_forward_hook(lambda layer, args, out: given.append(args[0]))
+        y = model(x)
+        handle.remove()
+        (slope,) = torch.autograd.grad(y.sin().sum(), given.pop(), create_graph=True)
+        return slope.square().sum(1)
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(2):
+            check_step(model, losses)
+
+
+class Latent(nn.Module):
+    """Returns what is inside, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent = self.into(x).tanh()
+        return self.out(latent).sin(), latent
+
+
+def test_a_derivative_by_something_inside() -> None:
+    """Path length regularisation, by a latent."""
+    model, x = Latent().double(), batch()[0]
+
+    def losses() -> Tensor:
+        y, latent = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), latent, create_graph=True)
+        return slope.square().sum(1)
+
+    with autograd_hacks.add_hooks(model):
+        for _ in range(2):
+            check_step(model, losses)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of forward_ad
+def test_many_rows_at_once_and_forward_derivatives_are_right_or_refused() -> None:
+    """is_grads_batched, and torch.autograd.forward_ad."""
+    model, x = made("mlp")
+
+    def batched() -> Tensor:
+        h = x.clone().requires_grad_()
+        y = model(h)
+        ones = torch.eye(2, dtype=y.dtype)[:, None].expand(2, *y.shape)
+        (jacobian,) = torch.autograd.grad(y, h, ones, create_graph=True, is_grads_batched=True)
+        return jacobian.square().sum((0, 2))
+
+    def forwards() -> Tensor:
+        with fwd.dual_level():
+            return fwd.unpack_dual(model(fwd.make_dual(x, torch.ones_like(x)))).tangent.square().sum(1)
+
+    for losses in (batched, forwards):
+        with autograd_hacks.add_hooks(model):
+            for _ in range(2):
+                with suppress(HigherOrderError, UnseenGradient):  # no wrong number
+                    check_step(model, losses)
+
+
+def test_plain_steps_first_and_a_penalty_later() -> None:
+    model, x = made("mlp")
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for number in range(24):
+            loss = gradient_penalty if number > 20 else _squares_of
+            step(model, loss, x)
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, loss, x))
+
+
+def _squares_of(model: nn.Module, x: Tensor) -> Tensor:
+    return squares(model(x))
+
+
+def _read(model: nn.Module, losses: Callable[[], Tensor]) -> None:
+    losses().sum().backward()
+    autograd_hacks.compute_grad1(model, "sum")
+
+
+def test_a_layer_with_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That isn't linear in what it is given."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square() * self.weight
+
+    def rule(layer: nn.Module, call: Call) -> dict[str, autograd_hacks.forms.Form]:
+        return {"weight": autograd_hacks.forms.Dense(call.grad * call.args[0].square())}
+
+    monkeypatch.setitem(RULES, Square, Rule(rule))
+    model, x = nn.Sequential(nn.Linear(3, 3), Square(), nn.Tanh(), nn.Linear(3, 1)).double(), batch()[0]
+    with autograd_hacks.add_hooks(model):
+        for loss in LOSSES:
+            step(model, loss, x)
+            autograd_hacks.compute_grad1(model, "sum")
+            with autograd_hacks.pause_hooks():
+                assert_same(found(model), rows_of(model, loss, x))
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    model, x = made("norms")
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            h = x.clone().requires_grad_()
+            alive = weakref.ref(h)
+            y = model(h)
+            torch.autograd.grad(y.sum(), list(model.parameters()), create_graph=True)  # which goes out by no layer's input
+            gradient_penalty(model, h).sum().backward()
+            autograd_hacks.compute_grad1(model, "sum")
+            model.zero_grad()
+            autograd_hacks.clear_backprops(model)
+            del h, y
+            assert alive() is None or (gc.collect() and alive() is None)

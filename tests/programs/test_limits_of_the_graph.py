@@ -1,0 +1,419 @@
+"""Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from twin import Bare, check_refused, check_right, of_squares
+
+import autograd_hacks
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def weights() -> dict[str, Any]:
+    return {
+        "a": torch.randn(3, 4), "b": torch.randn(4, 1), "c": torch.randn(1, 4), "scale": torch.randn(4), "w": torch.randn(4, 2)
+    }  # fmt: skip
+
+
+def plain(m: Bare, x: Tensor) -> Tensor:
+    return ((x @ m.a).tanh() * m.scale) @ m.w
+
+
+def merged(m: Bare, x: Tensor) -> Tensor:
+    return (((x @ m.a).tanh() @ (m.b @ m.c)) + m.scale) @ m.w
+
+
+def sorted_inside(m: Bare, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    h = ((x @ m.a)[order].tanh() * m.scale) @ m.w
+    return h[order.argsort()]
+
+
+# So many samples that one digit doesn't tell them apart
+
+
+@pytest.mark.parametrize("samples", [16, 17, 20, 33, 64, 256])
+@pytest.mark.parametrize("how", [plain, merged, sorted_inside])
+def test_more_samples_than_digits(how: Callable[..., Tensor], samples: int) -> None:
+    check_right(Bare(how, **weights()), *[(torch.randn(samples, 3),) for _ in range(2)])
+
+
+@pytest.mark.parametrize("apart", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("layers", [False, True])
+def test_mixing_of_two_samples_with_the_same_digit(apart: int, layers: bool) -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h = m.first(x) if layers else x @ m.a
+        return (h + F.pad(h[:-apart], (0, 0, apart, 0)) * 0.5).tanh() * m.scale @ m.w
+
+    model = Bare(how, **weights(), **({"first": nn.Linear(3, 4)} if layers else {}))
+    check_refused(model, *[(torch.randn(2 * apart + 3, 3),) for _ in range(3)])
+
+
+# Few entries are alive in the first step
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["time first", "batch first"])
+@pytest.mark.parametrize("head", [True, False])
+def test_two_living_entries_fit_two_layouts(first: bool, head: bool) -> None:
+    """N = T, positions folded into one axis with samples, and in the first step alive on the diagonal alone."""
+
+    def how(m: Bare, x: Tensor, alive: Tensor) -> Tensor:
+        h = (m.layer(x.flatten(0, 1)) * m.scale).unflatten(0, x.shape[:2]) * alive[..., None]
+        h = h.transpose(0, 1) if first else h
+        return h.sum(1) @ m.w if head else h
+
+    corners = torch.zeros(4, 4)
+    corners[0, 0] = corners[3, 3] = 1
+    model = Bare(how, **weights(), layer=nn.Linear(3, 4))
+    batches = [(torch.randn(4, 4, 3), alive) for alive in (corners, torch.ones(4, 4), torch.rand(4, 4), corners)]
+    check_right(model, *batches, batch_dim=1 if first else 0)
+
+
+@pytest.mark.parametrize("living", [0, 1, 2])
+@pytest.mark.parametrize("where", ["relu", "mask", "hinge"])
+def test_few_samples_alive_at_first(where: str, living: int) -> None:
+    """Then all of a sum over samples is somebody's, too."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h = (x[:, 1:] @ (m.a[:2] + m.b.mT[:, :4] * 0.1)) * m.scale
+        if where == "relu":
+            h = (h.square() * x[:, :1].clamp(min=0)).relu()
+        elif where == "mask":
+            h = h * (x[:, :1] > 0)
+        else:
+            return (x[:, 0] * (1 + (h @ m.w).square().sum(1))).clamp(min=0)
+        return h.cumsum(1) @ m.w
+
+    def batch(alive: int) -> Tensor:
+        x = torch.randn(5, 3)
+        x[:, 0] = -1 - torch.rand(5)
+        x[torch.randperm(5)[:alive], 0] = 1 + torch.rand(1)
+        return x
+
+    own = {name: x for name, x in weights().items() if name != "c"}
+    check_right(Bare(how, **own), *[(batch(alive),) for alive in (living, 5, living, 3, 1, 5)])
+
+
+@pytest.mark.parametrize("sizes", [[1, 5, 1, 3], [2, 4, 2], [1, 2, 3, 4, 5], [5, 1, 5]])
+@pytest.mark.parametrize("how", [plain, merged, sorted_inside])
+def test_one_sample_at_first(how: Callable[..., Tensor], sizes: list[int]) -> None:
+    check_right(Bare(how, **weights()), *[(torch.randn(n, 3),) for n in sizes])
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_an_expert_that_one_sample_reaches(layers: bool) -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h, out = x @ m.a, x.new_zeros(len(x), 2)
+        chosen = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+        for n in range(3):
+            rows = (chosen == n).nonzero()[:, 0]
+            if len(rows):
+                own = m.experts[n](h[rows]) if layers else h[rows].tanh() @ (m.stack[n] + m.b @ m.c @ m.w * 0.1)
+                out = out.index_add(0, rows, own * m.scale[n])
+        return out
+
+    experts = {"experts": nn.ModuleList(nn.Linear(4, 2) for _ in range(3))} if layers else {"stack": torch.randn(3, 4, 2)}
+    own = {name: x for name, x in weights().items() if name in ("a", "scale") or not layers}
+    few = torch.tensor([[1.0, 1, 0], [-1, -1, 0], [-1, -1, 2]])  # one for the last expert, none for that in the middle
+    check_right(Bare(how, **own, **experts), (few + 0.1 * torch.randn(3, 3),), *[(torch.randn(6, 3),) for _ in range(4)])
+
+
+def test_experts_in_one_stack_by_index() -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        chosen = (x @ m.router).argmax(1)
+        return torch.einsum("ni,nio->no", x, m.stack[chosen]) + m.biases[chosen]
+
+    model = Bare(how, stack=torch.randn(4, 3, 2), biases=torch.randn(4, 2), router=torch.randn(3, 4))
+    check_right(model, (torch.randn(1, 3).expand(4, 3).clone(),), *[(torch.randn(6, 3),) for _ in range(3)])
+
+
+# The batch in another order inside, and in order at first
+
+
+def gathered(m: Bare, x: Tensor) -> Tensor:
+    order = x[:, :1].argsort(0)
+    h = (x @ m.a).gather(0, order.expand(-1, 4)) * m.scale @ m.w
+    return torch.zeros_like(h).scatter(0, order.expand(-1, 2), h)
+
+
+def added(m: Bare, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return x.new_zeros(len(x), 2).index_add(0, order, (x @ m.a).index_select(0, order) * m.scale @ m.w)
+
+
+def put(m: Bare, x: Tensor) -> Tensor:
+    order, out = x[:, 0].argsort(), x.new_zeros(len(x), 2)
+    out[order] = (x[order] @ m.a) * m.scale @ m.w
+    return out
+
+
+def copied(m: Bare, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return torch.zeros(len(x), 2).index_copy(0, order, x[order] @ m.a * m.scale @ m.w)
+
+
+def by_matrix(m: Bare, x: Tensor) -> Tensor:
+    p = torch.eye(len(x))[x[:, 0].argsort()]
+    return p.mT @ (((p @ x) @ m.a).tanh() * m.scale @ m.w)
+
+
+def cut_and_joined(m: Bare, x: Tensor) -> Tensor:
+    """The positive first, as a router does."""
+    first, second = (x[:, 0] > 0).nonzero()[:, 0], (x[:, 0] <= 0).nonzero()[:, 0]
+    h = torch.cat([x[first] @ m.a, x[second] @ m.a * m.scale]) @ m.w
+    return h[torch.cat([first, second]).argsort()]
+
+
+def one_by_one(m: Bare, x: Tensor) -> Tensor:
+    rows = {int(n): (x[n] @ m.a).tanh() * m.scale @ m.w for n in x[:, 0].argsort()}
+    return torch.stack([rows[n] for n in range(len(x))])
+
+
+def by_table(m: Bare, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return (F.embedding(order, x @ m.a) * m.scale @ m.w)[order.argsort()]
+
+
+def rotated(m: Bare, x: Tensor) -> Tensor:
+    k = int(x[:, 0].argmax())
+    h = torch.cat([x[k:], x[:k]]) @ m.a * m.scale @ m.w
+    return torch.cat([h[len(x) - k :], h[: len(x) - k]])
+
+
+def rolled(m: Bare, x: Tensor) -> Tensor:
+    k = int(x[:, 0].argmax())
+    return (x.roll(-k, 0) @ m.a * m.scale @ m.w).roll(k, 0)
+
+
+def flipped(m: Bare, x: Tensor) -> Tensor:
+    is_up = bool(x[0, 0] > x[-1, 0])
+    h = (x if is_up else x.flip(0)) @ m.a * m.scale @ m.w
+    return h if is_up else h.flip(0)
+
+
+def joined_by_size(m: Bare, x: Tensor) -> Tensor:
+    """In two parts, of which the second comes first where it has the largest entry."""
+    k = len(x) // 2
+    parts = [x[:k], x[k:]]
+    is_turned = bool(x[:, 0].argmax() >= k)
+    h = torch.cat(parts[::-1] if is_turned else parts) @ m.a * m.scale @ m.w
+    return torch.cat([h[len(x) - k :], h[: len(x) - k]]) if is_turned else h
+
+
+def dealt(m: Bare, x: Tensor) -> Tensor:
+    """In rounds, as cards are."""
+    k = (1, 3)[int(x[:, 0].argmax() < 3)]
+    n = len(x) // k
+    h = x.unflatten(0, (k, n)).transpose(0, 1).flatten(0, 1) @ m.a * m.scale @ m.w
+    return h.unflatten(0, (n, k)).transpose(0, 1).flatten(0, 1)
+
+
+PERMUTING = [
+    *(sorted_inside, gathered, added, put, copied, by_matrix, cut_and_joined, one_by_one, by_table),
+    *(rotated, rolled, flipped, joined_by_size, dealt),
+]
+
+
+@pytest.mark.parametrize("how", PERMUTING)
+@pytest.mark.parametrize("layer", [True, False])
+def test_an_order_inside_that_changes(how: Callable[..., Tensor], layer: bool) -> None:
+    def ordered(x: Tensor, down: bool = False) -> Tensor:
+        return x[x[:, 0].argsort(descending=down)]
+
+    xs = [torch.randn(6, 3) for _ in range(6)]
+    model = Bare(lambda m, x: how(m, m.layer(x) if layer else x), **weights(), layer=nn.Linear(3, 3))
+    if not layer:
+        del model.layer
+    else:
+        nn.init.eye_(model.layer.weight)
+    check_right(model, (ordered(xs[0]),), (ordered(xs[1]),), *[(x,) for x in xs[2:]], (ordered(xs[0], True),), (xs[1][:3],))
+
+
+@pytest.mark.parametrize("how", [rotated, rolled, flipped, joined_by_size, dealt, by_matrix, added])
+def test_an_order_that_changes_between_layers(how: Callable[..., Tensor]) -> None:
+    """Their rules read all of the model, and no parameter asks for a walk through its graph."""
+    own = {"a": torch.eye(3, 4), "scale": torch.ones(4), "w": torch.eye(4)}
+    fixed = Bare(how, **own).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(3, 3), Bare(lambda m, x: fixed.how(m, x)), nn.Linear(4, 2))
+    for name, x in own.items():
+        model[1].register_buffer(name, x)
+    first = torch.linspace(2, -2, 6)[:, None] + 0.1 * torch.randn(6, 3)
+    model = nn.Sequential(model[0], model[1], model[2])
+    nn.init.eye_(model[0].weight)
+    check_right(model, (first,), (first,), *[(torch.randn(6, 3),) for _ in range(4)])
+
+
+@pytest.mark.parametrize("cell", ["bare", "layer"])
+def test_packing_that_sorts(cell: str) -> None:
+    def how(m: Bare, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        if cell == "layer":
+            padded, _ = pad_packed_sequence(m.rnn(packed)[0], batch_first=True)
+        else:
+            inside = packed._replace(data=(packed.data @ m.a).tanh() * m.scale)
+            padded, _ = pad_packed_sequence(inside, batch_first=True)
+        return padded.sum(1) @ m.w
+
+    own = weights() if cell == "bare" else {"w": torch.randn(4, 2), "rnn": nn.GRU(3, 4, batch_first=True)}
+    lengths = [[5, 4, 3, 1], [5, 3, 2, 1], [1, 3, 2, 5], [2, 2, 5, 4], [4, 5, 5, 1]]
+    check_right(Bare(how, **own), *[(torch.randn(4, 5, 3), torch.tensor(own)) for own in lengths])
+
+
+# Where the batch is not
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_time_first_with_as_many_steps_as_samples(samples: int) -> None:
+    model = Bare(lambda m, x: (m.layer(x) * m.scale).tanh(), scale=torch.randn(4), layer=nn.Linear(3, 4))
+    batches = [(torch.randn(4, samples, 3),) for _ in range(3)]
+    check_right(model, *batches, run=lambda m, x: squares(m(x).transpose(0, 1)), batch_dim=1)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_grid_of_as_many_points_as_samples(given: bool) -> None:
+    """SIREN's: the same for all samples."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        grid = m.grid if given else torch.linspace(-1, 1, 4)[:, None]
+        field = (grid @ m.c).sin() @ m.w  # T 2
+        return torch.einsum("ni,to->nto", x @ m.a, field) * (m.mask if given else torch.ones(4, 2).tril())
+
+    model = Bare(how, a=torch.randn(3, 1), c=torch.randn(1, 4), w=torch.randn(4, 2))
+    model.register_buffer("grid", torch.linspace(-1, 1, 4)[:, None])
+    model.register_buffer("mask", torch.ones(4, 2).tril())
+    check_right(model, *[(torch.randn(n, 3),) for n in (4, 4, 3, 4, 1, 8)])
+
+
+@pytest.mark.parametrize("samples", [3, 4, 6])
+@pytest.mark.parametrize("made", ["buffer", "here", "of ones"])
+def test_a_mask_on_a_weight(made: str, samples: int) -> None:
+    """As many rows as samples or a divisor of them, and no data."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        mask = m.mask if made == "buffer" else torch.rand(3, 4).bernoulli() if made == "here" else torch.ones(3, 4).triu()
+        return (x @ (m.a * mask)).tanh() * m.scale
+
+    model = Bare(how, a=torch.randn(3, 4), scale=torch.randn(4))
+    model.register_buffer("mask", torch.rand(3, 4).bernoulli())
+    check_right(model, *[(torch.randn(samples, 3),) for _ in range(3)])
+
+
+DATA: dict[str, tuple[Callable[[Bare, Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "one-hot": (lambda m, x, ids: F.one_hot(ids, 5).double() @ m.table * m.scale, {}),
+    "one-hot of words": (lambda m, x, ids: F.one_hot(ids, 5).double().unsqueeze(1) @ m.table * m.scale, {}),
+    "detached": (lambda m, x, ids: (m.layer(x).detach() @ m.table[:4]) * m.scale, {"layer": True}),
+    "under no_grad": (lambda m, x, ids: (_no_grad(m, x) @ m.table[:4]) * m.scale, {"layer": True}),
+    "by ids": (lambda m, x, ids: m.table[ids] * m.scale, {}),
+    "embedded": (lambda m, x, ids: F.embedding(ids, m.table) * m.scale, {}),
+    "selected": (lambda m, x, ids: m.table.index_select(0, ids) * m.scale, {}),
+    "gathered": (lambda m, x, ids: m.table.gather(0, ids[:, None].expand(-1, 4)) * m.scale, {}),
+    "taken": (lambda m, x, ids: torch.take_along_dim(m.table, ids[:, None], 0) * m.scale, {}),
+    "where": (lambda m, x, ids: torch.where(x[:, :1] > 0, m.table[0], m.table[1]) * m.scale, {}),
+    "mask": (lambda m, x, ids: (m.table[0] * (x[:, :1] > 0)) @ m.table[1:].mT, {}),
+    "filled": (lambda m, x, ids: m.table[:1].expand(len(x), 4).masked_fill(x[:, :1] > 0, 0.5) * m.scale, {}),
+    "one after the other": (lambda m, x, ids: torch.stack([m.table[int(n)] for n in ids]) * m.scale, {}),
+    "bag": (lambda m, x, ids: F.embedding_bag(ids[:, None].expand(-1, 2), m.table, mode="sum") * m.scale, {}),
+    "lerp": (lambda m, x, ids: torch.lerp(m.table[0], m.table[1], x[:, :1].sigmoid()) * m.scale, {}),
+    "padding": (lambda m, x, ids: torch.cat([x, m.table[:1].expand(len(x), 4)], 1)[:, 2:6] * m.scale, {}),
+    "power": (lambda m, x, ids: m.scale.exp() ** x[:, :1] + m.table[0], {}),
+}
+
+
+def _no_grad(m: Bare, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return m.layer(x)
+
+
+@pytest.mark.parametrize("what", DATA)
+@pytest.mark.parametrize("samples", [1, 4, 5])
+def test_data_without_a_gradient(what: str, samples: int) -> None:
+    """Five rows of a table, and five samples."""
+    how, own = DATA[what]
+    model = Bare(how, table=torch.randn(5, 4), scale=torch.randn(4), **({"layer": nn.Linear(3, 4)} if own else {}))
+    batches = [(torch.randn(n, 3), torch.randint(5, (n,))) for n in (samples, samples, 3, samples)]
+    if what == "one after the other" and samples == 1:  # the graph has no sign of a sample
+        check_refused(model, *batches, may_be_right=True)
+    else:
+        check_right(model, *batches)
+
+
+# Mixing
+
+
+MIXING: dict[str, Callable[[Bare, Tensor], Tensor]] = {
+    "a mean of another layer": lambda m, x: (x @ m.a) * (x @ m.w).mean() * m.scale,
+    "a mean of another layer, detached data": lambda m, x: x[:, :2] * (x.detach() @ m.a).mean() * m.scale[:2],
+    "batch norm": lambda m, x: F.batch_norm(x @ m.a, None, None, m.scale, m.v, training=True),
+    "batch norm of data": lambda m, x: F.batch_norm(x @ m.a, None, None, training=True) * m.scale,
+    "rolled": lambda m, x: (x @ m.a + (x @ m.a).roll(1, 0)) * m.scale,
+    "products": lambda m, x: ((x @ m.a) @ (x @ m.a).mT).softmax(1) @ x @ m.a,
+    "largest": lambda m, x: (x @ m.a) / (x @ m.a).amax(0) * m.scale,
+    "chosen by index": lambda m, x: (x @ m.a)[x.argmax(0)[:1]] * x[:, :1] * m.scale,
+    "by order": lambda m, x: (x @ m.a)[x[:, 0].argsort()] * m.scale,
+    "through a weight": lambda m, x: x @ (m.a * (x @ m.a).mean(0)) * m.scale,
+    "a norm of all": lambda m, x: F.normalize(x @ m.a, dim=0) * m.scale,
+    "a convolution over samples": lambda m, x: F.conv1d((x @ m.a).mT[None], m.k, padding=1)[0].mT * m.scale,
+    "a product over samples": lambda m, x: (x @ m.a).cumprod(0) * m.scale,
+    "a solution": lambda m, x: torch.linalg.solve((x @ m.a).mT @ (x @ m.a) + torch.eye(4), (x @ m.a).mT).mT * m.scale,
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_mixing_beside_bare_parameters(what: str) -> None:
+    model = Bare(
+        MIXING[what], a=torch.randn(3, 4), w=torch.randn(3, 2), scale=torch.randn(4), v=torch.randn(4), k=torch.randn(4, 4, 3)
+    )
+    for name in ("a", "w", "scale", "v", "k"):
+        getattr(model, name).requires_grad_()
+    x = torch.randn(5, 3)
+    used = torch.autograd.grad(model(x).sum(), list(model.parameters()), allow_unused=True)
+    for (name, _), grad in zip(list(model.named_parameters()), used):
+        if grad is None:
+            delattr(model, name)
+    check_refused(model, *[(torch.randn(5, 3).flip(0),) for _ in range(3)], (torch.randn(8, 3),))
+
+
+WITHOUT_GRADIENT: dict[str, Callable[[Bare, Tensor], Tensor]] = {
+    "centred data": lambda m, x: (x - x.mean(0)) @ m.a * m.scale,
+    "data normalised": lambda m, x: F.batch_norm(x, None, None, training=True) @ m.a * m.scale,
+    "data rolled": lambda m, x: (x + x.roll(1, 0)) @ m.a * m.scale,
+    "ranks": lambda m, x: x @ m.a * m.scale * (1 + x[:, :1].argsort(0)),
+    "one-hot centred": lambda m, x: (F.one_hot(x.argmax(1), 3) - F.one_hot(x.argmax(1), 3).double().mean(0)) @ m.a * m.scale,
+    "detached": lambda m, x: (x @ m.a - (x @ m.a).mean(0).detach()) * m.scale,
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_GRADIENT)
+def test_mixing_of_values_alone(what: str) -> None:
+    """The rows are the derivatives of each loss; asked whether samples are independent, all of it is refused."""
+    for independent in (False, True):
+        model = Bare(WITHOUT_GRADIENT[what], a=torch.randn(3, 4), scale=torch.randn(4))
+        batches = [(torch.randn(5, 3),) for _ in range(3)]
+        if independent:
+            check_refused(model, *batches, independent=True)
+        else:
+            check_right(model, *batches)
+
+
+def test_a_gate_that_opens_on_bare_parameters() -> None:
+    """Behind zero there may be mixing or none."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h = x @ m.a
+        return x[:, :2] * m.v + m.gate * ((h - h.mean(0) if m.mixes else h * m.scale) @ m.w)
+
+    for mixes in (False, True):
+        model = Bare(how, a=torch.randn(3, 4), w=torch.randn(4, 2), gate=torch.zeros(()), v=torch.randn(2))
+        model.scale, model.mixes = (None if mixes else nn.Parameter(torch.randn(4))), mixes
+        with autograd_hacks.add_hooks(model):
+            for gate in (0.0, 0.0, 0.5, 0.3):
+                nn.init.constant_(model.gate, gate)
+                (check_refused if mixes else check_right)(model, (torch.randn(4, 3),), run=of_squares)
