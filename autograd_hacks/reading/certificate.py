@@ -93,8 +93,10 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
     """
     length = 0.0
     for call, grads, scale in found:
+        # What is too small for the dtype loses its digits, of each term.
+        lost = scale * torch.finfo(grads.first.dtype).tiny * grads.first.numel() ** 0.5
         if not isinstance(call, LayerCall):
-            length += scale * grads.length
+            length += scale * grads.length + lost
             continue
         in_turn = isinstance(call.layer, _ADD_IN_TURN) and all(isinstance(leaf, Dense) for leaf in form.leaves())
         terms = grads.first.numel() / max(1, form.shape.numel()) if in_turn else 1
@@ -105,10 +107,9 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
             times = int(part_of(call.argument(0, "input")).flatten().bincount().max())
             length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * float(grads.first.abs().max())
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
-        # What is too small for the dtype loses its digits, of each term.
         inputs = [part_of(x) for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
         largest = max([1.0, *(float(x.abs().max()) for x in inputs if x.numel())])
-        length += scale * torch.finfo(grads.first.dtype).tiny * largest * grads.first.numel() ** 0.5
+        length += lost * largest
     return length
 
 
@@ -151,7 +152,9 @@ def agree(
     if not finite.any():
         return True  # there is nothing to compare
     expected, difference = expected.where(finite, 0), difference.where(finite, 0)
-    if difference.max() <= tolerance * expected.abs().max():
+    # Of numbers so small that they are multiples of the least one, each is off by some of that.
+    least = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes)
+    if difference.max() <= tolerance * expected.abs().max() + 8 * least * float(w.abs().sum()):
         return True
     is_coarse = max(torch.finfo(dtype).eps for dtype in dtypes) > 1e-4
     is_summed = is_coarse or any(isinstance(leaf, Chained | Dense) for leaf in form.leaves())

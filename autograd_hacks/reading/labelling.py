@@ -261,6 +261,8 @@ class Passes:
         rule = rule_for(call.layer)
         if verdict.labels is None or rule is None or rule.count is not None or rule.recomputes:
             return False
+        if verdict.labels.ndim < 2:  # one sample, without an axis
+            return False
         rows = rows_of(verdict.labels)
         if rows is not None:
             found.labels[call] = rows

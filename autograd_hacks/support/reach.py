@@ -256,7 +256,8 @@ def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
     return ProbeFailed(
         f"whether samples are independent can't be shown: for that the model is run again, and {where}, an object of "
         f"type {type(thing).__name__}, would be somewhere else afterwards ({why}). Nothing has been run. Give the model "
-        "what comes out of it as an argument, or keep something that copy.deepcopy takes; without the proof: independent=False."
+        "what comes out of it as an argument, or keep something that copy.deepcopy takes; without the proof: "
+        "independent=False."
     )
 
 

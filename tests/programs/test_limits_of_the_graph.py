@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("double")
 
 def weights() -> dict[str, Any]:
     return {
-        "a": torch.randn(3, 4), "b": torch.randn(4, 1), "c": torch.randn(1, 4), "scale": torch.randn(4), "w": torch.randn(4, 2)
+        "a": torch.randn(3, 4), "b": torch.randn(4, 1), "c": torch.randn(1, 4), "scale": torch.randn(4),
+        "w": torch.randn(4, 2),
     }  # fmt: skip
 
 
@@ -33,8 +34,7 @@ def merged(m: Bare, x: Tensor) -> Tensor:
 
 def sorted_inside(m: Bare, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
-    h = ((x @ m.a)[order].tanh() * m.scale) @ m.w
-    return h[order.argsort()]
+    return (((x @ m.a)[order].tanh() * m.scale) @ m.w)[order.argsort()]
 
 
 # So many samples that one digit doesn't tell them apart
@@ -138,117 +138,120 @@ def test_experts_in_one_stack_by_index() -> None:
 # The batch in another order inside, and in order at first
 
 
-def gathered(m: Bare, x: Tensor) -> Tensor:
+Inner = Callable[[Tensor], Tensor]
+"""What each sample goes through by itself, N 3 -> N 2."""
+
+
+def indexed(f: Inner, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return f(x[order])[order.argsort()]
+
+
+def gathered(f: Inner, x: Tensor) -> Tensor:
     order = x[:, :1].argsort(0)
-    h = (x @ m.a).gather(0, order.expand(-1, 4)) * m.scale @ m.w
+    h = f(x.gather(0, order.expand(-1, 3)))
     return torch.zeros_like(h).scatter(0, order.expand(-1, 2), h)
 
 
-def added(m: Bare, x: Tensor) -> Tensor:
+def added(f: Inner, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
-    return x.new_zeros(len(x), 2).index_add(0, order, (x @ m.a).index_select(0, order) * m.scale @ m.w)
+    return x.new_zeros(len(x), 2).index_add(0, order, f(x.index_select(0, order)))
 
 
-def put(m: Bare, x: Tensor) -> Tensor:
+def put(f: Inner, x: Tensor) -> Tensor:
     order, out = x[:, 0].argsort(), x.new_zeros(len(x), 2)
-    out[order] = (x[order] @ m.a) * m.scale @ m.w
+    out[order] = f(x[order])
     return out
 
 
-def copied(m: Bare, x: Tensor) -> Tensor:
+def copied(f: Inner, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
-    return torch.zeros(len(x), 2).index_copy(0, order, x[order] @ m.a * m.scale @ m.w)
+    return torch.zeros(len(x), 2).index_copy(0, order, f(x[order]))
 
 
-def by_matrix(m: Bare, x: Tensor) -> Tensor:
+def by_table(f: Inner, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return f(F.embedding(order, x))[order.argsort()]
+
+
+def by_matrix(f: Inner, x: Tensor) -> Tensor:
     p = torch.eye(len(x))[x[:, 0].argsort()]
-    return p.mT @ (((p @ x) @ m.a).tanh() * m.scale @ m.w)
+    return p.mT @ f(p @ x)
 
 
-def cut_and_joined(m: Bare, x: Tensor) -> Tensor:
-    """The positive first, as a router does."""
+def chosen_first(f: Inner, x: Tensor) -> Tensor:
     first, second = (x[:, 0] > 0).nonzero()[:, 0], (x[:, 0] <= 0).nonzero()[:, 0]
-    h = torch.cat([x[first] @ m.a, x[second] @ m.a * m.scale]) @ m.w
-    return h[torch.cat([first, second]).argsort()]
+    return torch.cat([f(x[first]), f(x[second])])[torch.cat([first, second]).argsort()]
 
 
-def one_by_one(m: Bare, x: Tensor) -> Tensor:
-    rows = {int(n): (x[n] @ m.a).tanh() * m.scale @ m.w for n in x[:, 0].argsort()}
-    return torch.stack([rows[n] for n in range(len(x))])
+def one_by_one(f: Inner, x: Tensor) -> Tensor:
+    rows = {int(n): f(x[n : n + 1]) for n in x[:, 0].argsort()}
+    return torch.cat([rows[n] for n in range(len(x))])
 
 
-def by_table(m: Bare, x: Tensor) -> Tensor:
+def rotated(f: Inner, x: Tensor) -> Tensor:
+    k, n = int(x[:, 0].argmax()), len(x)
+    h = f(torch.cat([x[k:], x[:k]]))
+    return torch.cat([h[n - k :], h[: n - k]])
+
+
+def unbound(f: Inner, x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
-    return (F.embedding(order, x @ m.a) * m.scale @ m.w)[order.argsort()]
+    h = f(torch.stack([x.unbind()[n] for n in order])).unbind()
+    return torch.stack([h[n] for n in order.argsort()])
 
 
-def rotated(m: Bare, x: Tensor) -> Tensor:
+def rolled(f: Inner, x: Tensor) -> Tensor:
     k = int(x[:, 0].argmax())
-    h = torch.cat([x[k:], x[:k]]) @ m.a * m.scale @ m.w
+    return f(x.roll(-k, 0)).roll(k, 0)
+
+
+def flipped(f: Inner, x: Tensor) -> Tensor:
+    return f(x) if bool(x[0, 0] > x[-1, 0]) else f(x.flip(0)).flip(0)
+
+
+def halves(f: Inner, x: Tensor) -> Tensor:
+    """The half with the largest entry comes first."""
+    k = len(x) // 2
+    if bool(x[:, 0].argmax() < k):
+        return f(x)
+    h = f(torch.cat([x[k:], x[:k]]))
     return torch.cat([h[len(x) - k :], h[: len(x) - k]])
 
 
-def rolled(m: Bare, x: Tensor) -> Tensor:
-    k = int(x[:, 0].argmax())
-    return (x.roll(-k, 0) @ m.a * m.scale @ m.w).roll(k, 0)
-
-
-def flipped(m: Bare, x: Tensor) -> Tensor:
-    is_up = bool(x[0, 0] > x[-1, 0])
-    h = (x if is_up else x.flip(0)) @ m.a * m.scale @ m.w
-    return h if is_up else h.flip(0)
-
-
-def joined_by_size(m: Bare, x: Tensor) -> Tensor:
-    """In two parts, of which the second comes first where it has the largest entry."""
-    k = len(x) // 2
-    parts = [x[:k], x[k:]]
-    is_turned = bool(x[:, 0].argmax() >= k)
-    h = torch.cat(parts[::-1] if is_turned else parts) @ m.a * m.scale @ m.w
-    return torch.cat([h[len(x) - k :], h[: len(x) - k]]) if is_turned else h
-
-
-def dealt(m: Bare, x: Tensor) -> Tensor:
+def dealt(f: Inner, x: Tensor) -> Tensor:
     """In rounds, as cards are."""
-    k = (1, 3)[int(x[:, 0].argmax() < 3)]
+    k = 3 if bool(x[:, 0].argmax() < 3) else 1
     n = len(x) // k
-    h = x.unflatten(0, (k, n)).transpose(0, 1).flatten(0, 1) @ m.a * m.scale @ m.w
-    return h.unflatten(0, (n, k)).transpose(0, 1).flatten(0, 1)
+    return f(x.unflatten(0, (k, n)).transpose(0, 1).flatten(0, 1)).unflatten(0, (n, k)).transpose(0, 1).flatten(0, 1)
 
 
-PERMUTING = [
-    *(sorted_inside, gathered, added, put, copied, by_matrix, cut_and_joined, one_by_one, by_table),
-    *(rotated, rolled, flipped, joined_by_size, dealt),
-]
+@pytest.mark.parametrize("inside", ["bare", "layers", "layers around"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(indexed, gathered, added, put, copied, by_table, by_matrix, chosen_first, one_by_one),
+        *(rotated, unbound, rolled, flipped, halves, dealt),
+    ],
+)
+def test_an_order_inside_that_changes(how: Callable[[Inner, Tensor], Tensor], inside: str) -> None:
+    """In order at first.  Of layers their rules read all, and no parameter asks for a walk through the graph."""
 
+    def run(m: Bare, x: Tensor) -> Tensor:
+        if inside == "bare":
+            return how(lambda rows: (rows @ m.a).tanh() * m.scale @ m.w, x)
+        return m.last(how(m.inner, m.first(x) if inside == "layers around" else x))
 
-@pytest.mark.parametrize("how", PERMUTING)
-@pytest.mark.parametrize("layer", [True, False])
-def test_an_order_inside_that_changes(how: Callable[..., Tensor], layer: bool) -> None:
-    def ordered(x: Tensor, down: bool = False) -> Tensor:
-        return x[x[:, 0].argsort(descending=down)]
-
-    xs = [torch.randn(6, 3) for _ in range(6)]
-    model = Bare(lambda m, x: how(m, m.layer(x) if layer else x), **weights(), layer=nn.Linear(3, 3))
-    if not layer:
-        del model.layer
-    else:
-        nn.init.eye_(model.layer.weight)
-    check_right(model, (ordered(xs[0]),), (ordered(xs[1]),), *[(x,) for x in xs[2:]], (ordered(xs[0], True),), (xs[1][:3],))
-
-
-@pytest.mark.parametrize("how", [rotated, rolled, flipped, joined_by_size, dealt, by_matrix, added])
-def test_an_order_that_changes_between_layers(how: Callable[..., Tensor]) -> None:
-    """Their rules read all of the model, and no parameter asks for a walk through its graph."""
-    own = {"a": torch.eye(3, 4), "scale": torch.ones(4), "w": torch.eye(4)}
-    fixed = Bare(how, **own).requires_grad_(False)
-    model = nn.Sequential(nn.Linear(3, 3), Bare(lambda m, x: fixed.how(m, x)), nn.Linear(4, 2))
-    for name, x in own.items():
-        model[1].register_buffer(name, x)
-    first = torch.linspace(2, -2, 6)[:, None] + 0.1 * torch.randn(6, 3)
-    model = nn.Sequential(model[0], model[1], model[2])
-    nn.init.eye_(model[0].weight)
-    check_right(model, (first,), (first,), *[(torch.randn(6, 3),) for _ in range(4)])
+    own: dict[str, Any] = {"a": torch.randn(3, 4), "scale": torch.randn(4), "w": torch.randn(4, 2)}
+    if inside != "bare":
+        own = {"inner": nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "last": nn.Linear(2, 2)}
+    if inside == "layers around":
+        own["first"] = nn.Linear(3, 3)
+        nn.init.eye_(own["first"].weight)
+    for down in (False, True):
+        xs = [torch.randn(6, 3) for _ in range(7)]
+        xs[:2] = [x[x[:, 0].argsort(descending=down)] for x in xs[:2]]
+        check_right(Bare(run, **own), *[(x,) for x in xs], (xs[0],), (xs[1].flip(0),), (xs[2][:3],), (xs[3],))
 
 
 @pytest.mark.parametrize("cell", ["bare", "layer"])
@@ -369,7 +372,12 @@ MIXING: dict[str, Callable[[Bare, Tensor], Tensor]] = {
 @pytest.mark.parametrize("what", MIXING)
 def test_mixing_beside_bare_parameters(what: str) -> None:
     model = Bare(
-        MIXING[what], a=torch.randn(3, 4), w=torch.randn(3, 2), scale=torch.randn(4), v=torch.randn(4), k=torch.randn(4, 4, 3)
+        MIXING[what],
+        a=torch.randn(3, 4),
+        w=torch.randn(3, 2),
+        scale=torch.randn(4),
+        v=torch.randn(4),
+        k=torch.randn(4, 4, 3),
     )
     for name in ("a", "w", "scale", "v", "k"):
         getattr(model, name).requires_grad_()
