@@ -20,7 +20,7 @@ from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
 from autograd_hacks.forms import Form, add
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.owners import NOBODY
-from autograd_hacks.probe.plan import AXES, MIXING, ROWS, Place, Plan
+from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import NESTED, Known
 from autograd_hacks.probe.routes import Routes, places_left
 from autograd_hacks.reading.certificate import agree, received_by
@@ -229,7 +229,10 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     plan.mixing = why_mixed(ran, found, mixed_outputs) if found.mixed or mixed_outputs else ""
     plan.refused = dict.fromkeys(found.mixed, plan.mixing)
     for noted in ran.noted:
-        plan.set_place(noted.call.path, noted.number, found.calls[noted.call])
+        place = found.calls[noted.call]
+        plan.set_place(noted.call.path, noted.number, place)
+        if place.kind == NOT_OF_BATCH:
+            noted.call.edges = {}  # whose rows come of where its output meets the batch
     plan.checkpoints = found.checkpoints
     keys, places, behind = meetings.keys, dict[Any, list[Place]](), Behind(ran)
     plan.nodes = {}

@@ -1,0 +1,335 @@
+"""Programs whose graph is out of the ordinary: other precisions, kinds of nodes, functions of the user's own, and what the
+user's own backward pass needs of them afterwards."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import squares
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from twin import Bare, check_refused, check_right
+
+import autograd_hacks
+
+Function: Any = torch.autograd.Function
+How = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _double(request: pytest.FixtureRequest) -> None:
+    if "dtype" not in request.fixturenames:
+        request.getfixturevalue("double")
+
+
+# Few digits, small numbers
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.1, 0.01, 0.001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_that_shrink(dtype: torch.dtype, factor: float) -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        return (((x @ m.a).tanh() * m.scale).cumsum(1) @ (m.w + m.b @ m.c)) * factor
+
+    own = {
+        "a": torch.randn(3, 4),
+        "scale": torch.randn(4),
+        "w": torch.randn(4, 2),
+        "b": torch.randn(4, 1),
+        "c": torch.randn(1, 2),
+    }
+    batches = [(torch.randn(5, 3).to(dtype),) for _ in range(3)]
+    check_right(Bare(how, **own).to(dtype), *batches, run=lambda m, x: squares(m(x).float()), inside=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_and_a_scaled_loss(dtype: torch.dtype) -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        return ((x @ m.a).tanh() * m.scale).cumsum(1) @ (m.w + m.b @ m.c)
+
+    own = {
+        "a": torch.randn(3, 4),
+        "scale": torch.randn(4),
+        "w": torch.randn(4, 2),
+        "b": torch.randn(4, 1),
+        "c": torch.randn(1, 2),
+    }
+    batches = [(torch.randn(5, 3),) for _ in range(3)]
+    context = lambda: torch.autocast("cpu", dtype)  # noqa: E731
+    check_right(Bare(how, **own), *batches, run=lambda m, x: squares(m(x).float()) * 1024, context=context, inside=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+@pytest.mark.parametrize("gain", [0.3, 1.0])
+def test_eighty_layers(dtype: torch.dtype, gain: float) -> None:
+    """At the first of them gradients are of the size of denormals."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.scale = nn.Parameter(gain * torch.randn(3, 3) / 3**0.5), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w).tanh() * self.scale
+
+    model = nn.Sequential(*[Layer() for _ in range(80)])
+    check_right(model, *[(torch.randn(4, 3),) for _ in range(2)])
+
+
+# Backward passes that aren't linear in the gradient
+
+
+class Normed(Function):
+    """Hands on a gradient that is as long as one, for all samples together or for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, each: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.each = each
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        g = g / (g.norm(dim=1, keepdim=True) if ctx.each else g.norm()).clamp(min=1e-30)
+        return g * w, (g * x).sum(0), None
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_function_that_normalises_gradients(each: bool) -> None:
+    """Its rows don't add up to the gradient, and each loss alone has others still."""
+    model = Bare(
+        lambda m, x: Normed.apply(x @ m.a, m.scale, each) @ m.w,
+        a=torch.randn(3, 4), scale=torch.randn(4), w=torch.randn(4, 2)
+    )  # fmt: skip
+    check_refused(model, *[(torch.randn(5, 3),) for _ in range(3)])
+
+
+@pytest.mark.parametrize("what", ["scale", "clamp", "sign", "own norm"])
+def test_hooks_on_gradients(what: str) -> None:
+    """Those that are no matter of the losses' weights: clamped gradients of a mean are others than those of one loss."""
+    hooks: dict[str, Callable[[Tensor], Tensor]] = {
+        "scale": lambda g: -3 * g,
+        "clamp": lambda g: g.clamp(-1e-1, 1e-1),
+        "sign": torch.sign,
+        "own norm": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-30),
+    }
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h = x @ m.a
+        if h.requires_grad:
+            h.register_hook(hooks[what])
+        return (h * m.scale) @ m.w
+
+    model = Bare(how, a=torch.randn(3, 4), scale=torch.randn(4), w=torch.randn(4, 2))
+    batches = [(torch.randn(5, 3),) for _ in range(3)]
+    if what == "scale":
+        check_right(model, *batches)
+    else:
+        check_right(model, *batches, total="sum")
+
+
+# Parameters that open later, shared ones, loops
+
+
+def test_an_adapter_that_opens() -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        return (x @ (m.w + m.down @ m.up) + x @ m.first @ m.second).tanh() @ m.head
+
+    model = Bare(
+        how, w=torch.randn(3, 4), down=torch.randn(3, 1), up=torch.zeros(1, 4), first=torch.randn(3, 1),
+        second=torch.zeros(1, 4), head=torch.zeros(4, 2),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(4):
+            check_right(model, (torch.randn(5, 3),))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("samples", [3, 4])
+def test_one_weight_over_positions_and_over_samples_first(samples: int, layers: bool) -> None:
+    """The same chain of nodes, two layouts."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        f = m.layer if layers else lambda h: (h @ m.w) * m.scale
+        h = f(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
+        h = f(h.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0])).tanh()
+        return f(h.transpose(0, 1)).sum(1)
+
+    own = {"layer": nn.Linear(3, 3)} if layers else {"w": torch.randn(3, 3), "scale": torch.randn(3)}
+    check_right(Bare(how, **own), *[(torch.randn(n, 4, 3),) for n in (samples, samples, 5, 4)])
+
+
+def test_a_loop_over_samples() -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        return torch.stack([(row @ m.w).tanh() * m.scale for row in x])
+
+    own = {"w": torch.randn(3, 4)}
+    check_right(Bare(how, **own, scale=torch.randn(4)), *[(torch.randn(n, 3),) for n in (4, 4, 2, 6, 1, 5)])
+
+
+def test_a_loop_of_another_length_for_each_batch() -> None:
+    def how(m: Bare, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().max() * 3) % 4 + 1):
+            x = (x @ m.w).tanh() * m.scale
+        return x
+
+    check_right(Bare(how, w=torch.randn(3, 3), scale=torch.randn(3)), *[(torch.randn(4, 3),) for _ in range(6)])
+
+
+# Losses beside outputs
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("used", [True, False])
+def test_a_loss_of_balance_beside_logits(shape: tuple[int, ...], used: bool) -> None:
+    """A router's: squares of means over samples."""
+
+    def how(m: Bare, x: Tensor) -> tuple[Tensor, Tensor]:
+        p = (x @ m.router).softmax(1)
+        return (x @ m.w)[:, :3] * p, p.mean(0).square().sum().reshape(shape)
+
+    model = Bare(how, router=torch.randn(3, 3), w=torch.randn(3, 3))
+    batches = [(torch.randn(5, 3),) for _ in range(3)]
+    if not used:
+        check_right(model, *batches, run=lambda m, x: squares(m(x)[0]))
+        return
+    with autograd_hacks.add_hooks(model):
+        for (x,) in batches:
+            logits, balance = model(x)
+            (squares(logits).mean() + balance.sum()).backward()
+            with pytest.raises(autograd_hacks.errors.PerSampleGradientError):
+                autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("how", ["layer", "function", "dense too"])
+def test_sparse_gradients_of_a_table(how: str) -> None:
+    def run(m: Bare, ids: Tensor) -> Tensor:
+        if how == "layer":
+            return m.layer(ids).sum(1) * m.scale
+        h = F.embedding(ids, m.table, sparse=True).sum(1) * m.scale
+        return h if how == "function" else h @ m.table.mT
+
+    own = {"layer": nn.Embedding(6, 4, sparse=True)} if how == "layer" else {"table": torch.randn(6, 4)}
+    check_right(Bare(run, **own, scale=torch.randn(4)), *[(torch.randint(6, (4, 3)),) for _ in range(3)])
+
+
+# The user's own backward pass
+
+
+class Deleting(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x, w
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        found = g * ctx.w, (g * ctx.x).sum(0)
+        del ctx.x, ctx.w
+        return found
+
+
+class Checking(Function):
+    """Takes no gradients but those that its loss makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        if bool((g.sum(1).abs() > 1e-9).any()):
+            raise ValueError("gradients that don't sum to nothing")
+        return g * w, (g * x).sum(0)
+
+
+@pytest.mark.parametrize("function", [Deleting, Checking])
+@pytest.mark.parametrize("reads", ["its own", "behind it", "above it"])
+def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> None:
+    """The forward and the backward pass come to their end.  Rows that can't be had are refused."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        h = x @ m.a if reads == "behind it" else x
+        h = function.apply(h, m.scale if reads == "its own" else torch.full_like(h[0], 2).requires_grad_())
+        return h - h.mean(1, keepdim=True) if function is Checking else h @ m.w if reads == "above it" else h
+
+    own = {"its own": {"scale": torch.randn(3)}, "behind it": {"a": torch.randn(3, 3)}, "above it": {"w": torch.randn(3, 3)}}
+    if function is Checking and reads == "above it":
+        pytest.skip("nothing is above it")
+    check_refused(Bare(how, **own[reads]), *[(torch.randn(4, 3),) for _ in range(3)], may_be_right=True)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("how", ["counted", "on CPU", "numpy"])
+def test_hooks_on_saved_tensors(how: str, layers: bool) -> None:
+    """As of offloading."""
+    store: dict[int, Any] = {}
+
+    def pack(x: Tensor) -> Any:
+        key = len(store) + 1
+        store[key] = x.detach().numpy() if how == "numpy" else x
+        return key
+
+    def unpack(key: int) -> Tensor:
+        return torch.from_numpy(store[key]) if how == "numpy" else store[key]
+
+    def run(m: Bare, x: Tensor) -> Tensor:
+        hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with torch.autograd.graph.save_on_cpu() if how == "on CPU" else hooks:
+            return squares(m(x))
+
+    model = Bare(
+        lambda m, x: (m.layer(x) if layers else x @ m.a).tanh() * m.scale,
+        **({"layer": nn.Linear(3, 4)} if layers else {"a": torch.randn(3, 4)}), scale=torch.randn(4)
+    )  # fmt: skip
+    batches = [(torch.randn(5, 3),) for _ in range(3)]
+    if how == "pop":
+        check_refused(model, *batches, run=run, may_be_right=True)
+    else:
+        check_right(model, *batches, run=run)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_data_that_change_in_place(when: str) -> None:
+    model, x = Bare(lambda m, x: (x @ m.a).tanh() * m.scale, a=torch.randn(3, 4), scale=torch.randn(4)), torch.randn(5, 3)
+    with autograd_hacks.add_hooks(model):
+        losses = squares(model(x))
+        if when == "forward":
+            x.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                losses.mean().backward()
+        else:
+            losses.mean().backward()
+            x.zero_()
+            with contextlib.suppress(autograd_hacks.errors.StaleRecord):
+                autograd_hacks.compute_grad1(model)
+                torch.testing.assert_close(model.a.grad1.mean(0), model.a.grad)
+        model.zero_grad()
+        check_right(model, (torch.randn(5, 3),))
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_checkpointed_segment_runs_as_often_as_without_the_library(bare: bool) -> None:
+    runs: list[int] = []
+
+    def inside(m: Bare, h: Tensor) -> Tensor:
+        runs.append(1)
+        return (h @ m.a).tanh() * m.scale if bare else m.layer(h).tanh()
+
+    own = {"a": torch.randn(3, 4), "scale": torch.randn(4)} if bare else {"layer": nn.Linear(3, 4)}
+    model, x = Bare(lambda m, x: checkpoint(lambda h: inside(m, h), x, use_reentrant=False), **own), torch.randn(5, 3)
+    with autograd_hacks.add_hooks(model, probe="once"):
+        for number in range(3):
+            runs.clear()
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert number == 0 or len(runs) == 2
