@@ -8,7 +8,7 @@ autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 import sys
 
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.capture import attached
+from autograd_hacks.capture import hooks
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.curvature.backprop import backprop_hess
@@ -27,7 +27,8 @@ from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.streaming import streaming
 from autograd_hacks.verbs.verify import verify
 
-sys.modules["autograd_hacks.hooks"] = attached  # where old pickles of hooked models look for what is left of a hook
+# Where old pickles of hooked models look for what is left of a hook.
+sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], hooks))
 
 __version__ = "0.1.0"
 

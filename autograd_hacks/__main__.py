@@ -83,9 +83,9 @@ def _machine() -> Iterator[str]:
     yield f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}"
     yield f"torch           {torch.__version__}, {torch.get_num_threads()} threads"
     yield f"Python          {platform.python_version()}, {platform.platform()}"
-    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    devices = ["CPU", *(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))]
     devices += ["MPS"] if torch.backends.mps.is_available() else []
-    yield f"devices         {', '.join(['CPU', *devices])}"
+    yield f"devices         {', '.join(devices)}"
     yield f"tools           {', '.join(f'{name} {_version(name)}' for name in TOOLS)}"
 
 
@@ -101,8 +101,7 @@ Given = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def _made_for_the_purpose() -> Given:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    draws = torch.Generator().manual_seed(0)
+    device, draws = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {}
 
@@ -152,28 +151,25 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
-            independence = _independence(model, args, kwargs)
+            independence, status = _independence(model, args, kwargs)
         except Exception as error:  # whatever a user's model raises: that is what the doctor is to say
             print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
             return 1
     print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
     print(f"\n{name}: the per-sample gradients of {len(rows)} parameters are autograd's")
-    print(f"{name}: {independence or 'samples are independent: outputs keep their values when other samples are replaced'}")
-    return int(independence.startswith(_DEPENDS))
+    print(f"{name}: {independence}")
+    return status
 
 
-_DEPENDS = "samples are not independent"
-
-
-def _independence(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why samples are not independent, or that was not shown; nothing where they are."""
+def _independence(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+    """Whether samples are independent, in words, and as an exit status."""
     try:
         autograd_hacks.verify(model, args=args, kwargs=kwargs, independent=True)
     except SamplesMixed as error:
-        return f"{_DEPENDS}, which private training needs. {error}"
+        return f"samples are not independent, which private training needs. {error}", 1
     except ProbeFailed as error:
-        return f"that samples are independent was not shown, which private training needs. {error}"
-    return ""
+        return f"that samples are independent was not shown, which private training needs. {error}", 0
+    return "samples are independent: outputs keep their values when other samples are replaced", 0
 
 
 if __name__ == "__main__":

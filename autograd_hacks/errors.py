@@ -42,8 +42,12 @@ ON_DATA_SETS = see("A whole data set", "reductions.rst")
 class PerSampleGradientError(RuntimeError):
     """Base of the errors below: the per-sample gradients that were asked for do not exist or can't be known."""
 
-    explained: ClassVar[tuple[str, ...]] = ("Nothing was recorded",)
-    """What `see` is told, where the message names no page itself."""
+    explained: ClassVar[tuple[str, str]] = ("Nothing was recorded", "errors.rst")
+    """The section, and the page, that explain it where the message names none."""
+
+    def __init_subclass__(cls, section: str = "", page: str = "errors.rst") -> None:
+        if section:
+            cls.explained = section, page
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -55,82 +59,56 @@ class NothingRecorded(PerSampleGradientError):
     """There is no backward pass to read: none has run, hooks were off, or its rows were thrown away."""
 
 
-class UnsupportedLayer(PerSampleGradientError):
+class UnsupportedLayer(PerSampleGradientError, section="No rule for a layer"):
     """A trainable parameter belongs to a layer that no rule covers."""
 
-    explained = ("No rule for a layer",)
 
-
-class BatchSizeError(PerSampleGradientError):
+class BatchSizeError(PerSampleGradientError, section="Another number of samples"):
     """The layers disagree on the number of samples, or an input has no batch axis."""
 
-    explained = ("Another number of samples",)
 
-
-class SamplesMixed(PerSampleGradientError):
+class SamplesMixed(PerSampleGradientError, section="Samples that mix"):
     """A layer's output for one sample depends on the others, so that samples have no gradients of their own."""
 
-    explained = ("Samples that mix",)
 
-
-class StaleRecord(PerSampleGradientError):
+class StaleRecord(PerSampleGradientError, section="Something was overwritten"):
     """A tensor that the record refers to was overwritten after the layer read it."""
 
-    explained = ("Something was overwritten",)
 
-
-class UnseenGradient(PerSampleGradientError):
+class UnseenGradient(PerSampleGradientError, section="Gradient by another way"):
     """Gradient has reached a parameter by a way that no hook sees, so that its rows would be incomplete."""
 
-    explained = ("Gradient by another way",)
 
-
-class ProbeFailed(PerSampleGradientError):
+class ProbeFailed(PerSampleGradientError, section="A model that can't be probed"):
     """The model can't be run again, with samples of the batch in the place of others, to show that these are independent."""
 
-    explained = ("A model that can't be probed",)
 
-
-class VerificationFailed(PerSampleGradientError):
+class VerificationFailed(PerSampleGradientError, section="Rows that are wrong"):
     """`verify` has found per-sample gradients that are not autograd's."""
 
-    explained = ("Rows that are wrong",)
 
-
-class HigherOrderError(PerSampleGradientError):
+class HigherOrderError(PerSampleGradientError, section="What is refused", page="derivatives.rst"):
     """The graph that a backward pass with ``create_graph=True`` has made leads to a parameter by a way that isn't known."""
 
-    explained = "What is refused", "derivatives.rst"
 
-
-class BlockTooLarge(PerSampleGradientError):
+class BlockTooLarge(PerSampleGradientError, section="What can be had", page="curvature.rst"):
     """A block of the Gauss-Newton matrix would take more memory than it may."""
 
-    explained = "What can be had", "curvature.rst"
 
-
-class ParamGradSkipped(PerSampleGradientError):
+class ParamGradSkipped(PerSampleGradientError, section="No ordinary gradients"):
     """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
 
-    explained = ("No ordinary gradients",)
 
-
-class NotReduced(PerSampleGradientError):
+class NotReduced(PerSampleGradientError, section="Several processes"):
     """``.grad`` would hold what this process's samples give, where DistributedDataParallel reduces it over all processes."""
 
-    explained = ("Several processes",)
 
-
-class ProcessesDisagree(PerSampleGradientError):
+class ProcessesDisagree(PerSampleGradientError, section="Several processes"):
     """Processes that work on one batch can't go on together: one has failed, or they have hooked the model differently."""
 
-    explained = ("Several processes",)
 
-
-class ShardedParameters(PerSampleGradientError):
+class ShardedParameters(PerSampleGradientError, section="Several processes"):
     """Processes hold parts of a parameter that trains."""
-
-    explained = ("Several processes",)
 
 
 def where(path: str, layer: nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,28 +150,22 @@ class Returned:
 
 
 RETURNED: weakref.WeakSet[Returned] = weakref.WeakSet()
-"""Those whose graphs are there."""
+"""Those whose graphs are there and which losses are asked for: of forwards that were just proven, or return parameters."""
 
 
 def mark_returned(output: Tensor, mark: Returned) -> None:
     """Has `returned_in` find an output of a model."""
     if output.grad_fn is not None:
-        RETURNED.add(mark)
+        if mark.is_proven or mark.plan.returns_parameters:
+            RETURNED.add(mark)
         notes: Any = output.grad_fn.metadata  # which torch has as a method in its types
         notes.setdefault(Returned, {})[mark.edge] = mark
 
 
-def move_mark(output: Tensor, view: Tensor) -> None:
-    """Marks what stands in an output's place as that is."""
-    notes: Any = {} if output.grad_fn is None else output.grad_fn.metadata
-    if (mark := notes.get(Returned, {}).get(output.output_nr)) is not None:
-        mark_returned(view, replace(mark, edge=view.output_nr))
-
-
-def returned_in(losses: Tensor) -> list[tuple[GradientEdge, Returned]]:
+def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
     """The marked outputs that a tensor follows from."""
     found: list[tuple[GradientEdge, Returned]] = []
-    waiting = [losses.grad_fn] if RETURNED and losses.grad_fn is not None else []
+    waiting = [] if x.grad_fn is None else [x.grad_fn]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -24,9 +24,9 @@ from autograd_hacks.forms import add
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.internals import call_at_end, hooks_after, hooks_before, is_batched, is_transformed
-from autograd_hacks.support.restored import restored
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import Switch, current_task
-from autograd_hacks.support.trees import tensors_of, version_of
+from autograd_hacks.support.trees import version_of
 
 
 @dataclass
@@ -43,6 +43,11 @@ class Inner:
 class Backward:
     """Hears of gradients, at uses and at parameters, and files them in a record."""
 
+    # Handed down by `verbs/hooking.py`.  settle: whether rows add up to what has arrived at a parameter, so that it need
+    # not be kept; created: a pass of which a graph is made has come to a node.
+    settle: Callable[[Record, Pass, str, Tensor], bool]
+    created: Callable[[Use, Node, AtOutput | None], None]
+
     def __init__(self, record: Record, reduction: Reduction) -> None:
         self.record, self.reduction = record, reduction
         self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
@@ -53,18 +58,13 @@ class Backward:
         self.unanswered = 0  # forwards since the last pass
         self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
-        # What hears of gradients in the record's place.
-        self.listener: Callable[[Use, int, Tensor | None], None] | None = None
-        # ``settle(record, pass, name, grad)``: whether rows add up to what has arrived, so that it need not be kept.
-        self.settle: Callable[[Record, Pass, str, Tensor], bool] | None = None
-        # ``created(use, node, hook)``: a pass of which a graph is made has come to a node.
-        self.created: Callable[[Use, Node, AtOutput | None], None] | None = None
+        self.is_silent = False  # whether passes leave nothing in the record
         self._keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
         self.inner: Inner | None = None  # the pass within a pass that runs, without ordinary gradients
 
     def hears(self) -> bool:
         """Whether passes are noted."""
-        return Switch.on() and self.attached and self.listener is None
+        return Switch.on() and self.attached and not self.is_silent
 
     def detach(self) -> None:
         self.attached = False
@@ -74,8 +74,7 @@ class Backward:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which other passes come, and leave this as it is."""
-        names = ("running", "answered", "unanswered", "called", "_left", "listener", "settle", "inner")
-        with restored(partial(vars(self).update, {name: getattr(self, name) for name in names})):
+        with kept(self):
             self.running, self._left, self.called, self.inner = None, None, set(), None
             self.settle = lambda *_: True  # who runs them compares
             yield
@@ -83,8 +82,8 @@ class Backward:
     @contextmanager
     def silent(self) -> Iterator[None]:
         """A context whose passes leave nothing in the record."""
-        with restored(partial(setattr, self, "listener", self.listener)):
-            self.listener = lambda use, slot, grad: None
+        with kept(self, "is_silent"):
+            self.is_silent = True
             yield
 
     def own_hooks(self) -> set[int]:
@@ -93,26 +92,23 @@ class Backward:
 
     def watch(self, parameter: Tensor) -> None:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
-        if parameter in self.watched or is_lazy(parameter) or not parameter.is_leaf:
-            return
-        if parameter.requires_grad:
+        if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
             self.watched[parameter] = (
                 parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
                 parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self))),
             )
 
-    def watch_outputs(self, output: Any) -> None:
+    def watch_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
-        outputs = tensors_of(output)
         for slot in self.record.plan.mixed_outputs:
             node = outputs[slot].grad_fn if slot < len(outputs) else None
             if node is not None:
-                node.register_prehook(partial(self._note_mixed, slot))
+                node.register_prehook(self._note_mixed)
 
-    def _note_mixed(self, slot: int, grads: tuple[Tensor | None, ...]) -> None:
-        if Switch.on() and self.attached and self.listener is None and any(grad is not None for grad in grads):
-            self.enter(current_task()).mixed_output = slot
+    def _note_mixed(self, grads: tuple[Tensor | None, ...]) -> None:
+        if self.hears() and any(grad is not None for grad in grads):
+            self.enter(current_task()).mixed_output = True
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now; a task within another one is part of that one's pass."""
@@ -148,11 +144,7 @@ class Backward:
         """Notes the gradients that the running pass brings to a use; see `Receive`."""
         if not (Switch.on() and self.attached) or is_transformed():
             return
-        if any(g is not None and is_batched(g) for g in grads):
-            return  # is_grads_batched: many passes in one
-        if self.listener is not None:
-            for number, grad in enumerate(grads, slot):
-                self.listener(use, number, grad)
+        if self.is_silent or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched: many passes in one
             return
         if self.inner is not None:
             if (use, slot) in self.inner.filed:
@@ -161,7 +153,7 @@ class Backward:
         makes_graph = torch.is_grad_enabled()
         if use.plan is not None:
             use.plan.derives = makes_graph or bool(use.plan.derives)
-        if makes_graph and node is not None and self.created is not None:
+        if makes_graph and node is not None:
             self.created(use, node, hook)
         received = self._note(use, slot, grads, hook.live if makes_graph and hook is not None else None, makes_graph)
         if received is not None and isinstance(use, NodeUse) and node is not None:
@@ -182,11 +174,9 @@ class Backward:
 
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
-        inner, edges = self.inner, use.edges.items()
-        if inner is None:
-            ways = {local: way for local, edge in edges if (way := reach_of(edge.node))}
-        else:
-            ways = {local: way for local, edge in edges if (way := inner.ways.get(edge.name, ""))}
+        inner = self.inner
+        found = {own: reach_of(edge.node) if inner is None else inner.ways.get(edge.name) for own, edge in use.edges.items()}
+        ways = {local: way for local, way in found.items() if way}
         if all(grad is None for grad in grads) or not ways:
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
@@ -228,19 +218,15 @@ class Backward:
         a segment of its own while accumulating.
         """
         record = self.record
-        # 1. The usual case: the pass has its place, and there is no other segment that it could add to.
         home = next((segment for segment in record.segments if current in segment.passes), None)
-        if home is not None and len(record.segments) == 1 and not record.superseded:
-            home.forwards.add(call.forward)
-            return
-        # 2. Does the call belong to the forward of another segment, one that was replaced included?
+        # 1. Does the call belong to the forward of another segment, one that was replaced included?
         target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
-        # 3. A second backprop_hess may not replace what the first has left unread.
+        # 2. A second backprop_hess may not replace what the first has left unread.
         for segment in record.segments if current.is_hess and home is None else ():
             if segment is target or not (record.accumulating or segment.read):
                 segment.check_takes(current)
         if home is not None and target is not None:
-            # 4. The pass has begun elsewhere and comes here too: both are one segment, among those that target was of.
+            # 3. The pass has begun elsewhere and comes here too: both are one segment, among those that target was of.
             target.passes += home.passes
             target.forwards |= home.forwards
             others = record.superseded if target in record.superseded else record.segments
@@ -248,7 +234,7 @@ class Backward:
             record.segments, home = [segment for segment in others if segment is not home], target
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
-            # 5. Its first call: it adds to the segment that was found, or begins one.
+            # 4. Its first call: it adds to the segment that was found, or begins one.
             home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if target is None and record.accumulating:
@@ -275,11 +261,11 @@ class Backward:
         return seen
 
     def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
-        if Switch.on() and self.attached and self.listener is None and grads[0] is not None:
+        if self.hears() and grads[0] is not None:
             self.enter(current_task()).mixes = True
 
     def _hear(self, parameter: Tensor, grad: Tensor | None) -> None:
-        if not (Switch.on() and self.attached) or self.listener is not None:
+        if not self.hears():
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
@@ -300,8 +286,11 @@ class Backward:
                 record.unseen[name] = record.forwards
         if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return
+        if self.inner is None and name in record.plan.shown and _is_same(grad, running.handed.pop(name, None)):
+            running.settled.setdefault(name, set()).update(uses)  # nothing has come past the nodes that the proof saw
+            return
         is_part = self.inner is not None and record.comparing  # of what comes in this pass: see `capture/lean.py`
-        if is_part or self.settle is None or not self.settle(record, running, name, grad):
+        if is_part or not self.settle(record, running, name, grad):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
@@ -313,7 +302,7 @@ class Backward:
     def check_captured(self, parameters: Sequence[Tensor]) -> None:
         """Raises where ordinary gradients are asked for.  parameters: those that torch.autograd.grad captures"""
         # The library's own passes ask for them to leave .grad alone, and take none.
-        if self.wants_grad or current_task() in ANNOUNCED or self.listener is not None:
+        if self.wants_grad or current_task() in ANNOUNCED or self.is_silent:
             return
         if any(p in self.record.names and may_skip(p) for p in parameters):
             raise ParamGradSkipped(
@@ -327,13 +316,15 @@ class Backward:
         record, running, inner = self.record, self.running, self.inner
         if record.on_arrival is None or running is None:
             return
-        if inner is not None and name in running.taken:  # as its last use was come by
+        if name in running.taken and (inner is not None or grad is None):  # as its last use was come by
             return
         if inner is not None:
             running.taken.add(name)
-        elif grad is None and name in running.taken:
-            return
         record.on_arrival(running, name, grad)
+
+
+def _is_same(grad: Tensor, other: Tensor | None) -> bool:
+    return other is not None and grad.layout == torch.strided and torch.equal(grad, other)
 
 
 def may_skip(parameter: Tensor) -> bool:
@@ -342,13 +333,13 @@ def may_skip(parameter: Tensor) -> bool:
     return len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
 
 
-def _sum(before: Any, kept: Any) -> Any:
+def _sum(before: Any, forms: Any) -> Any:
     """The forms of a node's values from two parts of its gradient."""
-    if before is None or isinstance(kept, Exception):
-        return kept
+    if before is None or isinstance(forms, Exception):
+        return forms
     if isinstance(before, Exception):
         return before
-    return before | {place: add([before[place], form]) if place in before else form for place, form in kept.items()}
+    return before | {place: add([before[place], form]) if place in before else form for place, form in forms.items()}
 
 
 def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:

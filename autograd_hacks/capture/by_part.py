@@ -19,7 +19,7 @@ from autograd_hacks.forms import Dense, Form
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.parts import has_parts, is_part, may_have_parts, settled
+from autograd_hacks.support.parts import Cut, has_parts, is_part, may_have_parts, settled
 from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
 
 CUT = (nn.Linear, nn.Embedding)
@@ -46,14 +46,13 @@ def _adds_up(call: LayerCall, parameter: Tensor, g: Tensor) -> bool:
     """Whether processes that have a parameter alike have rows of different positions."""
     if not is_part(parameter) or not is_part(g):
         return False
-    mesh: Any = parameter
-    other: Any = g
-    if mesh.device_mesh != other.device_mesh:
+    own, out = Cut.of(parameter), Cut.of(g)
+    if own.mesh != out.mesh:
         raise ShardedParameters(
-            f"a parameter of {where(call.path, call.layer)} is cut over {mesh.device_mesh}, and the gradient at the layer's "
-            f"output over {other.device_mesh}. Rows can be put together over one mesh alone."
+            f"a parameter of {where(call.path, call.layer)} is cut over {own.mesh}, and the gradient at the layer's "
+            f"output over {out.mesh}. Rows can be put together over one mesh alone."
         )
-    return any(own.is_replicate() and out.is_shard() for own, out in zip(mesh.placements, other.placements))
+    return any(mine.is_replicate() and theirs.is_shard() for mine, theirs in zip(own.places, out.places))
 
 
 def _added(forms: Mapping[str, Form], g: Tensor) -> dict[str, Form]:
@@ -62,10 +61,8 @@ def _added(forms: Mapping[str, Form], g: Tensor) -> dict[str, Form]:
         return {}
     rows = [form.dense().flatten(1) for form in forms.values()]
     total = torch.cat(rows, 1)
-    cut: Any = g
-    for axis, place in enumerate(cut.placements):
-        if place.is_shard():
-            dist.all_reduce(total, group=cut.device_mesh.get_group(axis))
+    for group in Cut.of(g).groups:
+        dist.all_reduce(total, group=group)
     parts = total.split([x.shape[1] for x in rows], 1)
     return {name: Dense(part.reshape(len(part), *form.shape)) for (name, form), part in zip(forms.items(), parts)}
 

@@ -46,7 +46,7 @@ class Forward:
     def __init__(self, record: Record, backward: Backward) -> None:
         self.record, self.backward = record, backward
         self.static = Plan(pending=False)  # of layers that are called by themselves
-        self.is_running = False
+        self.running: str | None = None  # the path of what it is a forward of, while it runs
         self.samples: int | None = None  # N, where the model's arguments have told it
         self.noted: list[Noted] = []
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
@@ -64,15 +64,12 @@ class Forward:
 
     def begin(self, with_gradients: bool) -> None:
         """Numbers a forward.  with_gradients: whether a backward pass may come to it"""
-        if not Switch.on():
-            return
+        self.restart()
         if current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
-            self.restart()
             return
         record, backward = self.record, self.backward
         record.comparing &= not backward.answered
         record.transformed &= not backward.answered
-        self.restart()
         record.forwards += 1
         if with_gradients and not record.accumulating and record.segments:
             record.free_what_was_read()
@@ -101,7 +98,7 @@ class Forward:
         outputs, owned = tensors_of(output), covered(layer)
         if not rule or not torch.is_grad_enabled() or all(x.grad_fn is None for x in outputs):
             return output
-        edges = self.edges(path, owned)
+        edges = self._edges(path, owned)
         place = self.record.plan.place_of(path, number)
         if not edges or any(x.is_nested for x in outputs) or (place is not None and place.kind == NOT_OF_BATCH):
             return output
@@ -129,7 +126,7 @@ class Forward:
             slots=len(outputs),
             forward=self.record.forwards,
             key=(path, number),
-            is_own=self.is_running or current_task() != NO_TASK,
+            is_own=self.running is not None or current_task() != NO_TASK,
             samples=self.samples,
             layouts=layouts,
             recomputed_in=None if running is None else weakref.ref(running),
@@ -139,7 +136,7 @@ class Forward:
             plan=self.record.plan,
         )
         output, hooks = attach(call, graph, output, self.backward.receive, rule.recomputes, live, made_of)
-        if self.is_running:
+        if self.running is not None:
             self.noted.append(Noted(call, number, hooks, made_of))
         return output
 
@@ -152,11 +149,8 @@ class Forward:
         shape = part_of(outputs[0]).shape
         return (likeliest(shape, self.samples, axes_for(layer, len(shape))),)
 
-    def edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
-        """Where those parameters of a module end the graph that ask for gradients.
-
-        path: the module's    parameters: by their names in it
-        """
+    def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
+        """Where those of a module's parameters end the graph that ask for gradients, by their names in it."""
         found = {}
         for local, p in parameters.items():
             if p.requires_grad:
@@ -178,7 +172,7 @@ class Forward:
             backward.enter(task)
             return
         backward.running = None  # left by a pass that failed
-        if not self.is_running:  # it is called by itself, a forward of its own
+        if self.running is None:  # it is called by itself, a forward of its own
             self.record.plan, self.samples = self.static, None
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)

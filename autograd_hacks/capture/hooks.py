@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
-from autograd_hacks.capture.attached import Hook, drop, own_hooks
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
@@ -29,6 +28,9 @@ from autograd_hacks.support.switch import Switch
 HOOKS = "hooks"
 MODES = HOOKS, "derivatives", "expand"
 """Names of one thing: losses may have derivatives in them."""
+
+Settings = tuple[Planner, bool, bool]
+"""What `add_hooks` was told: how plans are made, ``param_grad`` and ``reuse``."""
 
 
 def add_hooks(
@@ -95,7 +97,7 @@ def add_hooks(
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
-    before = None if known is None else _Settings.of(known)
+    before = None if known is None else (known.planner, known.backward.wants_grad, known.pool.reuse)
     try:
         if not param_grad:
             recorder.watch_steps()
@@ -109,25 +111,15 @@ def add_hooks(
     return Hooked(model, before)
 
 
-class _Settings(NamedTuple):
-    """What add_hooks was told."""
-
-    planner: Planner
-    wants_grad: bool
-    reuse: bool
-
-    @staticmethod
-    def of(recorder: Recorder) -> _Settings:
-        return _Settings(recorder.planner, recorder.backward.wants_grad, recorder.pool.reuse)
-
-
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts hooks on a model and its layers, but for those that are there."""
-    parts, forward, own_readers = parts_of_composites(model), recorder.forward, _readers(model)
+    parts, forward = parts_of_composites(model), recorder.forward
+    # Modules that read parameters which no layer's rule covers may be called by themselves.
+    own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             continue
-        there = [own for _, _, own in own_hooks(recorder, layer)]
+        there = own_hooks(recorder, layer)
         for own in there:
             own.path = path  # which may be another than it was
         by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
@@ -148,11 +140,6 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     put_around_all(model, recorder)
 
 
-def _readers(model: nn.Module) -> set[nn.Module]:
-    """The modules that read parameters which no layer's rule covers, and that may be called by themselves."""
-    return {module for module in uncovered(model) if getattr(type(module), "forward", None) is not nn.Module.forward}
-
-
 def remove_hooks(model: nn.Module) -> None:
     """Leaves the model as it was before `add_hooks`: no hooks, no records, no ``grad1``, no curvature.
 
@@ -169,8 +156,8 @@ def remove_hooks(model: nn.Module) -> None:
 def _take_off(recorder: Recorder, model: nn.Module) -> None:
     recorder.detach()
     for module in {*recorder.layers, *model.modules()}:
-        for hooks, key, _ in own_hooks(recorder, module):
-            drop(module, hooks, key)
+        for hook in own_hooks(recorder, module):
+            drop(module, hook)
         take_from_around(module, recorder)
     for parameter in model.parameters():
         for attribute in ("grad1", "hess", "hess_diag", "kfac"):
@@ -222,31 +209,30 @@ def recorder_of(model: nn.Module) -> Recorder:
 class Hooked(Shown):
     """What `add_hooks` returns: a context that removes the hooks it added."""
 
-    def __init__(self, model: nn.Module, before: _Settings | None) -> None:
+    def __init__(self, model: nn.Module, before: Settings | None) -> None:
         self._model, self._before = model, before  # the settings that the model had, where it had hooks
 
     def _table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
         if recorder is None:
             return Table(f"<hooks of a {kind}, removed>")
-        layers, batch_dim = len(recorder.layers), recorder.planner.batch_dim
-        wanted = recorder.backward.wants_grad
+        layers, batch_dim, wanted = len(recorder.layers), recorder.planner.batch_dim, recorder.backward.wants_grad
         title = f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={wanted}>"
-        parameters = list(self._model.parameters())
-        rows = [("modules", str(layers))]
+        rows = [("setting", "value"), ("modules", str(layers))]
         for what, own in (("trained", True), ("frozen", False)):
-            rows.append((what, _counted([p for p in parameters if p.requires_grad == own])))
-        settings = [("batch_dim", repr(batch_dim)), ("param_grad", str(wanted))]
-        return Table(title, [("setting", "value"), *rows, *settings, *recorder.record.cells()])
+            rows.append((what, _counted([p for p in self._model.parameters() if p.requires_grad == own])))
+        rows += [("batch_dim", repr(batch_dim)), ("param_grad", str(wanted)), *recorder.record.cells()]
+        return Table(title, rows)
 
     def __enter__(self) -> Hooked:
         return self
 
     def __exit__(self, *_: object) -> None:
-        recorder = _recorder_of(self._model)
-        if recorder is not None and self._before is None:
+        if (recorder := _recorder_of(self._model)) is None:
+            return
+        if self._before is None:
             remove_hooks(self._model)
-        elif recorder is not None and self._before is not None:
+        else:
             planner, recorder.backward.wants_grad, recorder.pool.reuse = self._before
             recorder.plan_by(planner)
 
@@ -265,4 +251,51 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
 
 def _recorder_of(model: nn.Module) -> Recorder | None:
     hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Hook) and not hook.path)
-    return next((hook.recorder for hook in hooks if isinstance(hook.then, partial) and hook.then.func is _begin), None)
+    return next((hook.recorder for hook in hooks), None)
+
+
+class Hook:
+    """A hook: calls a method of the recorder's with a module's path and what torch gives hooks.
+
+    Behind a forward it also says whether it stands first.  A copy of its module, by deepcopy or pickle, gets a hook that
+    only removes itself.
+    """
+
+    def __init__(self, recorder: Recorder, then: Callable[..., Any], path: str = "") -> None:
+        self.recorder, self.then, self.path = recorder, then, path
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
+            return None
+        if not output:
+            return self.then(self.path, module, args, kwargs)
+        # Whether no hook came before but the library's own, which hand on what the module returned.
+        for hook in module._forward_hooks.values():
+            if hook is self or not isinstance(hook, Hook):
+                break
+        return self.then(self.path, module, args, kwargs, *output, hook is self)
+
+    def __reduce__(self) -> tuple[type[_Unhooked], tuple[()]]:
+        return _Unhooked, ()
+
+
+def own_hooks(recorder: Recorder, module: nn.Module) -> list[Hook]:
+    """A recorder's hooks on a module."""
+    every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in every if isinstance(hook, Hook) and hook.recorder is recorder]
+
+
+def drop(module: nn.Module, hook: Hook | _Unhooked) -> None:
+    """Takes a hook off, as its handle would."""
+    tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for key in [key for table in tables for key, other in table.items() if other is hook]:
+        for table in (*tables, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+            table.pop(key, None)
+        module._forward_hooks_always_called.pop(key, None)
+
+
+class _Unhooked:
+    """What is left of a hook in a copy of a hooked model, until the copy first runs."""
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        drop(module, self)

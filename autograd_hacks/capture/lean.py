@@ -11,6 +11,7 @@ parameters are computed, and `Backward` leaves ``.grad`` as it was.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,18 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, move_mark, reach_of
+from autograd_hacks.capture.arrivals import CAPTURED, AtNode, AtOutput, reach_of
 from autograd_hacks.capture.backward import Backward, Inner, may_skip
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.graph import Graph, inputs_of, made
 from autograd_hacks.support.internals import keeps_graph
-from autograd_hacks.support.restored import restored
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import map_tensors
-
-CHECKPOINT = "CheckpointFunctionBackward"
-"""A reentrant one, which torch.autograd.grad doesn't come through."""
 
 
 class Behind:
@@ -56,23 +54,19 @@ class Behind:
 
     def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
         """By parameter how many gradients come to its uses, in a pass that begins at some of the outputs."""
-        found, nodes = dict[str, int](), Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
-        for hook in (hook for node, hook in self.hooks.items() if node in nodes):
-            for name in _names_of(hook):
-                found[name] = found.get(name, 0) + 1
-        return found
+        nodes = Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
+        return Counter(name for node, hook in self.hooks.items() if node in nodes for name in _names_of(hook))
 
     def _leads_on(self, node: Node) -> bool:
         """Whether a pass to the other uses comes through a node, so that its own hook hears of that."""
         waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
         while waiting:
             at = waiting.pop()
-            if at in seen:
-                continue
-            seen.add(at)
             if at in self.hooks or at in self.others:
                 return True
-            waiting += [value.node for value in inputs_of(at)]
+            if at not in seen:
+                seen.add(at)
+                waiting += [value.node for value in inputs_of(at)]
         return False
 
 
@@ -82,7 +76,7 @@ def may_stand_behind(plan: Plan, ran: Ran) -> bool:
     leaves: Iterable[Any] = ran.leaves
     if plan.derives is not False or plan.has_doors or not all(may_skip(leaf.variable) for leaf in leaves):
         return False
-    return not any(node.name() == CHECKPOINT for node in ran.graph.nodes)
+    return not ran.checkpoints  # which torch.autograd.grad doesn't come through
 
 
 def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any, keeps: bool) -> Any:
@@ -91,8 +85,6 @@ def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output
     parameters = [leaf.variable for leaf in behind.parameters.values()]
     views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
     taken = {id(x): next(views) for x in behind.outputs}
-    for x in behind.outputs:
-        move_mark(x, taken[id(x)])
     return map_tensors(lambda x: taken.get(id(x), x), output)
 
 
@@ -136,14 +128,10 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     if not roots or not wanted:
         return [None] * len(behind.inputs)
     counts = {} if record.on_arrival is None else behind.counts([x for x, _ in roots])
-    inner, before = Inner(current_task(), ways, counts, frozenset(names)), backward.inner
-    if ways and backward.listener is None:
+    inner = Inner(current_task(), ways, counts, frozenset(names))
+    if ways and not backward.is_silent:
         backward.enter(inner.task).skipped.update(ways)
-
-    def undo() -> None:
-        backward.inner = before
-
-    with restored(undo):
+    with kept(backward, "inner"):
         backward.inner = inner
         outputs, given = [x for x, _ in roots], [g for _, g in roots]
         options: dict[str, Any] = {"retain_graph": keeps, "create_graph": torch.is_grad_enabled(), "allow_unused": True}

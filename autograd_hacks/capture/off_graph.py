@@ -29,7 +29,7 @@ from autograd_hacks.support.graph import CHECKPOINT, Graph, Leaf, Taker, Value, 
 from autograd_hacks.support.internals import SAVED, sequence_number, tree_leaves
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.switch import Switch
-from autograd_hacks.support.trees import is_packed, opened, tensors_of
+from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 
 
 @dataclass(eq=False)
@@ -50,6 +50,7 @@ class Ran:
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, where these are gone
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
     returned: Any = None  # what the outputs are in
+    off: OffGraph | None = None  # what its plan reads off the graph, once that was looked for
 
     @cached_property
     def ends(self) -> frozenset[Node]:
@@ -64,7 +65,7 @@ class Ran:
     @cached_property
     def packed(self) -> dict[Any, Tensor]:
         """Of the outputs that are packed sequences, by number, the sample of each row."""
-        sequences = [x for x in tree_leaves(opened(self.returned, everything=True), is_packed) if is_packed(x)]
+        sequences = [x for x in tree_leaves(unpacked(self.returned, everything=True), is_packed) if is_packed(x)]
         return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
 
     @cached_property

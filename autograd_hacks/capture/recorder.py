@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -23,35 +24,21 @@ from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.side_doors import watch as watch_doors
-from autograd_hacks.capture.stages import running_stage
 from autograd_hacks.capture.uses import Edge
-from autograd_hacks.capture.wrappers import Reduction, check_whole
+from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.routes import places_left
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.contexts import plainly_saved
+from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import is_part
-from autograd_hacks.support.restored import restored
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import tensors_of, version_of, weakly
-
-Prove = Callable[["Recorder", Known, Ran], int | None]
-"""``prove(recorder, known, ran)`` fills in the plan of a forward that has run.  Returns N."""
-
-Together = Callable[[nn.Module, "Recorder", Callable[[], bool], Callable[[], None]], None]
-"""``together(model, recorder, is_due, prove)`` proves a forward where that is due, at the end of each with gradients: other
-processes may have to be there."""
-
-
-def _by_itself(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], prove: Callable[[], None]) -> None:
-    if is_due():
-        prove()
-
 
 SLOW = 2.0
 """A proof that takes more seconds says so."""
@@ -62,24 +49,23 @@ class Recorder:
 
     planner: Planner  # `add_hooks` makes it anew with each call
 
+    # Handed down by `verbs/hooking.py`.
+    prove: Callable[[Recorder, Known, Ran], int | None] | None  # fills in the plan of a forward that has run; returns N
+    # ``together(model, recorder, is_due, prove)`` proves a forward where that is due, at the end of each with gradients:
+    # other processes may have to be there.
+    together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
+    look_inside: Callable[[Recorder, Ran, Plan, int], None]  # has what checkpoints compute again read; the number is N
+    learn: Callable[[nn.Module, Recorder], None]  # as a forward with gradients begins: what stands in the place of shards
+
     def __init__(self) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
         self.backward = Backward(self.record, self.reduction)
         self.forward = Forward(self.record, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.prove: Prove | None = None
-        # ``look_inside(recorder, ran, plan, samples)`` has what checkpoints compute again read.
-        self.look_inside: Callable[[Recorder, Ran, Plan, int], None] | None = None
         self.said_uncompiled = False  # whether it was said that compiled parts run as they are written
-        self.together: Together = _by_itself
-        # ``learn(model, recorder)``, as a forward with gradients begins: what stands in the place of shards.
-        self.learn: Callable[[nn.Module, Recorder], None] = lambda model, recorder: None
-        self.trial: list[Ran] | None = None  # the forwards of a trial, while there is one
-        self._is_watched = False  # whether the forward's graph is to tell of side doors
+        self.is_aside = False  # whether the library runs forwards and backward passes of its own
+        self._plan: Plan | None = None  # of these, where it is not to be looked for
         self._known: Known | None = None  # of the forward that runs
-        self._is_own = False  # whether the library runs forwards of its own
-        self._plan: Plan | None = None  # theirs, where it is not to be looked for
-        self._running: str | None = None  # the path of what it is a forward of
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
     def plan_by(self, planner: Planner) -> None:
@@ -122,7 +108,7 @@ class Recorder:
 
     def interrupt(self) -> None:
         """A forward was left by what is no Exception, of which hooks don't hear."""
-        self.forward.is_running, self._running = False, None
+        self.forward.running = None
         self.reduction.release()
 
     @contextmanager
@@ -131,82 +117,57 @@ class Recorder:
 
         plan: theirs; as for any forward unless told
         """
-        wants, forward = self.backward.wants_grad, self.forward
-        names = ("is_running", "samples", "noted", "_calls")
-        kept = {name: getattr(forward, name) for name in names}
-        before = self._is_own, self._plan, self._known, self._running
-        reduction = self.reduction.state()
-
-        def undo() -> None:
-            vars(forward).update(kept)
-            vars(self.reduction).update(reduction)
-            self.backward.wants_grad = wants
-            self._is_own, self._plan, self._known, self._running = before
-
-        with self.record.set_aside(), self.backward.aside(), torch.enable_grad(), restored(undo):
-            self._is_own, self._plan, self._known, self._running = True, plan, None, None
-            self.backward.wants_grad, forward.is_running = True, False
-            forward.restart()
+        own, theirs = kept(self, "is_aside", "_plan", "_known"), kept(self.forward)
+        with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
+            self.is_aside, self._plan, self._known = True, plan, None
+            self.backward.wants_grad, self.forward.running = True, None
+            self.forward.restart()
             yield
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether the library runs forwards and backward passes of its own."""
-        return self._is_own
 
     @contextmanager
     def proving(self, independent: bool) -> Iterator[None]:
         """A context in which each kind of forward is proven once more.  independent: see `add_hooks`"""
-        planner = self.planner
-        with restored(partial(setattr, planner, "independent", planner.independent)):
-            planner.independent |= independent
-            planner.doubt()
+        with kept(self.planner, "independent"):
+            self.planner.independent |= independent
+            self.planner.doubt()
             yield
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, or of a part that is called by itself."""
-        if self.forward.is_running and path:
+        if self.forward.running is not None and path:
             return
-        self.forward.is_running, self._running = False, None
-        if self.trial is not None:
-            self.forward.restart()
-            self.forward.is_running, self._running = True, path
-            return
+        self.forward.running = None
         if not path:
             check_whole(model)
-        if not Switch.on():
-            self.begin_passes(model)
-            return
-        # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
-        self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
-        if not self.forward.records():
-            self.begin_passes(model)
-            self.forward.is_running, self._running = True, path
-            return
+        if is_on := Switch.on():
+            # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
+            self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
+            if self.forward.records():
+                self._look(path, model, args, kwargs)
+        # The model's own code begins, and its gradients may be reduced over processes.
+        self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
+        self.record.stage = running_stage()
+        self.forward.running = path if is_on else None
+
+    def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the plan of a forward."""
         parts = check_forward(model, (args, kwargs))
         for name, p in parts if not path else ():
             if p not in self.record.names:  # which was cut since add_hooks
                 self.record.names[p] = name
                 self.backward.watch(p)
-        if not path and not self._is_own:
+        if not path and not self.is_aside:
             self.learn(model, self)
-        known = self.planner.look(model, path, args, kwargs, self._is_own or current_task() != NO_TASK)
+        known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
         known = known if self._plan is None else known._replace(plan=self._plan)
         self.record.plan, self.forward.samples, self._known = known.plan, known.samples, known
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
-        self.begin_passes(model)
-        self.forward.is_running, self._running = True, path
-
-    def begin_passes(self, model: nn.Module) -> None:
-        """The model's own code begins, and its gradients may be reduced over processes."""
-        self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
-        self.record.stage = running_stage()
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
         """A forward has ended.  Returns what its caller is to get, or None.  output: None where it has failed"""
-        if not Switch.on() or self._running != path:
+        if not Switch.on() or self.forward.running != path:
             return None
-        self.forward.is_running, self._running = False, None
+        self.forward.running = None
         noted, self.forward.noted = self.forward.noted, []
         if output is None:
             self.reduction.release()
@@ -214,9 +175,6 @@ class Recorder:
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         ran = Ran([model], self.record.trained(model, path), (args, kwargs), outputs, noted, returned=output)
-        if self.trial is not None:
-            self.trial.append(ran)
-            return None
         with plainly_saved():
             return self._end(path, model, ran, output)
 
@@ -225,41 +183,45 @@ class Recorder:
         if known is not None and known.plan is self.planner.static and not ran.is_covered:  # which is known by now
             self.planner.is_covered = False
             args, kwargs = ran.arguments
-            known = self.planner.look(model, path, args, kwargs, self._is_own or current_task() != NO_TASK)
+            known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
             self.record.plan = known.plan
         plan = self.record.plan
-        if known is None or plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
+        if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
-        samples = self._proven(model, known, ran)
-        if self._is_watched and samples:
+        samples, is_proven = self._proven(model, known, ran)
+        is_watched = is_proven or (known is not None and plan.has_doors)
+        if is_watched and samples:
             watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
-        if plan.checkpoints and samples and self.look_inside is not None:
+        if plan.checkpoints and samples:
             self.look_inside(self, ran, plan, samples)
         off = self._off_graph(plan, ran, samples)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
-        off.attach(self._edge(ran), self.record.forwards, self.backward.receive, again)
+        refuse_parts([n for n in plan.names if n in ran.parameters and is_part(ran.parameters[n])])
+        off.attach(partial(self._edge, ran), self.record.forwards, self.backward.receive, again)
         is_lean = not self.backward.wants_grad and may_stand_behind(plan, ran)
-        returned = without_grad(self.backward, plan, ran, off, output, self._is_watched) if is_lean else None
-        layouts = self._layouts(plan, ran)
+        returned = without_grad(self.backward, plan, ran, off, output, is_watched) if is_lean else None
+        layouts = _layouts(model, plan, ran.outputs)
         for x, layout in zip([x for x in tensors_of(returned) if not x.is_nested] if is_lean else ran.outputs, layouts):
             self.record.outputs[x] = layout, samples, version_of(x)
+            count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
+            if layout is not None and layout.fits(x, count):
+                own = weakref.ref(self), self.record.forwards, is_proven
+                mark_returned(x, Returned(x.output_nr, layout, count, plan, *own))
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
 
     def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
         """What is read off the graph."""
-        if plan is not self.planner.static:
-            off = OffGraph(ran, plan, samples or 0)
-            return off.find() if plan.names else off
-        first = next((x for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
-        samples = first.shape[0] if samples is None and first is not None else samples
-        off = OffGraph(ran, plan, samples or 0)
-        return off.assume() if samples is not None and not ran.is_covered else off
+        is_assumed = plan is self.planner.static
+        if is_assumed and samples is None:
+            samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
+        off = ran.off or OffGraph(ran, plan, samples or 0)
+        return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
 
-    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> int | None:
-        """N, of a forward whose plan is proven if that is due, or if something comes that it doesn't know."""
+    def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool]:
+        """N, of a forward whose plan is proven if that is due, or if something comes that it doesn't know; and whether it
+        was."""
         plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
-        self._is_watched = known is not None and plan.has_doors
         if known is not None:
             samples = known.samples
             if plan.counted_at is not None and plan.counted_at < len(ran.outputs):
@@ -268,38 +230,35 @@ class Recorder:
         def is_due() -> bool:
             if known is None or prove is None:
                 return False
-            return plan.pending or not self._place(ran, plan, samples) or plan.has_opened(self.record.held(ran.parameters))
+            return plan.pending or not self.place(ran, plan, samples) or plan.has_opened(self.record.held(ran.parameters))
 
         def proof() -> None:
             nonlocal samples, is_proven
             if known is None or prove is None:
                 return
             self.pool.clear()
-            self._is_watched = True
-            began = perf_counter()
-            run = partial(prove, self, known, ran)
-            samples = run() if current_task() == NO_TASK else outside_passes(run)
+            began, run = perf_counter(), partial(prove, self, known, ran)
+            with without_collection():
+                samples = run() if current_task() == NO_TASK else outside_passes(run)
             if (took := perf_counter() - began) > SLOW:
                 print(
                     f"autograd_hacks: {took:.1f} s to prove how {type(model).__name__} is read, in forward {plan.forwards} "
                     'of its kind; later proofs are rare (add_hooks(probe="once"): none)',
                     file=sys.stderr,
                 )
-            self._place(ran, plan, samples)
+            self.place(ran, plan, samples)
             is_proven = True
 
-        (_by_itself if self._is_own else self.together)(model, self, is_due, proof)
+        if not self.is_aside:
+            self.together(model, self, is_due, proof)
+        elif is_due():
+            proof()
         self.forward.samples = samples
-        if is_proven or (known is not None and plan.returns_parameters):
-            for x, at in zip(ran.outputs, plan.outputs):
-                if at is not None and at.fits(x, samples or 0):
-                    own = weakref.ref(self), self.record.forwards, is_proven
-                    mark_returned(x, Returned(x.output_nr, at, samples or 0, plan, *own))
         if known is not None and plan.mixed_outputs:
             self.backward.watch_outputs(ran.outputs)
-        return samples
+        return samples, is_proven
 
-    def _place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
+    def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
         """Tells calls where their samples are.  Returns whether the plan knows all of the forward."""
         routes = None
         moves_nothing = not plan.places_left and not plan.names and ran.spans == plan.spans  # told without a walk
@@ -325,28 +284,23 @@ class Recorder:
         is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         if not plan.names:
             return is_known
-        off = OffGraph(ran, plan, samples or 0).find()
-        return is_known and off.is_known and off.is_told
+        ran.off = OffGraph(ran, plan, samples or 0).find()
+        return is_known and ran.off.is_known and ran.off.is_told
 
-    def _edge(self, ran: Ran) -> Callable[[str], Edge]:
-        refuse_parts([n for n in self.record.plan.names if n in ran.parameters and is_part(ran.parameters[n])])
+    def _edge(self, ran: Ran, name: str) -> Edge:
+        edge = ran.edge_of(name)
+        self.backward.watch(edge.parameter)  # which may have been put in since `add_hooks`
+        return edge
 
-        def edge_of(name: str) -> Edge:
-            edge = ran.edge_of(name)
-            self.backward.watch(edge.parameter)  # which may have been put in since `add_hooks`
-            return edge
 
-        return edge_of
-
-    def _layouts(self, plan: Plan, ran: Ran) -> Layouts:
-        """Where the samples are in the outputs."""
-        if len(plan.outputs) == len(ran.outputs):
-            return plan.outputs
-        module = next(iter(ran.modules), None)
-        rule = None if module is None else rule_for(module)
-        own = rule.axes(module) if module is not None and rule is not None and rule.axes is not None else ()
-        axes = [*own, *[0] * len(ran.outputs)]  # of a layer by itself, or assumed
-        return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(ran.outputs, axes)])
+def _layouts(model: nn.Module, plan: Plan, outputs: Sequence[Tensor]) -> Layouts:
+    """Where the samples are in the outputs."""
+    if len(plan.outputs) == len(outputs):
+        return plan.outputs
+    rule = rule_for(model)
+    own = rule.axes(model) if rule is not None and rule.axes is not None else ()
+    axes = [*own, *[0] * len(outputs)]  # of a layer by itself, or assumed
+    return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, axes)])
 
 
 def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import local_of, version_of
+from autograd_hacks.support.parts import part_of
+from autograd_hacks.support.restored import kept
+from autograd_hacks.support.trees import version_of
 
 NO_GRAD = 0, 0
 
@@ -55,7 +55,8 @@ class Pass:
     arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
     # By parameter the calls whose rows' sum was compared with the gradient as it arrived, which was not kept.
     settled: dict[str, set[Use]] = field(default_factory=dict)
-    reader: Any = None  # what does that, while the pass runs
+    handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes hand to it: see `side_doors.py`
+    reader: Any = None  # what settles, while the pass runs
     taken: set[str] = field(default_factory=set)  # the parameters that were handed on before they were arrived at
     # Parameters whose gradients uses don't bring, and those that some bring all the same: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)
@@ -64,7 +65,7 @@ class Pass:
     adds_to_left: bool = False  # whether .grad is as the pass before it has left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
     side_door: str = ""  # what the model keeps and has not returned, and the pass's gradient came by
-    mixed_output: int | None = None  # an output of the model whose samples mix and that its gradient came through
+    mixed_output: bool = False  # whether it came through an output of the model whose samples mix
 
     @property
     def is_hess(self) -> bool:
@@ -182,22 +183,15 @@ class Record:
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
 
+    @property
+    def passes(self) -> list[Pass]:
+        """The recorded ones, of all segments."""
+        return [recorded for segment in self.segments for recorded in segment.passes]
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """A context that leaves the record as it is."""
-        names = [
-            "segments",
-            "unseen",
-            "why_empty",
-            "comparing",
-            "transformed",
-            "arguments",
-            "superseded",
-            "superseded_unseen",
-        ]
-        names += ["forwards", "plan", "returned", "stage", "accumulating", "on_arrival"]
-        kept = {name: getattr(self, name) for name in names}
-        with restored(partial(vars(self).update, kept)):
+        with kept(self):
             self.clear()
             self.accumulating, self.on_arrival = False, None
             yield
@@ -226,22 +220,22 @@ class Record:
 
     def cells(self) -> list[tuple[str, str]]:
         """What there is to read, for people: in words, and in bytes."""
-        passes = [recorded for segment in self.segments for recorded in segment.passes]
+        passes = self.passes
         if not passes:
             why = "no backward pass yet" if self.forwards else "no forward pass yet"
             return [("recorded", self.why_empty or why)]
         received = [(call, grads) for recorded in passes for call, grads in recorded.received.items()]
-        kept = [x for call, grads in received for x in (*(x for x, _ in call.versions), *grads.at) if x is not None]
+        held = [x for call, grads in received for x in (*(x for x, _ in call.versions), *grads.at) if x is not None]
         try:
             size = f"{sum(segment.batch_size() for segment in self.segments if segment.passes)} samples"
         except PerSampleGradientError:
             size = "numbers of samples that disagree"
         count = f"{len(passes)} backward pass{'es' * (len(passes) > 1)}"
-        return [("recorded", f"{size}, {count}"), ("holds", with_unit(bytes_of(kept)))]
+        return [("recorded", f"{size}, {count}"), ("holds", with_unit(bytes_of(held)))]
 
     def reduction(self, loss_type: str | None) -> str:
         """How all passes' losses were reduced.  Raises ValueError where they differ.  loss_type: what the reader says"""
-        found = {recorded.reduction(loss_type) for segment in self.segments for recorded in segment.passes}
+        found = {recorded.reduction(loss_type) for recorded in self.passes}
         if len(found) > 1:
             raise ValueError(
                 "some of the accumulated losses were means and some were sums; reduce all in one way" + ON_REDUCTION
@@ -262,22 +256,15 @@ class Record:
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of parameters by name, as layers see them, what this process holds now: its shards, where there are any."""
-        return (
-            {n: local_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
-            if self.gathered
-            else parameters
-        )
-
-    def seen(self, parameter: Tensor) -> Tensor:
-        """What layers have in a parameter's place: all of it, where processes hold shards."""
-        name = self.names.get(parameter) if self.gathered else None
-        return parameter if name is None else self.gathered.get(name, parameter)
+        if not self.gathered:
+            return parameters
+        return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
 
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
         """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
         if (grad := self.cut.get(name, parameter).grad) is None:
             return NO_GRAD
-        grad = local_of(grad)
+        grad = part_of(grad)
         return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:

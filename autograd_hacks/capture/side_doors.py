@@ -26,8 +26,8 @@ OF_MODULE = frozenset(vars(nn.Module()))
 
 ELSEWHERE = "what a hook, a global or a function keeps"
 
-Brought = dict[tuple[int, int], Tensor]
-"""What a pass's nodes have brought, by the number of the node and that of what it made."""
+Key = tuple[int, int] | str
+"""The number of a node and that of what it made, or a parameter's name."""
 
 
 def watch(backward: Backward, ran: Ran, samples: int, found: Callable[[], None]) -> None:
@@ -45,7 +45,9 @@ def watch(backward: Backward, ran: Ran, samples: int, found: Callable[[], None])
             continue
         own = frozenset(n for n in range(len(made(node))) if Value(node, n) not in outputs)
         node.register_prehook(partial(doors.arrived, number, own))
-        ahead = [None if behind is None else (numbers[behind], n) for behind, n in node.next_functions]
+        ahead = [
+            None if behind is None else ran.leaves.get(behind, (numbers[behind], n)) for behind, n in node.next_functions
+        ]
         node.register_hook(partial(doors.left, ahead))
 
 
@@ -59,12 +61,12 @@ class _Doors:
         found: Callable[[], None],
     ) -> None:
         self.backward, self.modules, self.recorded, self.samples, self.found = backward, modules, recorded, samples, found
-        self.brought: dict[int, Brought] = {}  # by the pass's task
+        self.brought: dict[int, dict[Key, Tensor]] = {}  # by the pass's task
 
     def _hears(self) -> bool:
         return self.backward.hears() and not self.backward.record.comparing and not torch.is_grad_enabled()
 
-    def _of_task(self) -> Brought:
+    def _of_task(self) -> dict[Key, Tensor]:
         task = current_task()
         if task not in self.brought:
             self.brought[task] = {}
@@ -74,9 +76,7 @@ class _Doors:
     def _forget(self, task: int) -> None:
         del self.brought[task]
 
-    def left(
-        self, ahead: list[tuple[int, int] | None], grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
-    ) -> None:
+    def left(self, ahead: list[Key | None], grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
         """Hears of what a node hands on."""
         if not self._hears():
             return
@@ -84,9 +84,14 @@ class _Doors:
         for place, (key, grad) in enumerate(zip(ahead, grads)):
             if key is not None and grad is not None:
                 behind, number = node.next_functions[place]
-                if behind is not None and type(behind) is not Leaf:
+                at: dict[Any, Tensor] = brought
+                if isinstance(key, str):
+                    at = self.backward.enter(current_task()).handed
+                elif behind is None or type(behind) is Leaf:
+                    continue
+                if behind is not None:
                     grad = fitted(grad, Value(behind, number))
-                    brought[key] = brought[key] + grad if key in brought else grad
+                    at[key] = at[key] + grad if key in at else grad
 
     def arrived(self, number: int, own: frozenset[int], grads: tuple[Tensor | None, ...]) -> None:
         """Hears of what comes to a node.  own: which of its tensors the model has not returned"""

@@ -1,10 +1,13 @@
 """Layers that bring squared norms to a vector of N as its gradient, in whatever graph they are compiled into.
 
-No mathematics.
+Norms of matrices, tables and kernels come from the forms' own, by operations that a compiler leaves alone: where positions
+cancel, rows are written out, which depends on the values.  All else is a few sums that it fuses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +15,64 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, where
+from autograd_hacks.forms import Convolution, Form, Lookup, Outer
 from autograd_hacks.rules.norm import why_norm_mixes
-from autograd_hacks.rules.squares import Kind, squares_of_bias
+from autograd_hacks.rules.rule import Call, Formula
+from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.contexts import without_autocast
+
+
+def formula_inside(layer: nn.Module) -> Formula | None:
+    """The formula of the layer's rule, or None where its norms can't be taken inside."""
+    rule = rule_for(layer)
+    return rule.formula if rule is not None and rule.inside else None
+
+
+_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
+
+
+@_operation("autograd_hacks::squares_of_products")
+def _of_products(left: Tensor, right: Tensor) -> Tensor:
+    return _norms(Outer(left, right))
+
+
+@_operation("autograd_hacks::squares_of_lookups")
+def _of_lookups(g: Tensor, index: Tensor, entries: int) -> Tensor:
+    return _norms(Lookup(index, g, entries))
+
+
+@_operation("autograd_hacks::squares_of_windows")
+def _of_windows(
+    g: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return _norms(Convolution(x, g, torch.Size(shape), stride, padding, dilation, groups))
+
+
+for _known in (_of_products, _of_lookups, _of_windows):
+    _known.register_fake(lambda g, *_: g.new_empty(g.shape[0]))
+
+
+def _norms(form: Form) -> Tensor:
+    with without_autocast([form.like]):
+        return form.norms().square()
+
+
+def _squares(form: Form) -> Tensor:
+    """The rows' squared norms, N."""
+    if isinstance(form, Outer):
+        return _of_products(form.left, form.right)
+    if isinstance(form, Lookup):
+        return _of_lookups(form.g, form.index, form.entries)
+    if isinstance(form, Convolution):
+        settings = [list(x) for x in (form.shape, form.stride, form.padding, form.dilation)]
+        return _of_windows(form.g, form.x, *settings, form.groups)
+    return form.matrix().square().sum(1)
 
 
 class Basin:
@@ -28,8 +87,17 @@ class Basin:
 class Tap:
     """What a layer with a tap knows.  place: its own in `Basin.uses`"""
 
-    def __init__(self, basin: Basin, kind: Kind, path: str, place: int) -> None:
-        self.basin, self.kind, self.path, self.place = basin, kind, path, place
+    def __init__(self, basin: Basin, layer: nn.Module, formula: Formula, path: str, place: int) -> None:
+        self.basin, self.formula, self.path, self.place = basin, formula, path, place
+        self.forward = type(layer).forward  # of its class, which a tap comes in front of
+
+
+class _Inside(Call):
+    """A call whose pass is running, so that the layer is as it was."""
+
+    def read(self, name: str) -> Tensor:
+        found: Tensor = getattr(self.layer, name)
+        return found
 
 
 class _Tapped(torch.autograd.Function):
@@ -40,7 +108,7 @@ class _Tapped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, x: Tensor, squares: Tensor, uses: Tensor, layer: Any, tap: Tap, trains: tuple[bool, bool]
+        ctx: Any, y: Tensor, x: Tensor, squares: Tensor, uses: Tensor, layer: Any, tap: Tap, trains: Sequence[str]
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.tap, ctx.trains, ctx.dtype, ctx.count = layer, tap, trains, squares.dtype, uses.shape[0]
@@ -49,14 +117,24 @@ class _Tapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,), wide = ctx.saved_tensors, g.to(ctx.dtype)
-        of_weight, of_bias = ctx.trains
+        x = x.to(ctx.dtype) if x.is_floating_point() else x
+        forms = ctx.tap.formula(ctx.layer, _Inside(ctx.tap.path, ctx.layer, (x,), {}, ctx.layer.training, (wide,)))
         squares = wide.new_zeros(wide.shape[0])
-        if of_weight:
-            squares = squares + ctx.tap.kind.weight(ctx.layer, x.to(ctx.dtype) if x.is_floating_point() else x, wide)
-        if of_bias:
-            squares = squares + squares_of_bias(ctx.tap.kind, ctx.layer, wide)
+        for name in ctx.trains:
+            squares = squares + _squares(forms[name])
         uses = (torch.arange(ctx.count, device=g.device) == ctx.tap.place).to(ctx.dtype)
         return g, None, squares, uses, None, None, None
+
+
+class _Detached:
+    """A layer for its own forward, its parameters detached."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._layer, name)
+        return found.detach() if isinstance(found, nn.Parameter) else found
 
 
 class WithTap:
@@ -67,31 +145,24 @@ class WithTap:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tap: Tap = self._tap
         squares, uses = tap.basin.squares, tap.basin.uses
-        weight, bias = self.weight, getattr(self, "bias", None)
-        trains = weight is not None and weight.requires_grad, bias is not None and bias.requires_grad
-        if squares is None or uses is None or not any(trains) or not torch.is_grad_enabled():
+        trains = [name for name in ("weight", "bias") if getattr(getattr(self, name, None), "requires_grad", False)]
+        if squares is None or uses is None or not trains or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         inputs = (*args, *kwargs.values())
         if len(inputs) != 1:
             raise TypeError(f"{where(tap.path, self)} was given {len(inputs)} arguments; norms_inside expects one")
         x = inputs[0]
-        _check(self, tap, x, squares.shape[0])
-        if tap.basin.param_grad:
-            y = super().forward(*args, **kwargs)  # type: ignore[misc]
-        else:
-            y = tap.kind.compute(self, x, *(p if p is None else p.detach() for p in (weight, bias)))
+        if x.ndim < 1 or x.shape[0] != squares.shape[0]:
+            raise BatchSizeError(
+                f"{where(tap.path, self)} was given an input of shape {tuple(x.shape)} in a pass for the norms of "
+                f"{squares.shape[0]} samples. norms_inside expects samples on axis 0 of every layer's input, and an axis "
+                "for each feature and position behind: (N, ...), also for tables of positions, index.expand(N, -1). Or use "
+                "add_hooks."
+            )
+        if isinstance(self, nn.modules.batchnorm._BatchNorm) and (why := why_norm_mixes(self, self.training)):
+            raise SamplesMixed(f"{where(tap.path, self)} {why}")
+        y = tap.forward(self if tap.basin.param_grad else _Detached(self), *args, **kwargs)
         return _Tapped.apply(y, x, squares.to(y.device), uses.to(y.device), self, tap, trains)
-
-
-def _check(layer: nn.Module, tap: Tap, x: Tensor, samples: int) -> None:
-    if x.ndim < tap.kind.axes(layer) or x.shape[0] != samples:
-        raise BatchSizeError(
-            f"{where(tap.path, layer)} was given an input of shape {tuple(x.shape)} in a pass for the norms of {samples} "
-            "samples. norms_inside expects samples on axis 0 of every layer's input, and an axis for each feature and "
-            "position behind: (N, ...), also for tables of positions, index.expand(N, -1). Or use add_hooks."
-        )
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (why := why_norm_mixes(layer, layer.training)):
-        raise SamplesMixed(f"{where(tap.path, layer)} {why}")
 
 
 def put_tap(layer: nn.Module, tap: Tap) -> None:

@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.rules.call import Call
 from autograd_hacks.rules.nodes import NODES, Kept, Met, by_node, carried_back
-from autograd_hacks.rules.rule import Rule
+from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.layout import Layout, Layouts

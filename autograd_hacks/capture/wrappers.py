@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from autograd_hacks.support.trees import modules_of
 LATEST = 1024
 """How many forwards are remembered, whose gradients are reduced: many more than a record can be of."""
 
-
 _REDUCES, _COUNTED = "require_backward_grad_sync", "_static_graph_delay_allreduce_enqueued"
 
 
@@ -31,15 +29,11 @@ class Reduction:
     """Of one hooked model: in which of its forwards DistributedDataParallel runs, and which of these it reduces."""
 
     def __init__(self) -> None:
-        self._forwards: deque[tuple[int, weakref.ref[DistributedDataParallel]]] = deque(maxlen=LATEST)
+        self._forwards: list[tuple[int, weakref.ref[DistributedDataParallel]]] = []  # the latest, by number, in order
         self.reducing: list[weakref.ref[DistributedDataParallel]] = []  # the wrappers that reduce the next pass
         self._task = NO_TASK  # the last pass that has come to parameters since the last forward
         # The wrappers that leave the running forward's gradients alone, with what they were before.
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
-
-    def state(self) -> dict[str, Any]:
-        """What forwards and passes of the library's own are not to change."""
-        return {"_forwards": self._forwards.copy(), "reducing": self.reducing, "_task": self._task}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
         """Hears of a forward of the model, by its number, when its plan is made.
@@ -54,7 +48,8 @@ class Reduction:
         for wrapper in _spreading(model):
             # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
             is_counting = wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
-            self._forwards += [(forward, weakref.ref(wrapper))] if Switch.on() else []
+            if Switch.on():
+                self._forwards = [*self._forwards[-LATEST:], (forward, weakref.ref(wrapper))]
             if wrapper.require_backward_grad_sync and Switch.on() and not param_grad:
                 self._hold(wrapper)
             elif wrapper.require_backward_grad_sync:
@@ -98,7 +93,7 @@ class Reduction:
 
     def wrapper_of(self, forwards: Collection[int]) -> DistributedDataParallel | None:
         """The wrapper that some forwards ran in, by their numbers; where there are none, the last."""
-        ran = [(n, wrapper) for n, wrapper in self._forwards if n in forwards] if forwards else list(self._forwards)[-1:]
+        ran = [(n, wrapper) for n, wrapper in self._forwards if n in forwards] if forwards else self._forwards[-1:]
         found = (reference() for _, reference in ran)
         return next((wrapper for wrapper in found if wrapper is not None), None)
 
@@ -114,7 +109,8 @@ def _has_reduced(wrapper: DistributedDataParallel) -> bool:
 
 def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
     """The wrappers over several processes that the model runs in, or that it consists of."""
-    for module in (_active(), *modules_of(model)):
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward runs
+    for module in (active, *modules_of(model)):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
             yield module
 
@@ -164,10 +160,15 @@ def gathering(model: nn.Module) -> list[Any]:
     return [] if sharded is None else [module for module in modules_of(model) if isinstance(module, sharded.FSDPModule)]
 
 
-def _active() -> DistributedDataParallel | None:
-    """The wrapper whose forward runs."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
-
-
 def has_processes() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def running_stage() -> weakref.ref[Any] | None:
+    """The stage of ``torch.distributed.pipelining`` whose forward runs, if it is one of several."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = sys._getframe(1) if module is not None else None
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
+    stage = None if frame is None else frame.f_locals.get("self")
+    return None if getattr(stage, "num_stages", 1) < 2 else weakref.ref(stage)

@@ -57,7 +57,7 @@ def backprop_hess(
     count, vectors = directions(hess_type, output, samples, generator)
     try:
         with outside_inference(), announced(output, losses) as root:
-            leaves = list(leaves_of(root))
+            leaves = leaves_of(root)
             refuse_curvature(any(map(is_part, leaves)))
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
                 run_pass("backprop_hess", root, leaves, s)

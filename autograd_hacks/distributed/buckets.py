@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autograd_hacks.support.parts import Cut
-from autograd_hacks.support.trees import local_of
+from autograd_hacks.support.parts import Cut, part_of
 
 BUCKET = 25 * 2**20
 """Bytes that are reduced at once, as in DistributedDataParallel."""
@@ -73,7 +72,7 @@ class Buckets:
                 self.found[name], at = total[at : at + own.numel()].view(own.shape), at + own.numel()
                 continue
             shape, ranks = parameter.to_local().shape, parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-            shard = total[at : at + prod(shape)].view(shape).to(local_of(parameter).device)  # where it is offloaded
+            shard = total[at : at + prod(shape)].view(shape).to(part_of(parameter).device)  # where it is offloaded
             at += -(-own.shape[0] // ranks) * prod(own.shape[1:])
             self.found[name] = _placed(shard, parameter)
 
@@ -113,7 +112,7 @@ def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tenso
     before = own.total.ndim - own.parameter.ndim  # axes in front of the parameter's, of several sums
     to = [Shard(at.dim + before) if isinstance(at, Shard) else at for at in placements]
     partial = DTensor.from_local(own.total, mesh, [Partial()] * mesh.ndim, run_check=False)
-    settled: Any = partial.redistribute(placements=to).to(local_of(own.parameter).device)
+    settled: Any = partial.redistribute(placements=to).to(part_of(own.parameter).device)
     found: Tensor = settled if isinstance(own.parameter, DTensor) else settled.to_local()
     return found
 

@@ -15,8 +15,9 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.rules.table import rule_for
+from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import local_of, map_tensors, modules_of, version_of
+from autograd_hacks.support.trees import map_tensors, modules_of, version_of
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -135,7 +136,7 @@ def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
 
 def versions_of_shards(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """How often each shard has been overwritten, by the parameter's name."""
-    return {name: version_of(local_of(p)) for name, p in parameters.items() if hasattr(p, "to_local")}
+    return {name: version_of(part_of(p)) for name, p in parameters.items() if hasattr(p, "to_local")}
 
 
 def check_shards(parameters: Mapping[str, Tensor], before: Mapping[str, int]) -> None:

@@ -15,9 +15,8 @@ from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
-from autograd_hacks.verbs.per_sample import per_sample_grads
-from autograd_hacks.verbs.private import ask_independent
-from autograd_hacks.verbs.setting import check_alone, check_may_set, mark_set
+from autograd_hacks.verbs.per_sample import check_alone, check_may_set, mark_set, per_sample_grads
+from autograd_hacks.verbs.verify import ask_independent
 
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine

@@ -18,8 +18,7 @@ from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
-from autograd_hacks.verbs.per_sample import per_sample_grads
-from autograd_hacks.verbs.setting import check_alone, set_grads
+from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 
 class Steps:

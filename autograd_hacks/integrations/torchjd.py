@@ -10,8 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_TORCHJD, needed
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import per_sample_grads
-from autograd_hacks.verbs.setting import check_alone, set_grads
+from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 with needed("torchjd"):
     from torchjd.aggregation import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks.errors import ON_BATCH
 from autograd_hacks.support.internals import TreeSpec, tree_flatten, tree_leaves, tree_map_, tree_unflatten
 from autograd_hacks.support.layout import same, samples_of_rows
-from autograd_hacks.support.trees import is_packed, like_its_kind, opened
+from autograd_hacks.support.trees import is_packed, like_its_kind, unpacked
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
 """An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as
@@ -34,7 +34,7 @@ class Batch:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
         """Raises ValueError for a tree of axes that doesn't fit the arguments."""
-        leaves, spec = tree_flatten(opened((args, kwargs)), is_leaf=is_packed)
+        leaves, spec = tree_flatten(unpacked((args, kwargs)), is_leaf=is_packed)
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
         lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
         if batch_dim is None or isinstance(batch_dim, int):
@@ -70,23 +70,23 @@ class Batch:
             (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
-    def carried(self, axis: int | None, samples: int) -> list[int | None]:
+    def axes_of_samples(self, axis: int | None, samples: int) -> list[int | None]:
         """For each leaf the axis on which it has samples; None where it has none."""
         if self.axes is not None:
             return self.axes
         sizes = [None if n in self.shared or axis is None else _size(leaf, axis) for n, leaf in enumerate(self.leaves)]
-        carried = [axis if size == samples else None for size in sizes]
-        first = next((n for n, at in enumerate(carried) if at is not None), 0)
-        return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(carried)]
+        axes = [axis if size == samples else None for size in sizes]
+        first = next((n for n, at in enumerate(axes) if at is not None), 0)
+        return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(axes)]
 
     def replaceable(self, axis: int | None, samples: int) -> list[int | None]:
-        """As `carried`, but without square matrices of nothing but 0 and -inf, or booleans, behind the first tensor that
-        carries samples: they are masks over T = N positions."""
-        carried = self.carried(axis, samples)
-        first = next((n for n, at in enumerate(carried) if at is not None), 0)
+        """As `axes_of_samples`, but without square matrices of booleans, or of nothing but 0 and -inf, behind the first
+        tensor that has samples: they are masks over T = N positions."""
+        axes = self.axes_of_samples(axis, samples)
+        first = next((n for n, at in enumerate(axes) if at is not None), 0)
         if self.axes is not None:
-            return carried
-        return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(carried)]
+            return axes
+        return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(axes)]
 
     def replaced(
         self, axis: int | None, kept: Tensor, turn: int, by_list: bool = False
@@ -105,9 +105,9 @@ class Batch:
             swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
             is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
             return None if is_same else swapped
-        carried = self.replaceable(axis, samples)
-        taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, carried) if at is not None}
-        leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, carried)]
+        axes = self.replaceable(axis, samples)
+        taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
+        leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -197,7 +197,7 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         flat: list[int | None] = []
         add = partial(_add_axes, flat)
         try:
-            tree_map_(add, opened(prefix), opened(tree))
+            tree_map_(add, unpacked(prefix), unpacked(tree))
         except ValueError:
             raise ValueError(
                 f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "

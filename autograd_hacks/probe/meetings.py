@@ -87,7 +87,7 @@ class Meetings:
                 if self.is_covered(value, taker.node):
                     continue
                 self.climbed[taker.node] = None
-                if self._meets(value, taker):
+                if self._is_meeting(value, taker):
                     continue
                 self.inner.append((value, taker))
                 above = {Value(taker.node, number) for number in range(max(1, len(made(taker.node))))} - seen
@@ -95,7 +95,7 @@ class Meetings:
                 waiting += above
         return self
 
-    def _meets(self, value: Value, taker: Taker) -> bool:
+    def _is_meeting(self, value: Value, taker: Taker) -> bool:
         """Whether a use is a meeting, which is noted then, or one behind which samples mix."""
         node, verdict = taker.node, self.verdict(taker.node)
         if node in self.of_parameters:

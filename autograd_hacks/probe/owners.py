@@ -18,6 +18,9 @@ in an order that changes from call to call."""
 NOBODY, SEVERAL = -2, -1
 """Entries that are zero, or too small to tell; entries in which several samples have a part."""
 
+SOME, STEPS = 32, (1, 7, 13, 29, 53, 101, 211, 431)
+"""By so many entries layouts are ruled out before a gradient is read whole; how far apart they are on each axis."""
+
 CHUNK = 2**16
 """So many numbers are compared at once, which a cache holds."""
 
@@ -105,15 +108,34 @@ def judged(x: Tensor, weighted: Sequence[Tensor | None], weights: Weights, layou
     fitting = [layout for layout in layouts if layout.fits(x, weights.samples)]
     for number, y in enumerate(others):
         w = weights.of_pass(number)
+        fitting = _left_by_sample(fitting, x, y, w)
         fitting = [layout for layout in fitting if _is_multiple(layout, x, y, w, weights.tiny)]
     if fitting:
         rows = fitting[0].samples_first(x, weights.samples)
-        return Verdict(tuple(fitting), int((rows.reshape(len(rows), -1) != 0).any(1).sum()))
+        return Verdict(tuple(fitting), int(rows.flatten(1).any(1).sum()) if rows.ndim > 1 else int(rows.count_nonzero()))
     labels = weights.owners(x, others)
     known = labels.unique()
     if bool((known == SEVERAL).any()):
         return Verdict(is_mixed=True)
     return Verdict(owners=int((known >= 0).sum()), labels=labels)
+
+
+def _left_by_sample(layouts: list[Layout], x: Tensor, y: Tensor, w: Tensor) -> list[Layout]:
+    """The layouts that a few large entries leave: y is x times the weight of the sample that an entry belongs to."""
+    if len(layouts) < 2 or not 0 < x.ndim <= len(STEPS) or not x.numel() or torch.finfo(x.dtype).eps > 1e-6:
+        return layouts
+    places = [[step * k % size for k in range(SOME)] for step, size in zip(STEPS, x.shape)]
+    few = [g[tuple(places)].abs().tolist() for g in (x, y)]
+    large = 1e-3 * max(few[0])  # more than rounding could change
+    ratios = [(k, b / a) for k, (a, b) in enumerate(zip(*few)) if a > large]
+    weights = w.tolist()
+
+    def is_left(layout: Layout) -> bool:
+        at, positions = places[layout.axis], max(1, x.shape[layout.axis] // len(weights))
+        of = [k % len(weights) for k in at] if layout.fold == "T·N" else [k // positions for k in at]
+        return all(abs(ratio / weights[of[k]] - 1) < 0.4 for k, ratio in ratios)
+
+    return [layout for layout in layouts if is_left(layout)] or layouts
 
 
 def _is_multiple(layout: Layout, x: Tensor, y: Tensor, w: Tensor, tiny: float) -> bool:

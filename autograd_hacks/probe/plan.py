@@ -53,7 +53,7 @@ class Plan:
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     mixing: str = ""  # how they do, for people
-    unproven: str = ""  # why nothing could be proven, where that is so
+    why_unproven: str = ""  # why nothing could be proven, where that is so
     by_rule: set[str] = field(default_factory=set)  # the parameters that some layer's rule gives rows of
     created: dict[Hashable, Any] = field(default_factory=dict)  # by use the plans of graphs that passes make there
     places_left: tuple[bool | int, ...] = ()  # which nodes that may move samples have left them where they were
@@ -69,11 +69,13 @@ class Plan:
     # What has happened since.
     forwards: int = 0  # of its signature, so far
     largest: int = 0  # the largest N that was proven
+    replaced: int = 0  # the largest N whose samples were replaced, each while every other was kept
     pending: bool = True  # whether the forward that runs is to be proven
     unsure: bool = False  # whether the last proof has left something open, where a gradient was zero, say
     derives: bool | None = None  # whether graphs were made of backward passes; None before the first
     zeros: dict[str, int] = field(default_factory=dict)  # parameters that were all zero, with the versions last seen
     unread: bool = False  # whether a backward pass has gone by that nobody read
+    shown: set[str] = field(default_factory=set)  # parameters whose rows, randomly weighted, added up in the last proof
     # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
     summed: set[str] = field(default_factory=set)
 

@@ -156,7 +156,7 @@ def _selected(node: Any, samples: int) -> list[bool | int]:
     return [number_of(node, "index") or 0] if is_one else []
 
 
-def _turned(node: Any, samples: int) -> list[bool | int]:
+def _rolled(node: Any, samples: int) -> list[bool | int]:
     """How far samples are rolled, or that they are flipped."""
     (behind,) = inputs_of(node)
     sizes, axes = shape_of(behind), list(kept_by(node, "dims"))
@@ -206,7 +206,7 @@ def _dealt(node: Any, samples: int) -> list[bool | int]:
     return [*after[axis : axis + 2]]
 
 
-def _stays(node: Any, samples: int, name: str, dim: str | None) -> list[bool | int]:
+def _keeps_places(node: Any, samples: int, name: str, dim: str | None) -> list[bool | int]:
     """Whether a node leaves the samples where they were; nothing where it has none."""
     behind, kept = next(inputs_of(node), None), getattr(node, f"{RAW}{name}")
     if behind is None or not samples:
@@ -227,14 +227,14 @@ def _stays(node: Any, samples: int, name: str, dim: str | None) -> list[bool | i
 
 _MOVING: dict[str, Callable[[Any, int], list[bool | int]]] = {
     "SelectBackward0": _selected,
-    "RollBackward0": _turned,
-    "FlipBackward0": _turned,
+    "RollBackward0": _rolled,
+    "FlipBackward0": _rolled,
     "CatBackward0": _joined,
     "StackBackward0": _joined,
     "MmBackward0": _multiplied,
     "BmmBackward0": _multiplied,
     "ViewBackward0": _dealt,
-    **{kind: partial(_stays, name=name, dim=dim) for kind, (name, dim) in _CHOOSING.items()},
+    **{kind: partial(_keeps_places, name=name, dim=dim) for kind, (name, dim) in _CHOOSING.items()},
 }
 
 

@@ -54,8 +54,8 @@ def _again(recorder: weakref.ref[Recorder], inside: Inside, function: Callable[.
     if own is None or not own.backward.hears() or current_task() == NO_TASK or not torch.is_grad_enabled():
         return function(*args)
     forward = own.forward
-    with restored(partial(vars(forward).update, is_running=forward.is_running, noted=forward.noted)):
-        forward.is_running, forward.noted = True, []
+    with restored(partial(vars(forward).update, running=forward.running, noted=forward.noted)):
+        forward.running, forward.noted = "", []
         output = function(*args)
         counts: Counter[str] = Counter()
         noted = []
@@ -75,9 +75,9 @@ def _read(recorder: Recorder, inside: Inside, ran: Ran) -> None:
         record.name_of(leaf.variable): leaf.variable for leaf in ran.graph.leaves if record.is_parameter(leaf.variable)
     }
     plan = created.get(inside.key)
-    if plan is None or not recorder._place(ran, plan, samples):
+    if plan is None or not recorder.place(ran, plan, samples):
         plan = created[inside.key] = outside_passes(partial(_proven, ran, inside))
-        recorder._place(ran, plan, samples)
+        recorder.place(ran, plan, samples)
     off, running = OffGraph(ran, plan, samples, inside.key).find(), recorder.backward.enter(current_task())
     off.attach(ran.edge_of, inside.forward, recorder.backward.receive, running)
     look_inside(recorder, ran, plan, samples, inside.key)

@@ -52,7 +52,7 @@ class Met(NamedTuple):
 def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput | None) -> None:
     """Has what a running pass with create_graph=True computes at a use read when a later pass comes there."""
     own = recorder()
-    if own is None or own.forward.is_running:  # in whose graph it is then
+    if own is None or own.forward.running is not None:  # in whose graph it is then
         return
     own.record.comparing = True
     if isinstance(use, PartCall):

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, Segment
-from autograd_hacks.capture.uses import Use
+from autograd_hacks.capture.records import Pass, Record, Segment
+from autograd_hacks.capture.uses import LayerCall, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
-from autograd_hacks.reading.certificate import check_sum
+from autograd_hacks.reading.certificate import adds_up, check_sum
 from autograd_hacks.reading.guards import check_hooked, check_independent, check_known, check_seen, readable_segments
 from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
@@ -160,3 +161,29 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     own = part_of(parameter)
     filled = (Zero(size, own.shape, own) if form is None else form for form, size in zip(forms, sizes))
     return Concatenation(list(filled))
+
+
+def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
+    """Whether the rows of the calls that a pass has just come by add up to the gradient that it brings to a parameter, so
+    that this needn't be kept.
+
+    Where they don't, or can't be taken, the gradient is kept, and who reads is told what is wrong.
+
+    name: the parameter's, in the record
+    """
+    calls = current.calls_of[name]
+    # Passes of `backprop_hess` share what arrives; recurrent layers are recomputed for rows, once, when somebody reads.
+    if current.is_hess or any(
+        isinstance(call, LayerCall) and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls
+    ):
+        return False
+    reader = current.reader = current.reader or Gate(Segment([current]), None)
+    try:
+        with torch.no_grad(), without_autocast([edge.parameter for edge in calls[0].edges.values()]):
+            form = reader.form_so_far(name)
+            if form is None or not form.samples or not adds_up(name, form, [(current, grad.detach())], None):
+                return False
+    except Exception:  # whatever a rule raises, or the gate: so it does for who reads
+        return False
+    current.settled.setdefault(name, set()).update(calls)
+    return True

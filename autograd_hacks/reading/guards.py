@@ -97,7 +97,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         check_parts(record, recorded.received)
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
-        if recorded.mixed_output is not None or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
+        if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
             raise SamplesMixed(record.plan.mixing)
         if recorded.side_door:
             raise UnseenGradient(

@@ -46,16 +46,22 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
         return
     makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
     runs = _Runs(recorder, plan, aside, samples, makes_loss)
-    reference, draws = runs.run(ran.arguments, with_rows=True), torch.Generator().manual_seed(samples)
+    was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
+    # Rows take a backward pass, and are compared in two of the first proof's runs.
+    with_rows = 0 if was_shown else 2
+    reference = runs.run(ran.arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values go through kernels with others, which may round in other ways.
     has_changed, rounds = False, bool(places_left(ran.graph, samples))
-    for turn, kept in enumerate(kept_samples(samples, draws), 1):
+    every = kept_samples(samples, draws)
+    if was_shown:
+        half = torch.randperm(samples, generator=draws.manual_seed(plan.forwards), device="cpu") < samples // 2
+        every = [half, ~half]
+    for turn, kept in enumerate(every, 1):
         replaced = batch.replaced(plan.axis, kept, turn, plan.counted_at is not None)
         if replaced is None:
             continue
         has_changed = True
-        # Rows take a backward pass, and are compared in two of the runs.
-        seen = runs.run(replaced, with_rows=makes_loss or turn <= 2)
+        seen = runs.run(replaced, with_rows=makes_loss or turn <= with_rows)
         what, slots = runs.differing(reference, seen, kept, rounds)
         if what and not rounds and not runs.differing(reference, seen, kept, rounds=True)[0]:
             again = runs.run(ran.arguments, with_rows=False)  # which keeps its own bits, unless kernels add in any order
@@ -70,6 +76,7 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
             return
     # Samples that are all the same show nothing.
     plan.is_independent, plan.unsure = plan.is_independent or has_changed, plan.unsure or not has_changed
+    plan.replaced = max(plan.replaced, samples if has_changed else 0)
 
 
 class _Runs:

@@ -3,7 +3,7 @@ samples are is true."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -98,6 +98,7 @@ class Passes:
         self.arrived: dict[str, Tensor] = {}  # at parameters, in the pass of the first weights
         self.grads: dict[Key, Tensor] = {}  # at calls and nodes, in the pass without
         self.verdicts: dict[Key, Verdict] = {}
+        self.looked_at: set[Node] | None = None
 
     def run(self) -> Found:
         """The passes, and again where calls turn out to belong to no sample, for what is behind them."""
@@ -109,12 +110,16 @@ class Passes:
                 return found
             open_calls |= others
 
-    def _run(self, open_calls: Collection[LayerCall]) -> Found:
+    def _run(self, open_calls: Set[LayerCall]) -> Found:
         ran, found = self.ran, Found(self.hypothesis)
         covered = ran.covered(open_calls)
         calls = [noted for noted in ran.noted if noted.call not in open_calls]
         nodes = list(dict.fromkeys([*self._meetings(covered, {}).climbed, *ran.checkpoints]))
-        self._look(calls, nodes)
+        if self.looked_at is None or not self.looked_at.issuperset(nodes):
+            # Positions' embeddings turn out to be open; looked at as if they were, one sweep does for both.
+            bare = {noted.call for noted in ran.noted if self._is_bare(noted)} | open_calls
+            others = self._meetings(ran.covered(bare), {}).climbed if bare != open_calls else ()
+            self._look(ran.noted, list(dict.fromkeys([*nodes, *others])))
         by_node = {node: own for node in nodes if (own := self._of_all(node))}
         for noted in calls:
             found.calls[noted.call] = self._place(noted, found)
@@ -141,9 +146,15 @@ class Passes:
         found.mixed |= self._out_of_order(found)
         return found
 
+    def _is_bare(self, noted: Noted) -> bool:
+        """Whether a call was given no argument of the model, and nothing that a node made."""
+        given = {memory_of(x) for x, _ in self.batch}
+        return not noted.inputs and given.isdisjoint(map(memory_of, noted.call.given))
+
     def _look(self, calls: Sequence[Noted], nodes: Sequence[Node]) -> None:
         """The passes: whose is what comes to calls and to nodes, and what comes to parameters."""
         self.grads, self.verdicts, self.arrived = {}, {}, {}
+        self.looked_at = set(nodes)
         watched: dict[Node, list[tuple[Key, int, torch.Size | None]]] = {}
         for noted in calls:
             for node, hook in noted.hooks:

@@ -1,18 +1,26 @@
-"""Parameters that a model returns, ``log_std`` say, meet the batch in the loss: what `backward(losses)` is given is read as
-a forward is, from the losses down to what the model has returned."""
+"""What is made of a model's outputs outside of it.  Do samples stay apart in it?  And where do parameters that the model
+returns, ``log_std`` say, meet the batch?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
-from autograd_hacks.capture.arrivals import RETURNED, returned_in
+from autograd_hacks.capture.arrivals import RETURNED, Returned, returned_in
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.probe.owners import Weights, judged
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.reading.labelling import Hypothesis, Passes
+from autograd_hacks.reading.labelling import Hypothesis, Passes, over, random_like
 from autograd_hacks.reading.proof import fill
+from autograd_hacks.support.graph import Graph, Value, made
 from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.parts import settled
+from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.switch import Switch
 
 OUTSIDE = ("losses",)
@@ -46,3 +54,43 @@ def _read(recorder: Recorder, forward: int, losses: Tensor, ends: frozenset[obje
             fill(plan, ran, Passes(ran, [], Hypothesis(None, samples, {0: Layout()}), draws).run(), [])
         off = OffGraph(ran, plan, samples, OUTSIDE).find()
     off.attach(ran.edge_of, forward, recorder.backward.receive)
+
+
+def come_apart(x: Tensor, returned: Sequence[tuple[GradientEdge, Returned]]) -> list[bool]:
+    """Whether each sample's gradient comes to what models have returned for that sample alone, for each that it comes to.
+
+    x: N ..., follows from what was returned
+    """
+    root, ends = x.grad_fn, {edge.node for edge, _ in returned}
+    assert root is not None  # or nothing would be marked
+    graph = Graph([root], ends)
+    draws, dtypes = torch.Generator().manual_seed(len(x)), {y.dtype for node in graph.nodes for y in made(node)}
+    weights, g = Weights(len(x), draws, dtypes), random_like(x, draws)
+    given = [g, *(g * over(g, weights.of_pass(n).to(g), Layout()) for n in range(weights.passes))]
+    found: dict[Node, list[Grads]] = {}
+    with torch.no_grad():  # past wrappers' hooks, which may wait for other processes
+        sweep({Value(root, x.output_nr): given}, found.__setitem__, ends, graph.above(ends))
+    verdicts = []
+    for edge, mark in returned:
+        own, *others = (grads[edge.output_nr] for grads in found.get(edge.node, [[None] * (edge.output_nr + 1)]))
+        if own is not None:
+            parts = [None if y is None else settled(y) for y in others]
+            verdicts.append(bool(judged(settled(own), parts, weights, [mark.layout]).layouts))
+    return verdicts
+
+
+def check_losses(losses: Tensor) -> None:
+    """Raises SamplesMixed where losses of samples follow from model outputs for others, of forwards that were just proven.
+
+    losses: N
+    """
+    marks = returned_in(losses) if RETURNED else []
+    returned = [(edge, mark) for edge, mark in marks if mark.is_proven and mark.samples == len(losses) > 0]
+    if returned and not all(come_apart(losses, returned)):
+        for _, mark in returned:
+            mark.plan.pending = True  # the next forward's losses are looked at, too
+        raise SamplesMixed(
+            "samples mix in the losses given to backward: the loss of a sample follows from what the model has returned "
+            "for others, as in a contrastive loss, or one over statistics of the batch. They have no gradients of their "
+            "own then."
+        )

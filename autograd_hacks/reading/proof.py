@@ -45,9 +45,10 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
     plan = known.plan
     plan.pending, plan.created = False, {}
     plan.summed.clear()
+    plan.shown.clear()
     draws = torch.Generator().manual_seed(1000 * plan.forwards + (known.samples or 0))
     if any(x.is_nested_tensor for node in ran.graph.nodes for x in made(node)):
-        unproven(plan, ran, known.samples)
+        place_by_sizes(plan, ran, known.samples)
         plan.refused = dict.fromkeys(ran.parameters, NESTED)
         return None
     best: tuple[Found, Passes] | None = None
@@ -55,7 +56,7 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
         is_same = best is not None and best[0].hypothesis.axis == hypothesis.axis
         if best is not None and not best[0].mixed and (is_same or hypothesis.samples == 1):
             continue
-        passes = Passes(ran, carried(ran, known, hypothesis), hypothesis, draws)
+        passes = Passes(ran, batch_axes(ran, known, hypothesis), hypothesis, draws)
         found = past_zeros(ran, passes, passes.run(), draws)
         # Of two axes of the arguments, one on which it isn't doubtful whether samples mix.
         if best is None or (not found.mixed and (best[0].mixed or not found.is_doubtful)):
@@ -63,12 +64,12 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
         if not (found.mixed or (found.is_doubtful and len(known.axes) > 1)):
             break
     if best is None:
-        unproven(plan, ran, known.samples)
+        place_by_sizes(plan, ran, known.samples)
         return known.samples
     found, passes = best
     mixed_outputs: list[int] = []
     if found.mixed:
-        found, passes, mixed_outputs = apart(ran, found, passes, draws)
+        found, passes, mixed_outputs = leave_out_mixed(ran, found, passes, draws)
     fill(plan, ran, found, mixed_outputs)
     if not found.mixed:
         check_losses_inside(recorder, plan, ran, found, passes, draws)
@@ -105,19 +106,19 @@ def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -
         return Passes(ran, passes.batch, passes.hypothesis, draws).run()
 
 
-def unproven(plan: Plan, ran: Ran, samples: int | None) -> None:
+def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
     """Fills in a plan by sizes, where no output has the samples in it."""
-    plan.unproven = "no output of the model has an axis of as many entries as there are samples"
+    plan.why_unproven = "no output of the model has an axis of as many entries as there are samples"
     for noted in ran.noted:
         plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
 
 
-def carried(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
+def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
     """The arguments that have samples, if a hypothesis is true, with their axes."""
     batch = known.batch
     if batch is None or known.samples is None or hypothesis.counted_at is not None:
         return [(x, 0) for x in ran.tensors]
-    found = zip(batch.leaves, batch.carried(hypothesis.axis, hypothesis.samples))
+    found = zip(batch.leaves, batch.axes_of_samples(hypothesis.axis, hypothesis.samples))
     return [(x.data if is_packed(x) else x, at) for x, at in found if at is not None]
 
 
@@ -190,7 +191,7 @@ def chosen_rows(
     return found
 
 
-def apart(ran: Ran, found: Found, passes: Passes, draws: torch.Generator) -> tuple[Found, Passes, list[int]]:
+def leave_out_mixed(ran: Ran, found: Found, passes: Passes, draws: torch.Generator) -> tuple[Found, Passes, list[int]]:
     """In which outputs samples mix, one by one; and what the others show together."""
     places, hypothesis = found.hypothesis.places, found.hypothesis
     losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
@@ -335,7 +336,7 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
             forms.setdefault(use.edges[local].name, []).append(form)
             terms.setdefault(use.edges[local].name, []).append((use, grads, scale))
 
-    plan.disproven = {}
+    plan.disproven, plan.shown = {}, set()
     try:
         with torch.no_grad(), without_autocast(ran.parameters.values()):
             for noted in ran.noted:
@@ -362,12 +363,15 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
                 grad, form = own_of(grad, ran.parameters[name]).to_dense(), add(forms[name])
                 used = [use.precision for use, _, _ in terms[name]]
                 weights = w.to(form.like.device, form.sum_dtype.to_real())
-                plan.unsure |= not bool(grad.any())
+                is_zero = not bool(grad.any())
+                plan.unsure |= is_zero
                 if not agree(form, weights, grad, used, partial(received_by, form, terms[name])):
                     where = ", ".join(dict.fromkeys(use.place for use, _, _ in terms[name]))
                     plan.disproven[name] = (
                         f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule "
                         f"is wrong ({where}), or a way that the hooks don't see leads there"
                     )
+                elif not is_zero:
+                    plan.shown.add(name)
     except Exception:  # whatever a rule raises, which reading raises again
         plan.unsure = True

@@ -1,6 +1,7 @@
 """Convolutions and transposed convolutions."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,32 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Convolution, Form
-from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.linear import added
-from autograd_hacks.rules.rule import single_input
+from autograd_hacks.rules.rule import Call, needs_batch
 
-_Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-_ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _Settings = tuple[Sequence[int], Any, Sequence[int], int]
 
 
-@single_input
-def conv(layer: _Conv, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x: N C *S    g: N O *L."""
-    needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
-    weight = convolution(
-        x.conj(), g, layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups), layer.padding_mode
-    )
-    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": added(g)}
-
-
-def conv_transpose(layer: _ConvTranspose, call: Call) -> Mapping[str, Form]:
+def conv(layer: nn.modules.conv._ConvNd, call: Call) -> Mapping[str, Form]:
     """x: N C *S    g: N O *L."""
     x, g = call.argument(0, "input"), call.grad
     needs_batch(x, at_least=2 + len(layer.kernel_size), layout="(N, in_channels, *spatial)")
-    weight = transposed_convolution(
-        x.conj(), g, layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups)
-    )
+    make = transposed_convolution if layer.transposed else partial(convolution, mode=layer.padding_mode)
+    settings = layer.stride, layer.padding, layer.dilation, layer.groups
+    weight = make(x.conj(), g, layer.weight.shape, settings)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": added(g)}
 
 

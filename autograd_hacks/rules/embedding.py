@@ -8,30 +8,23 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Bags, Form, Lookup
-from autograd_hacks.rules.call import Call, needs_batch
-from autograd_hacks.rules.recompute import check_recomputed
-from autograd_hacks.rules.rule import single_input
+from autograd_hacks.rules.rule import Call, needs_batch
 from autograd_hacks.support.parts import Cut, part_of
 
 
 def embedding(layer: nn.Embedding, call: Call) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
     weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # as it was then, whole or a part
-
-    @single_input
-    def embedding(layer: nn.Embedding, index: Tensor, g: Tensor) -> Mapping[str, Form]:
-        needs_batch(index, at_least=1, layout="(N, ...)")
-        refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-        own = part_of(weight).shape
-        if own[0] == len(weight):
-            return {"weight": lookup(index, g, own, layer.padding_idx)}
-        index, first = index.long(), Cut.of(weight).start(0)  # of the entries that this process holds
-        outside = (index < first) | (index >= first + own[0])
-        if layer.padding_idx is not None:
-            outside |= index == layer.padding_idx
-        return {"weight": lookup((index - first).masked_fill(outside, 0), g.masked_fill(outside[..., None], 0), own)}
-
-    return embedding(layer, call)
+    index, g, own = call.argument(0, "input"), call.grad, part_of(weight).shape
+    needs_batch(index, at_least=1, layout="(N, ...)")
+    refuse_scaling_by_frequency(layer.scale_grad_by_freq)
+    if own[0] == len(weight):
+        return {"weight": lookup(index, g, own, layer.padding_idx)}
+    index, first = index.long(), Cut.of(weight).start(0)  # of the entries that this process holds
+    outside = (index < first) | (index >= first + own[0])
+    if layer.padding_idx is not None:
+        outside |= index == layer.padding_idx
+    return {"weight": lookup((index - first).masked_fill(outside, 0), g.masked_fill(outside[..., None], 0), own)}
 
 
 def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None = None) -> Form:
@@ -58,11 +51,13 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     bags = torch.arange(len(offsets), device=index.device).repeat_interleave(ends - offsets)
     padding = torch.zeros_like(index, dtype=torch.bool) if layer.padding_idx is None else index == layer.padding_idx
     sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, (~padding).long())
+    g = g.masked_fill((sizes == 0)[:, None], 0)
     if layer.mode == "max":
-        return {"weight": _largest(layer, call, index, offsets, g.masked_fill((sizes == 0)[:, None], 0))}
-    g, index, bags = g.masked_fill((sizes == 0)[:, None], 0), index[~padding], bags[~padding]
+        return {"weight": _largest(layer, call, index, offsets, g)}
+    index, bags = index[~padding], bags[~padding]
     scale = g.new_ones(len(index)) if weights is None else weights[~padding]
-    scale = scale / sizes[bags] if layer.mode == "mean" else scale
+    if layer.mode == "mean":
+        scale = scale / sizes[bags]
     return {"weight": Bags(g, scale, index, bags, layer.num_embeddings)}
 
 
@@ -71,7 +66,7 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
     largest = 2  # torch's number for the mode
     weight = call.read("weight")
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
-    check_recomputed(call, [out])
+    call.check_same(call.outputs, [out])
     features = torch.arange(g.shape[1], device=g.device)
     return Lookup(entries.long().clamp(min=0) * g.shape[1] + features, g[..., None], weight.numel(), weight.shape)
 

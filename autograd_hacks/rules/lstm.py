@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Form, Outer
-from autograd_hacks.rules.call import Call
-from autograd_hacks.rules.recompute import check_same, recomputing
+from autograd_hacks.rules.rule import Call
 
 
 @torch.no_grad()
@@ -22,11 +21,15 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
     """x: T N I    states: h and c before the first step for each layer and direction, each N H.  Not for projections."""
     out = call.outputs[0].transpose(0, 1) if layer.batch_first else call.outputs[0]
     directions, size = 2 if layer.bidirectional else 1, layer.hidden_size
+    ways = [[_Direction(call, depth, side) for side in range(directions)] for depth in range(layer.num_layers)]
     inputs, masks, hidden = [x], list[Tensor | None](), list[Tensor]()
-    with recomputing(call), torch.no_grad():
-        for depth in range(layer.num_layers - 1):
-            places = [(_Direction(call, depth, side), states[depth * directions + side]) for side in range(directions)]
-            hidden.append(torch.cat([direction.run(inputs[depth], state) for direction, state in places], 2))
+    with call.running_again(), torch.no_grad():
+        for depth, sides in enumerate(ways[:-1]):
+            starts = zip(*states[depth * directions : (depth + 1) * directions])
+            before = [torch.stack(parts).to(x.dtype) for parts in starts]
+            weights = [weight for direction in sides for weight in direction.weights()]
+            found = torch.lstm(inputs[depth], before, weights, layer.bias, 1, 0.0, False, layer.bidirectional, False)
+            hidden.append(found[0])
             mask = F.dropout(torch.ones_like(hidden[-1]), layer.dropout) if layer.dropout and call.training else None
             masks.append(mask)
             inputs.append(hidden[-1] if mask is None else hidden[-1] * mask)
@@ -36,21 +39,19 @@ def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, .
     forms: dict[str, Form] = {}
     for depth in reversed(range(layer.num_layers)):
         by_input = []
-        for side in range(directions):
-            direction, place = _Direction(call, depth, side), depth * directions + side
-            part = slice(side * size, (side + 1) * size)
+        for side, direction in enumerate(ways[depth]):
+            place, part = depth * directions + side, slice(side * size, (side + 1) * size)
             ends = [None if end is None else end[place] for end in (g_last, g_cell)]
-            by_gates, before = direction.back(inputs[depth], hidden[depth][..., part], g[..., part], states[place], *ends)
+            by_gates, earlier = direction.back(inputs[depth], hidden[depth][..., part], g[..., part], states[place], *ends)
             left = by_gates.transpose(0, 1)
             forms["weight_ih" + direction.suffix] = Outer(left, direction.in_order(inputs[depth]).transpose(0, 1))
-            forms["weight_hh" + direction.suffix] = Outer(left, before.transpose(0, 1))
+            forms["weight_hh" + direction.suffix] = Outer(left, earlier.transpose(0, 1))
             if layer.bias:
                 forms |= {name + direction.suffix: Dense(left.sum(1)) for name in ("bias_ih", "bias_hh")}
             if depth:
                 by_input.append(direction.in_order(by_gates @ call.read("weight_ih" + direction.suffix)))
         if depth:
-            g = torch.stack(by_input).sum(0)
-            mask = masks[depth - 1]
+            g, mask = torch.stack(by_input).sum(0), masks[depth - 1]
             g = g if mask is None else g * mask
     return forms
 
@@ -76,12 +77,6 @@ class _Direction:
         """x: T ..., forwards in time.  Returns it in the order in which this direction runs, and the other way round."""
         return x.flip(0) if self.side else x
 
-    def run(self, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-        """The states at every step, T N H, computed by torch's own kernel."""
-        weights, before = self.weights(), tuple(part[None].to(x.dtype).contiguous() for part in state)
-        out, *_ = torch.lstm(self.in_order(x), before, weights, len(weights) > 2, 1, 0.0, False, False, False)
-        return self.in_order(out)
-
     def back(
         self, x: Tensor, h: Tensor, g: Tensor, state: tuple[Tensor, ...], g_last: Tensor | None, g_cell: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -101,7 +96,7 @@ class _Direction:
             cells.append(torch.addcmul(added[t], keep[t], cells[t]))
         cell = torch.stack(cells)
         seen = cell[1:].tanh()
-        check_same(self.call, h, show * seen)
+        self.call.check_same([h], [show * seen])
         # Derivatives of c by the first three gates, and of h by the last gate and by c.
         in_cell = torch.stack([added * (1 - take), cell[:-1] * keep * (1 - keep), take * (1 - new * new)], 2)
         in_state, through = seen * show * (1 - show), show * (1 - seen * seen)

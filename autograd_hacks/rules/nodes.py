@@ -4,7 +4,7 @@ and of the gradient that arrives}.  For a node that isn't here `by_node` asks th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -138,7 +138,7 @@ def indexed(met: Met) -> Form | None:
     for x, size in zip(given, sizes):
         index = index * size + x % size
     flat = torch.Size((sizes.numel(), *met.shape[len(given) :]))
-    form = table(Met(met.kept, met.grad, met.layout, met.samples, met.place, flat), index)
+    form = table(replace(met, shape=flat), index)
     return None if form is None else form if len(given) == 1 else Dense(form.dense().reshape(met.samples, *met.shape))
 
 
@@ -146,20 +146,15 @@ def index_select(met: Met) -> Form | None:
     return table(met, met.kept["index"]) if met.kept["dim"] == 0 else None
 
 
-def layer_norm(met: Met) -> Form | None:
-    """y = x̂ · weight + bias, on the last axes."""
+def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
+    """y = x̂ · weight + bias, on the last axes.  mean, scale: names of what x was normalised with"""
     last = len(met.kept["normalized_shape"])
     if met.layout.axis >= met.grad.ndim - last:
         return None
-    normal = (met.kept["input"] - met.kept["result1"]) * met.kept["result2"] if met.place == 1 else 1
-    return added(met.first(met.grad * normal), last)
-
-
-def rms_norm(met: Met) -> Form | None:
-    last = len(met.kept["normalized_shape"])
-    if met.layout.axis >= met.grad.ndim - last:
-        return None
-    return added(met.first(met.grad * (met.kept["input"] * met.kept["result1"])), last)
+    if met.place == 2:
+        return added(met.first(met.grad), last)
+    x = met.kept["input"]
+    return added(met.first(met.grad * ((x if mean is None else x - met.kept[mean]) * met.kept[scale])), last)
 
 
 def group_norm(met: Met) -> Form | None:
@@ -171,13 +166,11 @@ def group_norm(met: Met) -> Form | None:
         groups = x.reshape(len(x), met.kept["group"], -1)
         normal = (groups - met.kept["result1"][..., None]) * met.kept["result2"][..., None]
         g = g * normal.reshape(x.shape)
-    return _by_channel(met, g)
+    return _by_sample(met, added(g))
 
 
 def batch_norm(met: Met) -> Form | None:
-    if met.layout.axis:
-        return None
-    if met.kept["training"] and met.samples == 1:
+    if met.layout.axis or (met.kept["training"] and met.samples == 1):
         return None
     if met.kept["training"]:
         raise SamplesMixed(
@@ -186,33 +179,27 @@ def batch_norm(met: Met) -> Form | None:
         )
     g, x = met.grad, met.kept["input"]
     if met.place == 1:
-        mean, var = met.kept["running_mean"], met.kept["running_var"]
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        g = g * (x - mean.view(shape)) * (var.view(shape) + met.kept["eps"]).rsqrt()
-    return _by_channel(met, g)
+        mean, var = (met.kept[name].view(1, -1, *[1] * (x.ndim - 2)) for name in ("running_mean", "running_var"))
+        g = g * (x - mean) * (var + met.kept["eps"]).rsqrt()
+    return _by_sample(met, added(g))
 
 
-def _by_channel(met: Met, rows: Tensor) -> Form:
-    """rows: (M, C, ...), M being N·T or T·N or N."""
-    form = added(rows)
+def _by_sample(met: Met, form: Form) -> Form:
+    """form: of M rows, M being N·T or T·N or N."""
     if not met.layout.fold:
         return form
-    return gathered(form, met.layout.rows(len(rows), met.samples, rows.device), met.samples)
+    return gathered(form, met.layout.rows(form.samples, met.samples, met.grad.device), met.samples)
 
 
 def convolved(met: Met) -> Form | None:
     if met.layout.axis:
         return None
-    axes = len(met.shape) - 2
-    stride, padding, dilation = (tuple(met.kept[name]) * axes for name in ("stride", "padding", "dilation"))  # one for all
-    settings = stride[:axes], padding[:axes], dilation[:axes], met.kept["groups"]
     if met.place == 2:
-        return _by_channel(met, met.grad)
+        return _by_sample(met, added(met.grad))
+    axes = len(met.shape) - 2
+    settings = [(tuple(met.kept[name]) * axes)[:axes] for name in ("stride", "padding", "dilation")]  # some are one for all
     make = transposed_convolution if met.kept["transposed"] else convolution
-    form = make(met.kept["input"].conj(), met.grad, met.shape, settings)
-    if met.layout.fold:
-        return gathered(form, met.layout.rows(len(met.grad), met.samples, met.grad.device), met.samples)
-    return form
+    return _by_sample(met, make(met.kept["input"].conj(), met.grad, met.shape, (*settings, met.kept["groups"])))
 
 
 def prelu(met: Met) -> Form | None:
@@ -227,14 +214,13 @@ def repeat(met: Met) -> Form | None:
     if met.layout.fold or sizes[met.layout.axis] != 1:
         return None
     split = met.grad.reshape([n for pair in zip(times, sizes) for n in pair])
-    rows = split.movedim(2 * met.layout.axis, 0)
-    over = [axis for axis in range(1, 2 * len(times), 2) if axis != 2 * met.layout.axis]
-    places = [n for n in range(0, 2 * len(times), 2) if n != 2 * met.layout.axis]
-    over = [n + 1 if n < 2 * met.layout.axis else n for n in places]
+    axis = 2 * met.layout.axis
+    rows = split.movedim(axis, 0)
+    over = [n + 1 if n < axis else n for n in range(0, split.ndim, 2) if n != axis]
     return Dense((rows.sum(over) if over else rows).reshape(met.samples, *met.shape))
 
 
-def _div(met: Met) -> Form | None:
+def divided(met: Met) -> Form | None:
     other = met.kept["other"].conj()
     return met.summed(met.grad / other if met.place == 0 else -met.grad * met.kept["self"].conj() / other.square())
 
@@ -247,14 +233,14 @@ NODES: dict[str, Formula] = {
     "MulBackward0": lambda met: met.summed(met.grad * met.kept["self" if met.place else "other"].conj()),
     "AddBackward0": lambda met: met.summed(met.grad * (met.factor("alpha") if met.place else 1)),
     "SubBackward0": lambda met: met.summed(met.grad * (-met.factor("alpha") if met.place else 1)),
-    "DivBackward0": _div,
+    "DivBackward0": divided,
     "ExpandBackward0": lambda met: met.summed(met.grad),
     "RepeatBackward0": repeat,
     "EmbeddingBackward0": embedding,
     "IndexBackward0": indexed,
     "IndexSelectBackward0": index_select,
-    "NativeLayerNormBackward0": layer_norm,
-    "FusedRmsNormBackward0": rms_norm,
+    "NativeLayerNormBackward0": partial(layer_norm, mean="result1", scale="result2"),
+    "FusedRmsNormBackward0": partial(layer_norm, mean=None, scale="result1"),
     "NativeGroupNormBackward0": group_norm,
     "NativeBatchNormBackward0": batch_norm,
     "ConvolutionBackward0": convolved,
@@ -281,9 +267,7 @@ def by_node(
         return found
 
     found = rows()
-    if (
-        any(row is None for row in found) and current_task() != NO_TASK
-    ):  # the running pass has no need of the value's gradient
+    if any(row is None for row in found) and current_task() != NO_TASK:  # a pass that has no need of the value's gradient
         found = outside_passes(rows)
     like = next(g for g in grads if g is not None)
     return torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])

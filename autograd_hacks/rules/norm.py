@@ -2,6 +2,7 @@
 over the positions that share an entry."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -9,25 +10,18 @@ from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, needs_batch
 from autograd_hacks.rules.linear import added
-from autograd_hacks.rules.rule import single_input
+from autograd_hacks.rules.rule import Call, needs_batch, single_input
 
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
 
 
 @single_input
-def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x, g: N *T *S, normalised over S."""
+def layer_norm(layer: nn.LayerNorm | nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
+    """x, g: N *T *S, normalised over S; by RMSNorm, divided by the root mean square over S."""
     needs_batch(x, at_least=1 + len(layer.normalized_shape), layout="(N, ..., *normalized_shape)")
-    return _affine(layer, F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
-
-
-@single_input
-def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
-    """x, g: N *T *S, divided by the root mean square over S."""
-    needs_batch(x, at_least=1 + len(layer.normalized_shape), layout="(N, ..., *normalized_shape)")
-    return _affine(layer, F.rms_norm(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
+    normalise: Any = F.rms_norm if isinstance(layer, nn.RMSNorm) else F.layer_norm
+    return _affine(layer, normalise(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
 
 
 @single_input
@@ -50,13 +44,11 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
     """BatchNorm and InstanceNorm.  x, g: N C *T, normalised with running statistics, or each instance by its own."""
     if why := why_norm_mixes(layer, call.training):
         raise SamplesMixed(why)
-    by_instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm)
-    of_input = call.training or not layer.track_running_stats
     x, g = call.argument(0, "input"), call.grad
-    if by_instance:
-        axes = next(n for kind, n in _INSTANCE_NORMS.items() if isinstance(layer, kind))
-        needs_batch(x, at_least=axes, layout="(N, C, *spatial)")
-    if of_input:
+    for kind, axes in _INSTANCE_NORMS.items():
+        if isinstance(layer, kind):
+            needs_batch(x, at_least=axes, layout="(N, C, *spatial)")
+    if call.training or not layer.track_running_stats:
         xhat = F.instance_norm(x, eps=layer.eps)
     else:
         mean, var = call.read("running_mean").to(x.dtype), call.read("running_var").to(x.dtype)
@@ -65,12 +57,8 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
 
 
 def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
-    forms = {"weight": scaled(xhat, g, last)}
-    return forms if getattr(layer, "bias", None) is None else forms | {"bias": added(g, last)}
-
-
-def scaled(xhat: Tensor, g: Tensor, last: int | None = None) -> Form:
-    """What multiplies x̂, which is overwritten.  It lies on the `last` axes of x̂, or on axis 1, the channels, where `last` is
-    None."""
+    """The weight and the bias lie on the `last` axes of x̂, or on axis 1, the channels, where `last` is None."""
     # In place where it can be: nobody else holds x̂, and new memory costs more.
-    return added(g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g), last)
+    products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
+    forms = {"weight": added(products, last)}
+    return forms if getattr(layer, "bias", None) is None else forms | {"bias": added(g, last)}

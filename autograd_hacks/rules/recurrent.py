@@ -1,6 +1,5 @@
-"""RNN, LSTM, GRU and their cells: every time step is recomputed as linear maps.
-
-In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
+"""RNN, LSTM, GRU and their cells: every time step is recomputed as plain linear maps, and one backward pass runs through
+that.  In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.forms import Form
-from autograd_hacks.rules.call import Call, needs_batch
+from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.rules.lstm import lstm
-from autograd_hacks.rules.recompute import LinearMaps, check_recomputed, recomputing
+from autograd_hacks.rules.rule import Call, needs_batch
 
 State = tuple[Tensor, ...]
 """h, or h and c, each N H"""
@@ -43,8 +41,8 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
     states = _states(layer, call.argument(1, "hx"), x)
     if isinstance(layer, nn.LSTM) and not (packing or layer.proj_size) and not x.is_meta:
         return lstm(layer, call, x, states)
-    maps, last, directions = LinearMaps(call), list[State](), 2 if layer.bidirectional else 1
-    with recomputing(call):
+    maps, last, directions = _Maps(call), list[State](), 2 if layer.bidirectional else 1
+    with call.running_again():
         for depth in range(layer.num_layers):
             sides = []
             for direction in range(directions):
@@ -57,9 +55,7 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
                 # Packed, as in the forward pass, so that the same random numbers fall on the same places.
                 x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
         out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
-        outputs = [out, *[torch.stack(parts) for parts in zip(*last)]]
-        check_recomputed(call, outputs)
-        return maps.forms(outputs)
+        return maps.forms([out, *[torch.stack(parts) for parts in zip(*last)]])
 
 
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
@@ -68,25 +64,21 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
     needs_batch(x, at_least=2, layout="(N, input_size)")
     parts = state if isinstance(state, tuple) else () if state is None else (state,)
     states = tuple(parts) or (x.new_zeros(len(x), layer.hidden_size),) * (2 if isinstance(layer, nn.LSTMCell) else 1)
-    maps = LinearMaps(call)
-    with recomputing(call):
-        bias_ih, bias_hh = (None, None) if layer.bias_ih is None else ("bias_ih", "bias_hh")
-        outputs = _step(layer, maps(x, "weight_ih", bias_ih), maps(states[0], "weight_hh", bias_hh), states)
-        check_recomputed(call, outputs)
-        return maps.forms(outputs)
+    maps = _Maps(call)
+    with call.running_again():
+        return maps.forms(_step(layer, maps(x, "ih"), maps(states[0], "hh"), states))
 
 
 def _run(
-    layer: nn.RNNBase, maps: LinearMaps, suffix: str, x: Tensor, state: State, packing: _Packing | None, backwards: bool
+    layer: nn.RNNBase, maps: _Maps, suffix: str, x: Tensor, state: State, packing: _Packing | None, backwards: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction.  x: T N I.  Returns the outputs, T N H, and the last state."""
-    bias_ih, bias_hh = ("bias_ih" + suffix, "bias_hh" + suffix) if layer.bias else (None, None)
-    by_input = maps(x, "weight_ih" + suffix, bias_ih, batch_axis=1)
+    by_input = maps(x, "ih" + suffix)
     outputs = [state[0]] * len(x)
     for t in reversed(range(len(x))) if backwards else range(len(x)):
-        after = _step(layer, by_input[t], maps(state[0], "weight_hh" + suffix, bias_hh), state)
+        after = _step(layer, by_input[t], maps(state[0], "hh" + suffix), state)
         if layer.proj_size:
-            after = (maps(after[0], "weight_hr" + suffix, None), *after[1:])
+            after = (maps(after[0], "hr" + suffix), *after[1:])
         if packing:  # a sequence that has ended, or has not begun, keeps its state
             after = tuple(torch.where(packing.running[t], new, old) for new, old in zip(after, state))
         state = after
@@ -114,6 +106,42 @@ def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor) -> list[
         return list(zip(*given)) if isinstance(given, tuple) else [(h,) for h in given]
     h, c = (x.new_zeros(x.shape[1], size) for size in (layer.proj_size or layer.hidden_size, layer.hidden_size))
     return [(h, c) if isinstance(layer, nn.LSTM) else (h,)] * count
+
+
+class _Maps:
+    """A layer's linear maps, which remember their inputs and outputs: a weight's factors are its inputs and the gradients at
+    its outputs."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.uses: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (x, y) by the map's name
+
+    def __call__(self, x: Tensor, name: str) -> Tensor:
+        """x Wᵀ + b, with the layer's weight of a name, and its bias if there is one.  x: N I, or T N I"""
+        has_bias = f"bias_{name}" in self.call.state
+        y = F.linear(x, self.call.read(f"weight_{name}"), self.call.read(f"bias_{name}") if has_bias else None)
+        if not y.requires_grad:  # where nothing that it was computed from does
+            y.requires_grad_()
+        self.uses.setdefault(name, []).append((x.detach(), y))
+        return y
+
+    def forms(self, outputs: Sequence[Tensor]) -> dict[str, Form]:
+        """{name: form} for the parameters of all maps, by one backward pass from the layer's outputs."""
+        self.call.check_same(self.call.outputs, outputs)
+        roots, given = zip(*((out, g) for out, g in zip(outputs, self.call.grads) if g is not None))
+        ys = [y for uses in self.uses.values() for _, y in uses]
+        grads = iter(torch.autograd.grad(roots, ys, given, allow_unused=True, materialize_grads=True))
+        forms: dict[str, Form] = {}
+        for name, uses in self.uses.items():
+            left = torch.cat([_samples_first(next(grads)) for _ in uses], 1)
+            forms[f"weight_{name}"] = Outer(left, torch.cat([_samples_first(x) for x, _ in uses], 1))
+            forms[f"bias_{name}"] = Dense(left.sum(1))  # which the layer may not have
+        return forms
+
+
+def _samples_first(x: Tensor) -> Tensor:
+    """x: N F, or T N F.  Returns N T F."""
+    return x[:, None] if x.ndim == 2 else x.transpose(0, 1)
 
 
 class _Packing:

@@ -1,52 +1,55 @@
 """The support list, and how a layer finds its rule."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_RULES
-from autograd_hacks.rules.conv import conv, conv_transpose
+from autograd_hacks.rules.conv import conv
 from autograd_hacks.rules.embedding import embedding, embedding_bag
-from autograd_hacks.rules.linear import bilinear, linear, prelu, transposed_linear
-from autograd_hacks.rules.norm import group_norm, layer_norm, rms_norm, running_norm, why_norm_mixes
+from autograd_hacks.rules.linear import bilinear, linear, linear_cross_entropy, prelu, transposed_linear
+from autograd_hacks.rules.norm import group_norm, layer_norm, running_norm, why_norm_mixes
 from autograd_hacks.rules.recurrent import cell, count_sequences, recurrent
 from autograd_hacks.rules.rule import Formula, Rule
-from autograd_hacks.rules.softmax import adaptive_log_softmax, count_rows, linear_cross_entropy
 
 _RUNNING_NORM = Rule(running_norm, mixes=why_norm_mixes)
-_LOSS = partial(Rule, axes=lambda layer: (0,), count=count_rows, by_input=True, recomputes=True)
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear, features=lambda layer: 1),
+    nn.Linear: Rule(linear, features=lambda layer: 1, inside=True),
     nn.Bilinear: Rule(bilinear, features=lambda layer: 1),
     nn.PReLU: Rule(prelu),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv)),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv_transpose)),
-    nn.Embedding: Rule(embedding, features=lambda layer: 1),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv, inside=True)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv)),
+    nn.Embedding: Rule(embedding, features=lambda layer: 1, inside=True),
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
-    nn.LayerNorm: Rule(layer_norm, features=lambda layer: len(layer.normalized_shape)),
-    nn.RMSNorm: Rule(rms_norm, features=lambda layer: len(layer.normalized_shape)),
-    nn.GroupNorm: Rule(group_norm),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _RUNNING_NORM),
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
+    **dict.fromkeys(
+        (nn.LayerNorm, nn.RMSNorm), Rule(layer_norm, features=lambda layer: len(layer.normalized_shape), inside=True)
+    ),
+    nn.GroupNorm: Rule(group_norm, inside=True),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, inside=True)),
+    **dict.fromkeys((nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
         Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
     ),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
-    nn.AdaptiveLogSoftmaxWithLoss: _LOSS(
-        adaptive_log_softmax,
-        covers=lambda layer: ("head", *(f"tail.{part}.{place}" for part in range(len(layer.tail)) for place in (0, 1))),
-    ),
 }
 """{layer type: rule}"""
 
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
-    RULES[nn.LinearCrossEntropyLoss] = _LOSS(linear_cross_entropy, covers=lambda layer: ("linear",))
+    RULES[nn.LinearCrossEntropyLoss] = Rule(
+        linear_cross_entropy,
+        count=lambda layer, args, kwargs: len(args[0] if args else kwargs["input"]),
+        covers=lambda layer: ("linear",),
+        by_input=True,
+        recomputes=True,
+    )
 
-FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
+FOREIGN: dict[str, Rule] = {
+    "transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, inside=True)
+}
 """{a layer type of another library by its full name, which is not imported: rule}"""
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})

@@ -35,27 +35,21 @@ def _swap(node: Any, number: int, shape: torch.Size) -> Step:
     return partial(_transposed, dims=dims, shape=shape)
 
 
-def _reshape(node: Any, number: int, shape: torch.Size) -> Step:
-    return partial(_reshaped, shape=shape)
-
-
-def _select(node: Any, number: int, shape: torch.Size) -> Step | None:
-    index = (number_of(node, "index") or 0) % shape[0]
-    return partial(_placed, start=index, stop=index + 1, shape=shape) if number_of(node, "dim") == 0 else None
-
-
-def _slice(node: Any, number: int, shape: torch.Size) -> Step | None:
-    if number_of(node, "dim") != 0 or number_of(node, "step") != 1:
-        return None
-    start, stop, _ = slice(number_of(node, "start"), number_of(node, "end")).indices(shape[0])
-    return partial(_placed, start=start, stop=stop, shape=shape)
-
-
-def _split(node: Any, number: int, shape: torch.Size) -> Step | None:
+def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
+    """Entries of the first axis: one, a slice, or one of several pieces."""
     if number_of(node, "dim") != 0:
         return None
-    size = kept_by(node, "split_size")
-    return partial(_placed, start=number * size, stop=min(shape[0], (number + 1) * size), shape=shape)
+    if node.name() == "SelectBackward0":
+        start = (number_of(node, "index") or 0) % shape[0]
+        stop = start + 1
+    elif node.name() == "SplitBackward0":
+        size = kept_by(node, "split_size")
+        start, stop = number * size, min(shape[0], (number + 1) * size)
+    elif number_of(node, "step") == 1:
+        start, stop, _ = slice(number_of(node, "start"), number_of(node, "end")).indices(shape[0])
+    else:
+        return None
+    return partial(_placed, start=start, stop=stop, shape=shape)
 
 
 STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
@@ -65,11 +59,9 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
             "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
             "SqueezeBackward1", "AliasBackward0",
         ),
-        _reshape,
+        lambda node, number, shape: partial(_reshaped, shape=shape),
     ),
     "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
-    "SelectBackward0": _select,
-    "SliceBackward0": _slice,
-    "SplitBackward0": _split,
+    **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
 }  # fmt: skip
 """{a node's name: ``step(node, number, shape)`` of one that views a tensor; None for a case that isn't covered}"""

@@ -23,8 +23,7 @@ class ByTensor(Generic[T]):
         held[key] = weakref.ref(tensor, lambda reference: _forget(held, key, reference)), value
 
     def __contains__(self, tensor: Tensor) -> bool:
-        found = self._held.get(id(tensor))
-        return found is not None and found[0]() is tensor
+        return self.get(tensor) is not None
 
     def get(self, tensor: Tensor) -> T | None:
         found = self._held.get(id(tensor))

@@ -1,6 +1,7 @@
 """In what context code runs: random numbers, autocast, inference mode."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 
@@ -23,6 +24,14 @@ def random_state(devices: Iterable[torch.device]) -> RandomState:
 
 
 @contextmanager
+def without_collection() -> Iterator[None]:
+    """A context without Python's garbage collection, which takes as long as a step where a program has many objects."""
+    with restored(gc.enable if gc.isenabled() else gc.disable):
+        gc.disable()
+        yield
+
+
+@contextmanager
 def with_random_state(state: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which generators go on from a state; afterwards they are as they were.  Nothing happens without one."""
     before = random_state([torch.device(device) for device in state]) if state else {}
@@ -41,39 +50,33 @@ def _set_random_state(state: Mapping[str, Tensor]) -> None:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device now, or None where it is off."""
-    is_on = _may_autocast(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if is_on else None
+    return torch.get_autocast_dtype(device.type) if _is_autocast_on(device.type) else None
 
 
-@cache
-def _may_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+def _is_autocast_on(device: str) -> bool:
+    return _may_autocast(device) and torch.is_autocast_enabled(device)
+
+
+_may_autocast: Callable[[str], bool] = cache(torch.amp.is_autocast_available)
 
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
     """A context in which gradients can be computed, though not by default, also within ``torch.inference_mode``."""
-    if not torch.is_inference_mode_enabled():
-        with switches_kept():
-            yield
-        return
-    with switches_kept(), torch.inference_mode(False), torch.no_grad():
+    with switches_kept(), ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         yield
-
-
-def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast computes in a dtype on a device, and nowhere where that is None."""
-    if not _may_autocast(device.type) or (dtype is None and not torch.is_autocast_enabled(device.type)):
-        return nullcontext()  # to switch off what is off took 4 µs, for each parameter
-    return torch.autocast(device.type, dtype, dtype is not None, cache_enabled=False)
 
 
 @contextmanager
 def without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
     """A context in which products of tensors keep their precision, wherever reading is called from."""
     with ExitStack() as contexts:
-        for device in {x.device for x in tensors}:
-            contexts.enter_context(autocast_to(None, device))
+        for kind in {x.device.type for x in tensors}:
+            if _is_autocast_on(kind):  # to switch off what is off took 4 µs, for each parameter
+                contexts.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         yield
 
 

@@ -2,16 +2,17 @@
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from operator import length_hint
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.support.trees import local_of
+from autograd_hacks.support.parts import part_of
 
 Item = TypeVar("Item")
 
@@ -22,8 +23,7 @@ _DELAY = 3.0
 def progress(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
     """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken;
     unless told, of so many as there are, where that is known."""
-    total = _length(items) if total is None else total
-    if total == 1 or importlib.util.find_spec("tqdm") is None:
+    if importlib.util.find_spec("tqdm") is None or (length_hint(items) if total is None else total) == 1:
         return items
     from tqdm import TqdmWarning
 
@@ -33,13 +33,6 @@ def progress(items: Iterable[Item], what: str, unit: str, total: int | None = No
 
     bar: Iterable[Item] = tqdm(items, desc=what, unit=unit, total=total, delay=_DELAY)
     return bar
-
-
-def _length(items: object) -> int | None:
-    try:
-        return len(items) if isinstance(items, Sized) else None
-    except (TypeError, NotImplementedError, RuntimeError):  # a DataLoader's, if its dataset is an IterableDataset
-        return None
 
 
 _VERBS = {
@@ -146,7 +139,7 @@ class Shown:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """What tensors take, memory that several of them see counting once."""
     memory: dict[object, tuple[int, dict[object, int]]] = {}
-    for x in map(local_of, tensors):
+    for x in map(part_of, tensors):
         try:
             storage = x.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func

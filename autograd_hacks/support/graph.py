@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, current_task, made_by
+from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, current_task
+from autograd_hacks.support.internals import made as made
 
 Leaf: Any = AccumulateGrad
 """Where a parameter, or another leaf, ends the graph; its ``variable`` is that."""
-
 
 CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint, whose own backward would add to parameters' ``.grad``."""
@@ -63,54 +63,46 @@ class Graph:
         """The nodes that lead to some others."""
         found, waiting = set[Node](), list(nodes)
         while waiting:
-            for value in self.values_of(waiting.pop()):
-                new = {taker.node for taker in self.takers[value]} - found
-                found |= new
-                waiting += new
+            node = waiting.pop()
+            values = [Value(node, number) for number in range(len(made(node)))]
+            new = {taker.node for value in values for taker in self.takers.get(value, ())} - found
+            found |= new
+            waiting += new
         return found
-
-    def values_of(self, node: Node) -> list[Value]:
-        """What a node made, as far as somebody takes it."""
-        return [value for number in range(len(made(node))) if (value := Value(node, number)) in self.takers]
-
-
-def made(node: Node) -> tuple[Any, ...]:
-    """What is known of the tensors that a node made: ``shape``, ``dtype``, ``device``.  Nothing for a leaf's."""
-    return made_by(node)
 
 
 def shape_of(value: Value) -> torch.Size:
-    node: Any = value.node
-    if type(node) is Leaf:
-        shape: torch.Size = node.variable.shape
-        return shape
-    return torch.Size(made(value.node)[value.number].shape)
+    return torch.Size(_made_at(value).shape)
 
 
 def dtype_of(value: Value) -> torch.dtype:
-    node: Any = value.node
-    like: Any = node.variable if type(node) is Leaf else made(node)[value.number]
-    dtype: torch.dtype = like.dtype
+    dtype: torch.dtype = _made_at(value).dtype
     return dtype
+
+
+def _made_at(value: Value) -> Any:
+    node: Any = value.node
+    return node.variable if type(node) is Leaf else made(node)[value.number]
 
 
 def inputs_of(node: Node) -> Iterator[Value]:
     return (Value(ahead, number) for ahead, number in node.next_functions if ahead is not None)
 
 
+_OF_RESULTS = tuple(RAW + name for name in ("result", "output", "rstd", "mean", "save_", "logsumexp", "philox"))
+"""What attributes begin with under which nodes keep tensors that they made themselves."""
+
+
 @cache
-def _names_of_saved(kind: Any) -> tuple[str, ...]:
-    """The attributes in which nodes of a kind keep tensors, but for those that they made themselves."""
-    own = ("result", "output", "rstd", "mean", "save_", "logsumexp", "philox")
-    names = (name.removeprefix(RAW) for name in dir(kind) if name.startswith(RAW))
-    return tuple(name for name in names if not name.startswith(own))
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(RAW))
 
 
 def operands_of(node: Node) -> Iterator[Tensor]:
     """The tensors that a node keeps and that have no graph: what it was given and nobody differentiates by.  Those that a
     user's hooks have packed are left out."""
-    for name in _names_of_saved(type(node)):
-        kept = getattr(node, f"{RAW}{name}")
+    for name in _raw_names(type(node)):
+        kept = () if name.startswith(_OF_RESULTS) else getattr(node, name)
         for raw in kept if isinstance(kept, tuple | list) else (kept,):
             x = getattr(raw, "data", None) if getattr(raw, "unpack_hook", True) is None else None
             if isinstance(x, Tensor) and not x.requires_grad:
@@ -119,7 +111,7 @@ def operands_of(node: Node) -> Iterator[Tensor]:
 
 def number_of(node: Any, name: str) -> int | None:
     """A number that a node keeps, with its sign, which autograd drops."""
-    number: int | None = getattr(node, f"{SAVED}{name}")
+    number = getattr(node, f"{SAVED}{name}")
     return None if number is None else signed(number)
 
 
@@ -132,19 +124,12 @@ def kept_by(node: Any, name: str) -> Any:
     """What a node keeps under a name.  It stays there, also where hooks have packed it, for the pass that runs."""
     raw = getattr(node, f"{RAW}{name}", None)
     unpack = getattr(raw, "unpack_hook", None)
-    return getattr(node, f"{SAVED}{name}") if raw is None or unpack is None else _unpacked(raw.data, unpack)
-
-
-def _unpacked(packed: Any, unpack: Any) -> Any:
-    x = unpack(packed)
-    if _is_handed_out_once(packed):
-        _put_back(packed, unpack, x)
+    if raw is None or unpack is None:
+        return getattr(node, f"{SAVED}{name}")
+    x = unpack(raw.data)
+    if _is_handed_out_once(raw.data):
+        _put_back(raw.data, unpack, x)
     return x
-
-
-@cache
-def _raw_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(RAW))
 
 
 def put_back_by(node: Any) -> Callable[[], None]:

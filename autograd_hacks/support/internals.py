@@ -5,6 +5,7 @@ where they are needed.
 """
 
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -24,53 +25,31 @@ from torch.utils._pytree import (
 )
 
 _C: Any = torch._C
+_autograd: Any = torch.autograd
 
 # The running backward pass.
 current_task: Callable[[], int] = _C._current_graph_task_id  # -1 where none runs
 current_node: Callable[[], Node] = _C._current_autograd_node
 will_execute: Callable[[Node], bool] = _C._will_engine_execute_node  # raises for a leaf that torch.autograd.grad captures
 keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-
-
-def call_at_end(function: Callable[[], None]) -> None:
-    """Has a function called at the end of the running pass."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
+call_at_end: Callable[[Callable[[], None]], None] = _autograd.Variable._execution_engine.queue_callback
 
 # Nodes.
 AccumulateGrad: Any = _C._functions.AccumulateGrad
-
-
-def sequence_number(node: Any) -> int:
-    """Which of its thread's nodes it is."""
-    number: int = node._sequence_nr()
-    return number
-
-
-def made_by(node: Any) -> tuple[Any, ...]:
-    """The shapes, dtypes and devices of what a node made; nothing for a leaf."""
-    return getattr(node, "_input_metadata", ())
-
-
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")  # which of its thread's nodes it is
+class_of_function: Callable[[Any], Any] = attrgetter("_forward_cls")  # the user's subclass that a node's class is of
 SAVED, RAW = "_saved_", "_raw_saved_"
 """What attributes of a node begin with under which it keeps something: its value, and the tensor as hooks have packed it."""
 
 
-def class_of_function(kind: Any) -> type:
-    """The user's subclass of torch.autograd.Function that a node is of."""
-    own: type = kind._forward_cls
-    return own
+def made(node: Node) -> tuple[Any, ...]:
+    """What is known of the tensors that a node made: ``shape``, ``dtype``, ``device``.  Nothing for a leaf's."""
+    return getattr(node, "_input_metadata", ())
 
 
 # Hooks on parameters.
-def hooks_before(parameter: Any) -> Any:
-    return parameter._backward_hooks
-
-
-def hooks_after(parameter: Any) -> Any:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
+hooks_before: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+hooks_after: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 # Modes.
 without_subclasses: Any = _C.DisableTorchFunctionSubclass
@@ -90,18 +69,12 @@ def is_transformed() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
-def is_traced() -> bool:
-    return bool(_C._get_tracing_state())
-
-
+is_traced: Callable[[], Any] = _C._get_tracing_state  # true where torch.jit.trace runs
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # by is_grads_batched
 
 
 # Memory.
-def versions_kept(tensors: tuple[Tensor, ...]) -> Any:
-    """A context that leaves no trace in tensors' counts of writes."""
-    autograd: Any = torch.autograd
-    return autograd._unsafe_preserve_version_counter(tensors)
+versions_kept: Any = _autograd._unsafe_preserve_version_counter  # a context that leaves no trace in counts of writes
 
 
 def uses_of(storage: Any) -> int:

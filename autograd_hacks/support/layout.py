@@ -27,13 +27,6 @@ class Layout:
             return x.unflatten(self.axis, (samples, positions)).movedim(self.axis, 0)
         return x.unflatten(self.axis, (positions, samples)).movedim(self.axis + 1, 0)
 
-    def back(self, rows: Tensor) -> Tensor:
-        """What `samples_first` was given."""
-        if not self.fold:
-            return rows.movedim(0, self.axis)
-        at = self.axis if self.fold == "N·T" else self.axis + 1
-        return rows.movedim(0, at).flatten(self.axis, self.axis + 1)
-
     def rows(self, size: int, samples: int, device: torch.device) -> Tensor:
         """The sample that each of the axis's entries belongs to.  size: the axis's"""
         positions, order = size // max(1, samples), torch.arange(samples, device=device)

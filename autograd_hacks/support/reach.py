@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import random
 import sys
 from collections import OrderedDict, deque
@@ -41,30 +42,25 @@ class Holder(NamedTuple):
     content: Callable[[], dict[Any, Any]]  # what it holds now
     fill: Callable[[dict[Any, Any]], None]  # has it hold something else
     kept: dict[Any, Any]  # what it held
+    copied: list[Any]  # the keys of what is copied
 
     def put(self, content: dict[Any, Any]) -> None:
         now = self.content()
-        if now.keys() != content.keys() or any(now[key] is not value for key, value in content.items()):
+        if now.keys() != content.keys() or not all(map(operator.is_, now.values(), content.values())):
             self.fill(content)
-
-
-class State(NamedTuple):
-    """Of a generator of random numbers, or a file."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
-    kept: Any
 
 
 class Reach:
     """What a model can reach, as it is now.  Raises ProbeFailed where something has a state that can't be put back.
 
-    roots: where to begin, by name    shared: tensors that stay where they are
+    roots: where to begin, by name    shared: tensors that stay where they are    strict: whether it raises
     """
 
-    def __init__(self, roots: Mapping[str, Any], shared: Iterable[Tensor] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any], shared: Iterable[Tensor] = (), strict: bool = True) -> None:
+        self.strict = strict
         self.holders: list[Holder] = []
-        self.states = list[State]()
+        # Of generators of random numbers and files: what reads and sets their state, and what it was.
+        self.states: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         self._note_state(random.getstate, random.setstate)
         self._shared = {id(x): x for x in shared}
         self._memo: dict[int, Any] = {}  # copies, by what they are copies of
@@ -82,32 +78,42 @@ class Reach:
                 self._kept.append(thing)
                 waiting += self._enter(where, thing)
 
+    def _is_copied(self, value: Any) -> bool:
+        is_array = self._numpy is not None and isinstance(value, self._numpy.ndarray)
+        return isinstance(value, Tensor) or type(value) is tuple or is_array or _is_iterator(value)
+
     def keep(self, *others: Any) -> None:
         """Copies tensors, arrays and iterators, since they may be changed before they are asked for."""
         self._memo = dict(self._shared)
         for holder in self.holders:
-            for key, value in holder.kept.items():
-                self.copy_of(value, f"{holder.where}{key}")
+            self._copies(holder)
         self.copy_of(others, "")
         self._then = self._memo
+
+    def _copies(self, holder: Holder) -> dict[Any, Any]:
+        return {key: self.copy_of(holder.kept[key], f"{holder.where}{key}") for key in holder.copied}
+
+    def put_back(self, copies: bool = False) -> None:
+        """Has everything as it was, but for the numbers in tensors and arrays.  copies: with copies in their place"""
+        for holder in self.holders:
+            holder.put(holder.kept | self._copies(holder) if copies else holder.kept)
+        for _, put, kept in self.states:
+            put(kept)
 
     def put_copies(self) -> Callable[[], None]:
         """Has everything as it was, with copies in the place of tensors, arrays and iterators.  Returns what undoes that."""
         now = [(holder, holder.content()) for holder in self.holders]
-        states = [(state, state.get()) for state in self.states]
+        states = [(put, get()) for get, put, _ in self.states]
         self._memo = dict(self._shared)
 
         def undo() -> None:
             for holder, content in now:
                 holder.put(content)
-            for state, value in states:
-                state.set(value)
+            for put, value in states:
+                put(value)
 
         with undone_by(undo):
-            for holder in self.holders:
-                holder.put({key: self.copy_of(value, f"{holder.where}{key}") for key, value in holder.kept.items()})
-            for state in self.states:
-                state.set(state.kept)
+            self.put_back(copies=True)
         return undo
 
     def copy_of(self, value: Any, where: str) -> Any:
@@ -124,7 +130,7 @@ class Reach:
                     found = like_its_kind(value, found.requires_grad_().clone())
         elif type(value) is tuple:
             parts = [self.copy_of(part, f"{where}[{n}]") for n, part in enumerate(value)]
-            found = value if all(map(_is, parts, value)) else tuple(parts)
+            found = value if all(map(operator.is_, parts, value)) else tuple(parts)
         elif self._numpy is not None and isinstance(value, self._numpy.ndarray):
             found = value.copy()
         elif _is_iterator(value):
@@ -141,18 +147,19 @@ class Reach:
     def _enter(self, where: str, thing: Any) -> list[tuple[str, Any]]:
         """Notes what a thing holds, or its state.  Returns what it leads to."""
         if isinstance(thing, GeneratorType | AsyncGeneratorType):
-            raise _refused(where, thing, "Python can't copy it")
+            if self.strict:
+                raise _refused(where, thing, "Python can't copy it")
+            return []
         if self._has_state(thing) or isinstance(thing, Tensor):
             return []
         if _is_iterator(thing):
-            self.copy_of(thing, where)  # now, before anything runs
+            if self.strict:
+                self.copy_of(thing, where)  # now, before anything runs
             return []
         if isinstance(thing, dict):
             return self._hold(where, lambda: dict(dict.items(thing)), partial(refill, thing))
-        if isinstance(thing, list | deque):
+        if isinstance(thing, list | deque | set):
             return self._hold(where, lambda: dict(enumerate(thing)), lambda kept: refill(thing, list(kept.values())))
-        if isinstance(thing, set):
-            return self._hold(where, lambda: {id(x): x for x in thing}, lambda kept: refill(thing, list(kept.values())))
         if isinstance(thing, tuple | frozenset):
             return [(f"{where}[{n}]", part) for n, part in enumerate(thing)]
         if isinstance(thing, MethodType):
@@ -168,23 +175,21 @@ class Reach:
     def _hold(
         self, where: str, content: Callable[[], dict[Any, Any]], fill: Callable[[dict[Any, Any]], None]
     ) -> list[tuple[str, Any]]:
-        holder = Holder(f"{where}.", content, fill, content())
-        self.holders.append(holder)
-        return [(f"{where}.{key}", value) for key, value in holder.kept.items()]
+        kept = content()
+        self.holders.append(Holder(f"{where}.", content, fill, kept, [key for key, x in kept.items() if self._is_copied(x)]))
+        return [(f"{where}.{key}", value) for key, value in kept.items()]
 
     def _note_state(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self.states.append(State(get, put, get()))
+        self.states.append((get, put, get()))
 
     def _has_state(self, thing: Any) -> bool:
         """Whether a thing is a generator of random numbers, or a file, whose state is noted."""
-        random_of = None if self._numpy is None else self._numpy.random
-        if isinstance(thing, torch.Generator):
+        of_numpy: Any = self._numpy and self._numpy.random
+        if isinstance(thing, torch.Generator) or (of_numpy and isinstance(thing, of_numpy.RandomState)):
             self._note_state(thing.get_state, thing.set_state)
         elif isinstance(thing, random.Random):
             self._note_state(thing.getstate, thing.setstate)
-        elif random_of is not None and isinstance(thing, random_of.RandomState):
-            self._note_state(thing.get_state, thing.set_state)
-        elif random_of is not None and isinstance(thing, random_of.Generator):
+        elif of_numpy and isinstance(thing, of_numpy.Generator):
             bits = thing.bit_generator
             self._note_state(lambda: bits.state, partial(setattr, bits, "state"))
         elif isinstance(thing, io.IOBase):
@@ -199,7 +204,7 @@ class Reach:
             return []
         found = [(where, default) for default in function.__defaults__ or ()]
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            if _is_full(cell):
+            if _content_of_cell(name, cell):
                 found += self._hold(where, partial(_content_of_cell, name, cell), partial(_fill_cell, cell))
         space, names = function.__globals__, _mentioned(function.__code__)
         used = [name for name in names if name in space and not isinstance(space[name], ModuleType | type)]
@@ -212,14 +217,13 @@ class Reach:
             return []
 
         def content() -> dict[str, Any]:
-            own = {name: x for name, x in vars(kind).items() if not name.startswith("__") and not hasattr(x, "__get__")}
-            return {name: x for name, x in own.items() if not isinstance(x, type)}
+            own = {name: x for name, x in vars(kind).items() if not name.startswith("__")}
+            return {name: x for name, x in own.items() if not isinstance(x, type) and not hasattr(x, "__get__")}
 
         def fill(kept: dict[str, Any]) -> None:
             for name in content().keys() - kept.keys():
                 delattr(kind, name)
-            for name, value in kept.items():
-                setattr(kind, name, value)
+            _set_all(setattr, kind, kept)
 
         return self._hold(where, content, fill)
 
@@ -233,23 +237,13 @@ class Reach:
             # Where processes hold parts of parameters, whole ones are in their place while the model runs.
             parts = thing._parameters if is_module and any(map(is_part, thing._parameters.values())) else None
             found += [(at, value) for at, value in held if parts is None or value is not parts]
-        slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
-        if slots:
-
-            def fill(kept: dict[str, Any]) -> None:
-                for name, value in kept.items():
-                    object.__setattr__(thing, name, value)
-
-            found += self._hold(where, lambda: {name: getattr(thing, name) for name in slots}, fill)
+        if slots_of(thing):
+            found += self._hold(where, partial(slots_of, thing), partial(_set_all, object.__setattr__, thing))
         if is_module and not _is_known(type(thing)):
             methods = _mentioned(type(thing).forward.__code__) if isinstance(type(thing).forward, FunctionType) else ()
             own_methods = [getattr(type(thing), name, None) for name in ("forward", *methods)]
             found += [(where, method) for method in own_methods if isinstance(method, FunctionType)]
         return found
-
-
-def _is(x: object, y: object) -> bool:
-    return x is y
 
 
 def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
@@ -279,21 +273,23 @@ def _mentioned(code: CodeType) -> list[str]:
     return [*code.co_names, *inside]
 
 
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # that is how one asks
-    except ValueError:
-        return False
-    return True
+def slots_of(thing: object) -> dict[str, Any]:
+    """What an object holds in slots, by name."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
+    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
+    return {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
 
 
 def _content_of_cell(name: str, cell: Any) -> dict[str, Any]:
-    return {name: cell.cell_contents} if _is_full(cell) else {}
+    try:
+        return {name: cell.cell_contents}
+    except ValueError:  # nothing is in it yet
+        return {}
+
+
+def _set_all(put: Callable[[Any, str, Any], None], owner: Any, kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        put(owner, name, value)
 
 
 def _fill_cell(cell: Any, kept: dict[str, Any]) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from autograd_hacks.support.internals import (
     dispatch_modes,
@@ -37,6 +37,14 @@ def restored(undo: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def kept(own: object, *names: str) -> Iterator[None]:
+    """A context after which an object's attributes are as they were: those that are named, or all."""
+    attributes = vars(own)
+    with restored(partial(attributes.update, {name: attributes[name] for name in names or attributes})):
+        yield
+
+
+@contextmanager
 def undone_by(undo: Callable[[], None]) -> Iterator[None]:
     """A context that ``undo`` undoes where it is left by an exception."""
     try:
@@ -60,7 +68,8 @@ def switches_kept() -> Iterator[None]:
     def undo() -> None:
         while len(modes := dispatch_modes()) > dispatches:
             modes[-1].__exit__(None, None, None)
-        pop_function_modes(functions)
+        while len(function_modes()) > functions:
+            pop_function_mode()
         while (now := _saves_by()) is not saved and now is not None:
             pop_saved_hooks()
         set_grad_enabled(gradients)
@@ -88,16 +97,3 @@ def _autocasts() -> int:
     torch.autocast_increment_nesting()
     depth: int = torch.autocast_decrement_nesting()
     return depth
-
-
-def pop_function_modes(count: int) -> None:
-    """Leaves so many of this thread's function modes, the outermost."""
-    while len(function_modes()) > count:
-        pop_function_mode()
-
-
-def leave(mode: TorchFunctionMode) -> None:
-    """Takes a function mode off this thread's stack, with those that were entered inside; nothing where it isn't there."""
-    stack = function_modes()
-    if mode in stack:
-        pop_function_modes(stack.index(mode))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_DATA_SETS
+from autograd_hacks.support.reach import slots_of
 
 _KINDS = {
     torch.float16: ("<f2", "F16"),
@@ -202,16 +203,9 @@ def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
             parts = thing.tolist()
         else:
             yield thing.tobytes()
-    elif attributes := _attributes(thing):
+    elif attributes := slots_of(thing) | getattr(thing, "__dict__", {}):
         parts = [attributes]
     else:
         yield _ADDRESS.sub("", repr(thing)).encode()
     for part in parts:
         yield from _pieces(part, [*around, thing])
-
-
-def _attributes(thing: object) -> dict[str, Any]:
-    slots = [getattr(kind, "__slots__", ()) for kind in type(thing).__mro__]
-    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
-    values = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
-    return values | (vars(thing) if hasattr(thing, "__dict__") else {})

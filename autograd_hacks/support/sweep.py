@@ -3,8 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError, set_device_states
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
-from autograd_hacks.support.reach import refill
+from autograd_hacks.support.reach import Reach, refill
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -148,20 +146,14 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @contextmanager
 def _put_back(node: Any) -> Iterator[None]:
-    """A context in which a user's function may free what it kept for its backward, which the pass that comes needs again."""
-    kept, waiting, boxes = dict(vars(node)), list(vars(node).values()), dict[int, tuple[Any, Any]]()
-    while waiting:
-        box = waiting.pop()
-        if isinstance(box, list | dict | set | deque) and id(box) not in boxes:
-            boxes[id(box)] = box, copy.copy(box)
-            waiting += box.values() if isinstance(box, dict) else box
-        elif isinstance(box, tuple):
-            waiting += box
+    """A context in which a user's function may free what it kept for its backward, or count: the passes that come find all
+    as it was."""
+    function, kept = class_of_function(type(node)), dict(vars(node))
+    reach = Reach({"its function": function, "its backward": function.backward, "what it keeps": vars(node)}, strict=False)
 
     def undo() -> None:
         refill(vars(node), kept)
-        for box, content in boxes.values():
-            refill(box, content)
+        reach.put_back()
 
     with restored(undo):
         yield
@@ -249,7 +241,7 @@ def outside_passes(run: Callable[[], Made]) -> Made:
     streams = [torch.cuda.current_stream()] if torch.cuda.is_initialized() else []
     is_paused = Switch.is_paused_here()
 
-    def apart() -> Made:
+    def in_thread() -> Made:
         with torch.set_grad_enabled(makes_graph), ExitStack() as stack:
             if is_paused:
                 stack.enter_context(Switch.paused_here())
@@ -258,4 +250,4 @@ def outside_passes(run: Callable[[], Made]) -> Made:
             return run()
 
     with ThreadPoolExecutor(1) as threads:  # the running pass is a thread's own
-        return threads.submit(apart).result()
+        return threads.submit(in_thread).result()

@@ -28,7 +28,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return list(tree)
     leaves = leaves_of(tree, is_packed)
     if not all(isinstance(leaf, _CLOSED) for leaf in leaves):
-        leaves = tree_leaves(opened(tree, everything=True), is_packed)
+        leaves = tree_leaves(unpacked(tree, everything=True), is_packed)
     leaves = [leaf.data if is_packed(leaf) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -47,7 +47,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             return leaf._replace(data=function(leaf.data))
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(at_leaf, opened(tree, everything=True), is_leaf=is_packed)
+    return tree_map(at_leaf, unpacked(tree, everything=True), is_leaf=is_packed)
 
 
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
@@ -63,7 +63,7 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
     return [tree] if kind in _LEAVES else tree_leaves(tree, is_leaf)
 
 
-class Opened:
+class Unpacked:
     """What an object holds, in its place in a tree, so that torch's functions of trees go on into it."""
 
     def __init__(self, parts: list[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> None:
@@ -84,10 +84,10 @@ def _closed(parts: Iterable[Any], context: tuple[type, tuple[Any, ...], tuple[st
 
 _ITSELF = object()
 
-register_pytree_node(Opened, lambda x: (x.parts, x.context), _closed)
+register_pytree_node(Unpacked, lambda x: (x.parts, x.context), _closed)
 
 
-def opened(tree: Any, everything: bool = False) -> Any:
+def unpacked(tree: Any, everything: bool = False) -> Any:
     """The tree with its objects opened: dataclasses and what is like them, the user's own dictionaries and lists; and with
     ``everything`` all others that hold a tensor.  Mapped or unflattened it has objects again, copies of those."""
     if _is_flat(tree) or (type(tree) is tuple and len(tree) == 2 and _is_flat(tree[0]) and _is_empty(tree[1])):
@@ -98,7 +98,7 @@ def opened(tree: Any, everything: bool = False) -> Any:
         if isinstance(leaf, _CLOSED):
             return leaf
         if id(leaf) in known:
-            if known[id(leaf)] is _ITSELF:  # it is being opened, and holds what holds it
+            if known[id(leaf)] is _ITSELF:  # it is being unpacked, and holds what holds it
                 known[id(leaf)] = leaf
             return known[id(leaf)]
         kind, is_record = type(leaf), _is_record(leaf)
@@ -115,7 +115,7 @@ def opened(tree: Any, everything: bool = False) -> Any:
         if is_circle:  # no copy of it could be made part by part
             return leaf
         if is_record or any(isinstance(x, Tensor | PackedSequence) for x in tree_leaves(parts, is_packed)):
-            known[id(leaf)] = Opened(parts, (kind, tuple(items), tuple(own)))
+            known[id(leaf)] = Unpacked(parts, (kind, tuple(items), tuple(own)))
         return known[id(leaf)]
 
     return tree_map(at_leaf, tree, is_leaf=is_packed)
@@ -143,7 +143,7 @@ def weakly(tree: Any) -> Any:
         except TypeError:  # numbers and strings take none
             return leaf
 
-    return tree_map(at_leaf, opened(tree), is_leaf=is_packed)
+    return tree_map(at_leaf, unpacked(tree), is_leaf=is_packed)
 
 
 def held(tree: Any) -> Any:
@@ -156,7 +156,7 @@ def held(tree: Any) -> Any:
             raise ReferenceError("an argument is gone")
         return found
 
-    return tree_map(at_leaf, opened(tree), is_leaf=is_packed)
+    return tree_map(at_leaf, unpacked(tree), is_leaf=is_packed)
 
 
 def _is_flat(tree: Any) -> bool:
@@ -187,21 +187,10 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def parameter_at(module: nn.Module, name: str) -> Tensor | None:
-    """What a parameter's slot holds: another tensor within functional_call, or None."""
-    path, _, local = name.rpartition(".")
-    slots = module.get_submodule(path)._parameters  # of a scripted module these are no dictionary
-    return slots[local] if local in slots else None  # noqa: SIM401
-
-
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
     """x with what the user's own class of tensors has beside the numbers: the class, if x has lost it, and attributes."""
-    if (
-        type(kind) is Tensor
-        or isinstance(kind, nn.Parameter)
-        or not holds_numbers(kind)
-        or type(x) not in (Tensor, type(kind))
-    ):
+    is_plain = type(kind) is Tensor or isinstance(kind, nn.Parameter) or not holds_numbers(kind)
+    if is_plain or type(x) not in (Tensor, type(kind)):
         return x
     if type(x) is Tensor:
         x = x.as_subclass(type(kind))
@@ -231,11 +220,3 @@ def is_packed(tree: Any) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor has been overwritten; inference tensors don't count that."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor of which others hold parts; any other as it is."""
-    local: Any = getattr(tensor, "to_local", None)
-    with torch.no_grad():
-        found: Tensor = tensor if local is None else local()
-    return found

@@ -1,7 +1,7 @@
 """To run a module once more and leave no trace: neither in it nor in what it can reach."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,6 @@ class Aside:
             yield partial(self.reach.copy_of, where="its arguments")
 
 
-@contextmanager
-def untouched(module: nn.Module, arguments: Any = ()) -> Iterator[Callable[[Any], Any]]:
+def untouched(module: nn.Module, arguments: Any = ()) -> AbstractContextManager[Callable[[Any], Any]]:
     """A context in which a module may run, once; see `Aside`."""
-    with Aside(module, arguments).run() as copied:
-        yield copied
+    return Aside(module, arguments).run()

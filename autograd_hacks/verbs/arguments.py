@@ -1,5 +1,6 @@
 """What verbs are given: directions, dimensions, names, dampings, limits."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,15 +16,16 @@ from autograd_hacks.support.kinds import is_number, is_whole
 
 LIMIT = 2**30
 """Bytes that a block, or other processes' rows, may have, unless told another number."""
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
 """What wrappers put into the names of the parameters inside."""
 
 
-def check_dim(what: str, dim: int) -> None:
-    if not is_whole(dim):
-        raise TypeError(f"{what}={dim!r}; expected a whole number of coordinates" + ON_VERBS)
-    if dim < 1:
-        raise ValueError(f"{what}={dim}; expected a number of coordinates, 1 or more" + ON_VERBS)
+def check_count(what: str, count: int, of: str, page: str, other: str = "") -> None:
+    """Raises for what is no number of things.  other: what might be given instead, for people"""
+    if not is_whole(count):
+        raise TypeError(f"{what}={count!r}; expected a whole number of {of}{other}" + page)
+    if count < 1:
+        raise ValueError(f"{what}={count}; expected a number of {of}, 1 or more{other}" + page)
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -48,8 +50,11 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
             )
 
 
-def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
-    """Raises for what does not say the group of each of the samples.  groups: how many there are; None for any"""
+def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int]:
+    """The group of each of the samples, as a number, and how many groups there are.
+
+    groups: how many, for ids that are such numbers; None for any ids
+    """
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"group was given {kind_of(ids)}; expected a tensor of N integers" + ON_VERBS)
     if ids.shape != (samples,):
@@ -60,6 +65,10 @@ def check_ids(ids: Tensor, groups: int | None, samples: int) -> None:
         raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows" + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)
+    if groups is not None:
+        return ids, groups
+    names, numbers = ids.unique(return_inverse=True)
+    return numbers, len(names)
 
 
 def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
@@ -161,8 +170,4 @@ def kind_of(value: object) -> str:
 
 def unwrapped(name: str) -> str:
     """A parameter's name without what wrappers have put into it."""
-    for wrapper in WRAPPERS:
-        while name.startswith(wrapper):
-            name = name[len(wrapper) :]
-        name = name.replace("." + wrapper, ".")
-    return name
+    return WRAPPERS.sub("", name)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from hashlib import sha256
 from math import inf, nan
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,15 +14,14 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
+from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.reading.scale import check_scale
 from autograd_hacks.support.kinds import is_number
-from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import grads_of
-from autograd_hacks.verbs.private import ask_independent
-from autograd_hacks.verbs.setting import check_may_set, set_grads
+from autograd_hacks.verbs.per_sample import check_may_set, grads_of, set_grads
+from autograd_hacks.verbs.verify import ask_independent
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
@@ -77,20 +75,21 @@ def clip_grad1_norm_(
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
+    written: dict[str, Tensor] = {}
 
-    def read() -> tuple[PerSampleGrads, dict[str, Tensor], Tensor]:
+    def read() -> tuple[PerSampleGrads, Tensor]:
         _check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
-        grads, written = written_where_it_saves(grads_of(model, recorder, spread, loss_type), 3 * budget // 4, recorder.pool)
+        grads = _write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
         lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
-        return grads, written, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
+        return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
-    def counts(here: tuple[PerSampleGrads, dict[str, Tensor], Tensor]) -> list[int]:
+    def counts(here: tuple[PerSampleGrads, Tensor]) -> list[int]:
         return [here[0].samples, *(name in here[0].reached for name in names)]
 
     with spread.weights():
-        (grads, written, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
+        (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
         weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
         if scaler is not None and scaler.is_enabled():
             # Each optimizer's step is to be skipped, whichever parameter overflowed.
@@ -157,23 +156,25 @@ def clip_and_noise_(
         )
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
-    has_groups = groups is not None
+    written: dict[str, Tensor] = {}
     ask_independent(model, recorder, spread, "clip_and_noise_")
 
-    def read() -> _Rows:
+    def read() -> tuple[Tensor, PerSampleGrads, Tensor]:
         check_may_set(recorder, "clip_and_noise_", add, once=True)
-        grads, written = written_where_it_saves(grads_of(model, recorder, spread, loss_type), 3 * budget // 4, recorder.pool)
-        return _finite(grads, written, groups, recorder, budget // 4)
+        grads = _write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
+        return _finite(grads, groups, recorder, budget // 4)
 
-    rows, (grouped, processes) = spread.agreed(read, lambda _: [has_groups, 1], 2)
-    _check_apart(spread, groups, grouped, processes)
-    weights = (float(max_norm) / rows.kept_norms).clamp(max=1) / float(expected_batch_size)
-    set_grads(model, rows.kept.weighted_sum(weights, budget // 4), list(rows.kept), add, recorder)
-    _give_back(rows.written, recorder)
+    with spread.weights():
+        (norms, kept, kept_norms), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
+        _check_apart(spread, groups, grouped, processes)
+        weights = (float(max_norm) / kept_norms).clamp(max=1) / float(expected_batch_size)
+        sums = kept.weighted_sum(weights, budget // 4)
+    set_grads(model, sums, set(kept), add, recorder)
+    _give_back(written, recorder)
     if noise_multiplier:
         deviation = float(noise_multiplier) * float(max_norm) / float(expected_batch_size)
         _add_noise(model, spread, recorder, deviation, generator)
-    return rows.norms
+    return norms
 
 
 def _check_numbers(verb: str, **numbers: float) -> None:
@@ -222,22 +223,23 @@ def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, e
     return norms
 
 
-def written_where_it_saves(grads: PerSampleGrads, budget: int, pool: Pool) -> tuple[PerSampleGrads, dict[str, Tensor]]:
-    """The same, with some rows written out: those of which norms and weighted sums both are best taken so; and these.
+def _write_where_it_saves(
+    grads: PerSampleGrads, budget: int, recorder: Recorder, written: dict[str, Tensor]
+) -> PerSampleGrads:
+    """The same, with the rows written out of which norms and weighted sums are both best taken so.
 
-    pool: of memory to write into: fresh memory costs more
+    budget: see `BUDGET`    written: gets the memory of these rows, for `_give_back`
     """
-    forms, left, written = dict(grads), budget, dict[str, Tensor]()
+    # Memory of an earlier step is written into, since fresh memory costs more.
+    forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
     with grads.reading():
         saved = {name: form.saving(fresh=form.like.is_cpu and not pool.reuse) for name, form in grads.items()}
         for name in sorted(grads, key=lambda name: saved[name], reverse=True):
-            form = grads[name]
-            size = form.samples * form.shape.numel() * form.like.element_size()
-            if saved[name] > 0 and size <= left:
-                key = f"clipped rows of {name}"
+            form, key = grads[name], f"clipped rows of {name}"
+            if saved[name] > 0 and (size := written_bytes(form)) <= left:
                 written[key] = pool.take(key, (form.samples, *form.shape), form.like)
                 forms[name], left = form.written(written[key]), left - size
-    return grads.with_forms(forms, grads.samples) if written else grads, written
+    return grads.with_forms(forms, grads.samples) if written else grads
 
 
 def _give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
@@ -246,21 +248,10 @@ def _give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
         recorder.pool.give_back(key, rows)
 
 
-# Private steps.
-
-
-class _Rows(NamedTuple):
-    """This process's."""
-
-    norms: Tensor  # of all samples, or of each group
-    kept: PerSampleGrads  # of the samples that are finite, or of each group's
-    kept_norms: Tensor
-    written: Mapping[str, Tensor]  # those that were written out
-
-
 def _finite(
-    grads: PerSampleGrads, written: Mapping[str, Tensor], groups: Tensor | None, recorder: Recorder, budget: int
-) -> _Rows:
+    grads: PerSampleGrads, groups: Tensor | None, recorder: Recorder, budget: int
+) -> tuple[Tensor, PerSampleGrads, Tensor]:
+    """The norms of all samples, or of all groups; the rows of those that are finite, and their norms."""
     if groups is not None:
         grads.group(groups)  # checks them
     norms = over_stages(grads.norms(budget=budget), recorder.record)
@@ -272,7 +263,7 @@ def _finite(
         kept_norms = over_stages(kept.norms(budget=budget), recorder.record)
         norms = kept_norms.new_full((len(names),), nan)
         norms[torch.isin(names, groups).to(norms.device)] = kept_norms
-    return _Rows(norms, kept, kept_norms, written)
+    return norms, kept, kept_norms
 
 
 def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
@@ -293,11 +284,14 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
 
 
 def _add_noise(
-    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, generator: torch.Generator | None
+    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, drawing: torch.Generator | None
 ) -> None:
     """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
     stage = None if recorder.record.stage is None else recorder.record.stage()
-    drawing = _of_all(spread, model, generator)
+    if spread.groups():  # all draw by a generator in the state of the first's
+        on = next((p.device for p in model.parameters()), torch.device("cpu"))
+        drawing = drawing or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
+        drawing.set_state(spread.firsts(drawing.get_state().to(on)).cpu())
     if stage is not None:
         device = torch.device("cpu") if drawing is None else drawing.device
         seed = int(torch.randint(2**62, (), generator=drawing, device=device))
@@ -312,14 +306,3 @@ def _add_noise(
             noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
             noise = torch.view_as_complex(noise) if p.is_complex() else noise
             p.grad += cut_as(noise.to(p.device, p.dtype), p)
-
-
-def _of_all(spread: Spread, model: nn.Module, generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator; of several processes' one in the state of the first's."""
-    if not spread.groups():
-        return generator
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if generator is None:
-        generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-    generator.set_state(spread.firsts(generator.get_state().to(device)).cpu())
-    return generator

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn as nn
 
@@ -16,8 +17,6 @@ from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import Shown, Table, with_unit
 
 HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
-
-
 _MIXES = "Not independent: "
 
 
@@ -68,49 +67,30 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
     It works for models with and without hooks, and raises nothing that reading would: its note says it.
     """
     forms, note = _forms(model)
-    plan, is_known = _plan(model)
-    modules = dict(model.named_modules())
+    try:
+        plan = recorder_of(model).record.plan
+    except NothingRecorded:
+        plan = Plan()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for path, layer in modules.items():
+    for path, layer in model.named_modules():
         for name, parameter in covered(layer).items():
             owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, layer))
     rows = []
     for name, parameter in model.named_parameters():
         if trained and not parameter.requires_grad:
             continue
-        readers = owners[parameter]
+        readers, form = owners[parameter], forms.get(name)
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
-        form = forms.get(name)
-        how = _how(name, parameter, layer, plan, modules, is_known)
+        how = _how(name, parameter, layer, plan)
         if form is None and name in forms:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]
         how += f", shared with {', '.join(others)}" if others else ""
-        if form is None:
-            rows.append(Row(name, type(layer).__name__, how))
-        else:
-            size = form.samples * parameter.numel() * parameter.element_size()
-            rows.append(Row(name, type(layer).__name__, how, kinds_of(form), form.samples, size))
-    return Description(rows, note, _independence(plan) if is_known else "")
-
-
-def _plan(model: nn.Module) -> tuple[Plan, bool]:
-    """The plan of the model's last forward, and whether a probe has made it."""
-    try:
-        plan = recorder_of(model).record.plan
-    except NothingRecorded:
-        return Plan(), False
-    return plan, bool(plan.outputs)
-
-
-def _independence(plan: Plan) -> str:
-    if plan.is_independent:
-        return "Independent: what the model returns for a sample kept its values when other samples were replaced."
-    if plan.mixing:
-        return _MIXES + plan.mixing
-    return (
-        "Independent as far as there are gradients; whether by values too is shown with add_hooks(model, independent=True)."
-    )
+        found: tuple[Any, ...] = ()
+        if form is not None:
+            found = kinds_of(form), form.samples, form.samples * parameter.numel() * parameter.element_size()
+        rows.append(Row(name, type(layer).__name__, how, *found))
+    return Description(rows, note, _independence(plan))
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
@@ -124,17 +104,28 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
         return {}, f"No forms to show: {error}"
 
 
-def _how(
-    name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan, modules: dict[str, nn.Module], is_known: bool
-) -> str:
-    rule = rule_for(layer)
+def _independence(plan: Plan) -> str:
+    """Whether samples were shown to be independent; nothing where no probe has made the plan."""
+    if not plan.outputs:
+        return ""
+    if plan.is_independent:
+        return "Independent: what the model returns for a sample kept its values when other samples were replaced."
+    if plan.mixing:
+        return _MIXES + plan.mixing
+    return (
+        "Independent as far as there are gradients; whether by values too is shown with add_hooks(model, independent=True)."
+    )
+
+
+def _how(name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan) -> str:
+    """How a parameter's gradients are known.  layer: that reads it"""
     if not parameter.requires_grad:
         return "frozen"
     if reason := plan.refused.get(name):
         return f"refused: {reason}"
     if reason := plan.disproven.get(name):
         return f"wrong: {reason}"
-    parts = [f"graph: {node}" for node in plan.nodes_of(name)]
+    parts, rule = [f"graph: {node}" for node in plan.nodes_of(name)], rule_for(layer)
     if rule is not None and (not parts or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
     if not parts:

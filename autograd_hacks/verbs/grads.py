@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
-from autograd_hacks.distributed.spread import Spread, whole_of
-from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded
+from autograd_hacks.distributed.spread import whole_of
+from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
 from autograd_hacks.forms.numerics import row_norms
-from autograd_hacks.support.display import Hinting, Shown, Table
+from autograd_hacks.support.display import Shown
 from autograd_hacks.verbs import arguments, matrix, statistics
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 
-class PerSampleGrads(Hinting, Shown, Matrix):
+class PerSampleGrads(Matrix):
     """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
 
     It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
@@ -48,25 +46,6 @@ class PerSampleGrads(Hinting, Shown, Matrix):
     what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
     was overwritten since: an activation, or for modules that are run again a weight.  So read before ``optimizer.step()``.
     """
-
-    def __init__(
-        self,
-        forms: Mapping[str, Form],
-        samples: int,
-        reached: frozenset[str],
-        loss_type: str,
-        model: weakref.ref[nn.Module],
-        hess_type: str | None,
-        batches: Sequence[int],
-        entries: Sequence[int] = (),
-        spread: Spread | None = None,
-    ) -> None:
-        super().__init__(forms, samples, entries, model, Spread({}, None) if spread is None else spread)
-        self.reached, self.loss_type = reached, loss_type
-        self.hess_type, self.batches, self.batch = hess_type, batches, sum(batches)
-
-    def _table(self) -> Table:
-        return self._table_of("PerSampleGrads", self.reached)
 
     __repr__ = Shown.__str__
 
@@ -90,10 +69,11 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = matrix.by_rows(self, lambda _, form: form.norms(budget))
+            norms = {name: form.norms(budget) for name, form in self.items()}
             if per_parameter:
                 return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
-            return self._placed(whole_norms(norms, self.cuts, self._joint_norms))
+            joined = whole_norms(norms, self.cuts, lambda own: matrix.joint_norms(own.values(), self._row_count))
+            return self._placed(joined)
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
@@ -115,7 +95,9 @@ class PerSampleGrads(Hinting, Shown, Matrix):
             return form.dot(parts[name].to(form.like.device).conj().resolve_conj(), budget)
 
         with self.reading():
-            return self._each(matrix.by_rows(self, along)) if per_parameter else self._added(along, budget)
+            if per_parameter:
+                return self._each({name: along(name, form) for name, form in self.items()})
+            return self._added(along)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
@@ -209,13 +191,13 @@ class PerSampleGrads(Hinting, Shown, Matrix):
 
         Raises ValueError for a ``dim`` below 1.
         """
-        arguments.check_dim("project was given dim", dim)
+        arguments.check_count("project was given dim", dim, "coordinates", ON_VERBS)
 
         def projected(name: str, form: Form) -> Tensor:
             return form.project(matrix.random_map(name, form.shape, dim, seed, self.cuts.get(name)), budget)
 
         with self.reading():
-            return self._added(projected, budget, dim)
+            return self._added(projected, dim)
 
     def group(self, ids: Tensor, groups: int | None = None) -> PerSampleGrads:
         """The sums over samples with the same id: one row for each user, each document.
@@ -224,10 +206,7 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         in the order of the ids
         Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
         """
-        arguments.check_ids(ids, groups, self.samples)
-        if groups is None:
-            names, ids = ids.unique(return_inverse=True)
-            groups = len(names)
+        ids, groups = arguments.numbered(ids, groups, self.samples)
         ids = self._rows_of(ids, groups)
         forms = {n: group(form, ids.to(form.like.device), groups * prod(self.entries)) for n, form in self.items()}
         return self.with_forms(forms, groups)
@@ -396,9 +375,6 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         """
         self._check_alone("block")
         other = name if other is None else other
-        for each in (name, other):
-            if each not in self:
-                raise KeyError(f"block was given {each!r}; expected the name of a parameter that trains: {', '.join(self)}")
         mine, theirs = self[name], self[other]
         self._check_real()
         arguments.check_limit(limit)
@@ -430,11 +406,19 @@ class PerSampleGrads(Hinting, Shown, Matrix):
         damping = arguments.check_damping("as_linear_operator", damping)
         self._check_real()
 
-        def product(x: Tensor) -> Tensor:
-            return self.to_vector(self._matvec(self.from_vector(x))) + damping * x
+        with needed("curvature"):
+            from scipy.sparse.linalg import LinearOperator
+        like = next(iter(self.values())).like
+        dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
 
-        size, first = sum(form.shape.numel() for form in self.values()), next(iter(self.values()))
-        return matrix.linear_operator(size, first.like, product)
+        def product(x: Any) -> Any:
+            if x.dtype.kind == "c":
+                return product(x.real) + 1j * product(x.imag)
+            v = torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)
+            return (self.to_vector(self._matvec(self.from_vector(v))) + damping * v).cpu().numpy()
+
+        size, of = sum(form.shape.numel() for form in self.values()), torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        return LinearOperator((size, size), matvec=product, rmatvec=product, dtype=of)
 
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """JᵀJ v / N, in what forms add up in: single precision at the least."""

@@ -11,9 +11,9 @@ from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import HOOKS, Hooked, recorder_of
 from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.reading.arrival import settle
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
+from autograd_hacks.reading.gate import settle
 from autograd_hacks.reading.proof import prove
 
 

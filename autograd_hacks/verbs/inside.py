@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.capture.taps import Basin, Tap, WithTap, put_tap, take_tap
+from autograd_hacks.capture.taps import Basin, Tap, WithTap, formula_inside, put_tap, take_tap
 from autograd_hacks.errors import ON_INSIDE, NothingRecorded, UnseenGradient, UnsupportedLayer, VerificationFailed, where
 from autograd_hacks.reading.scale import check_loss_type, check_scale
-from autograd_hacks.rules.squares import kind_of
 from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.kinds import is_whole
-from autograd_hacks.support.restored import restored
+from autograd_hacks.support.restored import kept, undone_by
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import untouched
 from autograd_hacks.verbs.hooking import add_hooks
@@ -34,8 +34,8 @@ class NormsInside(Shown):
         self._found: tuple[Tensor, Tensor] | None = None
         _check_parameters(model)
         for place, (path, layer) in enumerate(self._layers.items()):
-            if (kind := kind_of(layer)) is not None:
-                put_tap(layer, Tap(self._basin, kind, path, place))
+            if (formula := formula_inside(layer)) is not None:
+                put_tap(layer, Tap(self._basin, layer, formula, path, place))
 
     def _table(self) -> Table:
         title = f"<norms inside a {type(self.model).__name__}: {len(self._layers)} layers>"
@@ -61,19 +61,10 @@ class NormsInside(Shown):
         basin, first = self._basin, next(p for p in self.model.parameters() if p.requires_grad)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         made = [torch.zeros(n, dtype=dtype, device=first.device, requires_grad=True) for n in (samples, len(self._layers))]
-
-        def undo() -> None:
-            basin.squares, basin.uses = None, None
-
         before = {name: _grad_of(p) for name, p in self.model.named_parameters()}
-        with restored(undo):
-            self._found = made[0], made[1]
-            basin.squares, basin.uses = made
-            try:
-                yield
-            except BaseException:
-                self._found = None  # of a part of the layers, perhaps
-                raise
+        with kept(basin), undone_by(partial(setattr, self, "_found", None)):  # else of a part of the layers, perhaps
+            self._found = basin.squares, basin.uses = made[0], made[1]
+            yield
         past = [name for name, p in self.model.named_parameters() if _grad_of(p) not in (None, before.get(name))]
         if past and not basin.param_grad:
             self._found = None
@@ -92,21 +83,21 @@ class NormsInside(Shown):
         """
         check_loss_type(loss_type)
         check_scale(scale)
-        squares, uses = self._found or (None, None)
-        if squares is None or uses is None or squares.grad is None or uses.grad is None:
+        squares, uses = (None, None) if self._found is None else (x.grad for x in self._found)
+        if squares is None or uses is None:
             raise NothingRecorded(
                 "norms() needs a forward and a backward pass within batch(N), and none has come through a layer. "
                 "Run `with inside.batch(len(x)): loss_fn(model(x), y).backward()` first."
             )
-        twice = [path for path, count in zip(self._layers, uses.grad.tolist()) if count > 1]
+        twice = [path for path, count in zip(self._layers, uses.tolist()) if count > 1]
         if twice:
             raise UnsupportedLayer(
-                f"gradient has come {int(uses.grad.max())} times through {where(twice[0], self._layers[twice[0]])}, and the "
+                f"gradient has come {int(uses.max())} times through {where(twice[0], self._layers[twice[0]])}, and the "
                 "norm of a sum doesn't follow from the norms. Call each layer once in a forward pass, and run one backward "
                 "pass within batch(N); or use add_hooks and per_sample_grads(model).norms()."
             )
         factor = len(squares) if loss_type == "mean" else 1
-        return squares.grad.sqrt() * factor / (scale.to(squares.device) if isinstance(scale, Tensor) else scale)
+        return squares.sqrt() * factor / (scale.to(squares.device) if isinstance(scale, Tensor) else scale)
 
     def remove(self) -> None:
         """Leaves the layers as they were."""
@@ -168,7 +159,7 @@ def norms_inside(
 
     expected = _by_hooks(model, step, (args, kwargs))
     inside = NormsInside(model, param_grad)
-    try:
+    with undone_by(inside.remove):
         with untouched(model, (args, kwargs)) as copied, inside.batch(len(expected)), torch.enable_grad():
             step(copied)
             found = inside.norms("sum")
@@ -181,9 +172,6 @@ def norms_inside(
                 f"norms from inside are not those of the hooks: {found[wrong[0]]:.6g} for sample {wrong[0]}, and "
                 f"{expected[wrong[0]]:.6g} by hooks. Is a parameter read past its layer's own call? Use add_hooks."
             )
-    except BaseException:
-        inside.remove()
-        raise
     return inside
 
 
@@ -196,13 +184,11 @@ def _by_hooks(model: nn.Module, step: Callable[[Callable[[Any], Any]], None], ar
         with untouched(model, arguments) as copied, torch.enable_grad():
             step(copied)
             norms = per_sample_grads(model, loss_type="sum").norms()
-        plan = recorder_of(model).record.plan
-        past = set(plan.names)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    if past & trained:
+        past = recorder_of(model).record.plan.names & {name for name, p in model.named_parameters() if p.requires_grad}
+    if past:
         raise UnsupportedLayer(
-            f"{', '.join(sorted(past & trained))}: read past the layer's own call, where norms_inside sees nothing. Let "
-            "layers be called as modules, or use add_hooks."
+            f"{', '.join(sorted(past))}: read past the layer's own call, where norms_inside sees nothing. Let layers be "
+            "called as modules, or use add_hooks."
         )
     return norms.detach()
 
@@ -222,7 +208,7 @@ def _check_parameters(model: nn.Module, basin: Basin | None = None) -> None:
             if not p.requires_grad:
                 continue
             tap = vars(module).get("_tap")
-            taken = kind_of(module) is not None if basin is None else tap is not None and tap.basin is basin
+            taken = formula_inside(module) is not None if basin is None else tap is not None and tap.basin is basin
             if p.is_complex() or not taken or local.rpartition(".")[2] not in ("weight", "bias"):
                 raise UnsupportedLayer(
                     f"{local} is of {where(path, module)}, whose norms can't be taken inside a graph, or which was not in "

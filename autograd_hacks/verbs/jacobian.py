@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import prod
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import announced
+from autograd_hacks.capture.arrivals import announced, returned_in
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
@@ -20,16 +18,14 @@ from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_OUTPUTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.forms import Concatenation, Dense, Form
 from autograd_hacks.forms.base import held_bytes, written_bytes
-from autograd_hacks.reading.apart import are_apart, two_weights
 from autograd_hacks.reading.guards import check_unseen
-from autograd_hacks.reading.trial import Grads, layout_in, listening
+from autograd_hacks.reading.outside import come_apart
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.kinds import is_whole
+from autograd_hacks.support.graph import Graph
 from autograd_hacks.support.layout import Layout
-from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.arguments import check_count, kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import per_sample_grads
 
@@ -59,17 +55,10 @@ def per_sample_jacobian(
     """
     recorder = recorder_of(model)
     record = recorder.record
-    if chunk_size is not None and not is_whole(chunk_size):
-        raise TypeError(f"{WHAT} was given chunk_size={chunk_size!r}; expected a number of passes, or None" + ON_OUTPUTS)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"{WHAT} was given chunk_size={chunk_size}; expected a number of passes, 1 or more, or None" + ON_OUTPUTS
-        )
+    if chunk_size is not None:
+        check_count(f"{WHAT} was given chunk_size", chunk_size, "passes", ON_OUTPUTS, ", or None")
     check_output(WHAT, output, ON_OUTPUTS)
-    # The passes leave the record as it is.
-    arrival_kept = restored(partial(setattr, record, "on_arrival", record.on_arrival))
-    with outside_inference(), arrival_kept, record.set_aside(), recorder.backward.aside():
-        record.on_arrival = None
+    with outside_inference(), record.set_aside(), recorder.backward.aside():
         layout, samples, version = record.outputs.get(output) or (None, None, None)
         is_returned = version == version_of(output)  # and not overwritten since
         with torch.enable_grad():
@@ -78,7 +67,7 @@ def per_sample_jacobian(
         parameters = set(record.parameters_of(model).values())
         leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in parameters]
         if leaves and not is_returned:
-            _check_function(recorder, first, leaves)
+            _check_function(first)
         count = prod(first.shape[1:])
         size, chunks, reached = chunk_size or count, list[dict[str, Form]](), set[str]()
         losses = _announcement(first)
@@ -92,10 +81,9 @@ def per_sample_jacobian(
                 chunks.append(dict(grads) if chunk_size is None else _smallest(grads))
                 reached |= grads.reached
                 losses = _announcement(first)
-        forms = {
-            name: c if len(chunks) == 1 else Concatenation([chunk[name] for chunk in chunks])
-            for name, c in chunks[0].items()
-        }
+        forms = chunks[0]
+        if len(chunks) > 1:
+            forms = {name: Concatenation([chunk[name] for chunk in chunks]) for name in forms}
         samples, entries = len(first), first.shape[1:]
         of = weakref.ref(model), "Jacobian", [samples], entries, Spread({}, None, cuts=grads.cuts)
         return PerSampleGrads(forms, samples, frozenset(reached), "sum", *of)
@@ -114,19 +102,10 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
         ) from None
 
 
-def leaves_of(root: Tensor) -> Iterator[Tensor]:
+def leaves_of(root: Tensor) -> list[Tensor]:
     """The tensors that a graph ends at.  To ask for their gradients, and to throw these away, leaves ``.grad`` alone."""
-    seen: set[Node] = set()
-    waiting = [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
-        if leaf is not None and leaf.requires_grad:
-            yield leaf
-        waiting += [after for after, _ in node.next_functions]
+    ends = [] if root.grad_fn is None else Graph([root.grad_fn]).leaves
+    return [end.variable for end in ends if end.variable.requires_grad]
 
 
 def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:
@@ -139,48 +118,21 @@ def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -
     return layout.samples_first(output, output.shape[layout.axis] if samples is None else samples)
 
 
-def _check_function(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Raises unless a tensor that follows from the model's outputs has the samples on axis 0: gradients from it must come to
-    each call apart."""
-    samples = len(first)
-    given = torch.randn(first.shape, generator=(draws := torch.Generator().manual_seed(samples)), device="cpu").to(first)
-    weights = two_weights(samples, draws)
-    # Of an empty batch nothing is known; but processes that hold shards go through the model equally often.
-    passes = samples or recorder.record.gathered
-    once, again = [_heard(recorder, first, leaves, given, w) for w in weights] if passes else ({}, {})
-    if not samples:
-        return
-    verdicts = []
-    for key, (call, grad) in once.items():
-        if not call.is_own:
-            continue
-        if call.samples not in (None, samples):
+def _check_function(first: Tensor) -> None:
+    """Raises unless a tensor that follows from what the model returned has the samples on axis 0."""
+    returned = returned_in(first)
+    for _, mark in returned:
+        if mark.samples != len(first):
             raise BatchSizeError(
                 f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and takes axis "
-                f"0 for the samples, but the model was given {call.samples}. Bring them there; or give what it returned."
+                f"0 for the samples, but the model was given {mark.samples}. Bring them there; or give what it returned."
             )
-        layout = layout_in(call, key[2], samples) if call.samples is not None else Layout()
-        if key in again and layout is not None and layout.fits(grad, samples):
-            verdicts.append(are_apart(layout, grad, again[key][1], *weights))
-    if False in verdicts:
+    if len(first) and returned and not all(come_apart(first, returned)):
         raise SamplesMixed(
             f"samples mix in the tensor of shape {tuple(first.shape)} given to {WHAT}, which the model has not returned: "
             "what it has for one sample on axis 0 leads to another's. If samples are on another axis, bring them to axis 0, "
             "output.transpose(0, 1) say; losses of samples must not compare them."
         )
-    if once and True not in verdicts and any(call.is_own for call, _ in once.values()):
-        raise SamplesMixed(
-            f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and no layer's "
-            "gradient tells whether its samples are on axis 0. Give it what the model returned, or have that compute it."
-        )
-
-
-def _heard(recorder: Recorder, first: Tensor, leaves: Sequence[Tensor], given: Tensor, w: Tensor) -> Grads:
-    """What a backward pass from w ∘ given brings to calls."""
-    heard: Grads = {}
-    with listening(recorder.backward, lambda key, call, grad: heard.update({key: (call, grad.clone())})):
-        run_pass(WHAT, first, leaves, given * Layout().over(given, w.to(given)))
-    return heard
 
 
 def _announcement(first: Tensor) -> Announcement:
@@ -189,10 +141,11 @@ def _announcement(first: Tensor) -> Announcement:
 
 def _each_entry(first: Tensor) -> Iterator[Tensor]:
     """1 at one entry of every sample's, and 0 elsewhere, entry by entry.  first: N ..."""
-    for entry in range(prod(first.shape[1:])):
-        s = torch.zeros(len(first), prod(first.shape[1:]), dtype=first.dtype, device=first.device)
-        s[:, entry] = 1
-        yield s.view(first.shape)
+    count = prod(first.shape[1:])
+    for entry in range(count):
+        s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
+        s.view(len(first), count)[:, entry] = 1
+        yield s
 
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:
@@ -201,7 +154,7 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
     for record in losses.heard_by:
         if record is not mine:  # of a part of the model that is hooked by itself
             record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
-    is_own = any(call.is_own for s in mine.segments for p in s.passes for call in p.received)
+    is_own = any(call.is_own for recorded in mine.passes for call in recorded.received)
     if not is_own and mine.plan.mixing:
         check_unseen(mine.parameters_of(model), mine)
     grads = per_sample_grads(model) if is_own else None
@@ -218,12 +171,9 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
 @torch.no_grad()
 def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
     """The forms, written out where that takes less memory than what they are made of."""
-
-    def is_large(form: Form) -> bool:
-        return held_bytes(form) > written_bytes(form)
-
+    large = {name for name, form in grads.items() if held_bytes(form) > written_bytes(form)}
     with grads.reading():
-        return {name: Dense(form.dense()) if is_large(form) else form for name, form in grads.items()}
+        return {name: Dense(form.dense()) if name in large else form for name, form in grads.items()}
 
 
 def check_output(what: str, output: object, page: str) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.errors import ON_REDUCTION
-from autograd_hacks.reading.apart import check_losses
-from autograd_hacks.reading.outside import read_losses
+from autograd_hacks.reading.outside import check_losses, read_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 

@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import reduce
+from itertools import starmap
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,42 +16,21 @@ from torch import Tensor
 
 from autograd_hacks.distributed.cut import refuse_curvature, whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
-from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord, needed
+from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import Form, RandomMap
-from autograd_hacks.forms.base import holds, kinds_of, written_bytes
+from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.numerics import row_norms, smallest
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.display import Table, with_unit
+from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
 
-if TYPE_CHECKING:
-    from scipy.sparse.linalg import LinearOperator
-
 T = TypeVar("T")
-
 Forms = Mapping[str, Form]
 """Of the same N samples, by the parameter's name."""
-
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
-
-
-def by_rows(forms: Forms, verb: Verb) -> dict[str, Tensor]:
-    """{name: N ...}, what a verb says of every form."""
-    return {name: verb(name, form) for name, form in forms.items()}
-
-
-def summed(forms: Forms, samples: int, verb: Verb, *shape: int) -> Tensor:
-    """(N, *shape): what a verb says, added up over all forms."""
-    like = next((form.new_sums(0) for form in forms.values()), torch.zeros(0, device="cpu"))
-    total = like.new_zeros(samples, *shape)
-    for name, form in forms.items():
-        part = verb(name, form).to(total.device)
-        total = total.to(torch.promote_types(total.dtype, part.dtype))
-        total += part
-    return total
 
 
 def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
@@ -86,13 +66,13 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
     return ((mine * finite.min() < least) & (mine > 0)) | (mine > most / finite.max().clamp(min=1))
 
 
-def joint_norms(norms: Sequence[Tensor], samples: int) -> Tensor:
+def joint_norms(norms: Collection[Tensor], samples: int) -> Tensor:
     """The norms of rows that are cut over parameters, N.  norms: of the parts, N each"""
     if not norms:
         return torch.zeros(samples, device="cpu")
     # Those of a model may differ in dtype and device.
-    dtype = reduce(torch.promote_types, (part.dtype for part in norms))
-    return row_norms(torch.stack([part.to(norms[0].device, dtype) for part in norms], dim=1))
+    dtype, device = reduce(torch.promote_types, (part.dtype for part in norms)), next(iter(norms)).device
+    return row_norms(torch.stack([part.to(device, dtype) for part in norms], dim=1))
 
 
 def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -119,34 +99,29 @@ def random_map(name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | Non
     return RandomMap(unwrapped(name), shape, dim, seed, within)
 
 
-def linear_operator(size: int, like: Tensor, product: Callable[[Tensor], Tensor]) -> LinearOperator:
-    """A symmetric matrix, (P, P), for SciPy.  product: that with a vector of P numbers    like: a tensor of their kind"""
-    with needed("curvature"):
-        from scipy.sparse.linalg import LinearOperator
+class Matrix(Hinting, Shown, Mapping[str, Form]):
+    """The matrix J of a whole model, without the verbs of `PerSampleGrads`, which says what it is made of.
 
-    dtype = torch.promote_types(like.dtype, torch.float32)  # NumPy has no bfloat16
-
-    def matvec(x: Any) -> Any:
-        if x.dtype.kind == "c":
-            return matvec(x.real) + 1j * matvec(x.imag)
-        return product(torch.as_tensor(x.reshape(-1).copy(), device="cpu").to(like.device, dtype)).cpu().numpy()
-
-    of = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    return LinearOperator((size, size), matvec=matvec, rmatvec=matvec, dtype=of)
-
-
-class Matrix(Mapping[str, Form]):
-    """The matrix J of a whole model: a form for each parameter, by name.
-
-    samples: N    entries: the axes of a sample's output that has a row for each of its numbers, if any
     spread: the processes that have other samples, or other parts of parameters (cuts)
     """
 
     def __init__(
-        self, forms: Mapping[str, Form], samples: int, entries: Sequence[int], model: weakref.ref[nn.Module], spread: Spread
+        self,
+        forms: Mapping[str, Form],
+        samples: int,
+        reached: frozenset[str],
+        loss_type: str,
+        model: weakref.ref[nn.Module],
+        hess_type: str | None,
+        batches: Sequence[int],
+        entries: Sequence[int] = (),
+        spread: Spread | None = None,
     ) -> None:
         self._forms, self.samples, self.entries, self._model = dict(forms), samples, tuple(entries), model
-        self.spread, self.cuts = spread, spread.cuts
+        self.reached, self.loss_type, self.hess_type = reached, loss_type, hess_type
+        self.batches, self.batch = batches, sum(batches)
+        self.spread = Spread({}, None) if spread is None else spread
+        self.cuts = self.spread.cuts
         # Whose forms hold what, and how often that had been overwritten when they were made.
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
@@ -186,16 +161,15 @@ class Matrix(Mapping[str, Form]):
         each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
         return f"{self.samples} samples{each}"
 
-    def _table_of(self, name: str, reached: Collection[str]) -> Table:
-        """For people.  name: the class's    reached: the names of the parameters that the loss reached"""
-        size = sum(form.shape.numel() for form in self.values())
+    def _table(self) -> Table:
         rows = [("parameter", "form", "shape", "holds", "written out")]
-        for parameter, form in self.items():
-            kinds = kinds_of(form) + ("" if parameter in reached else ", not reached")
-            shape, held = str((self.samples, *self.entries, *form.shape)), holds(form).removeprefix("holds ")
-            rows.append((parameter, kinds, shape, held, with_unit(written_bytes(form))))
-        held, written = holds(*self.values()).removeprefix("holds "), with_unit(sum(map(written_bytes, self.values())))
-        title = f"{name} of {self._said()} for {len(self)} parameters, {size} numbers each"
+        for name, form in self.items():
+            kinds = kinds_of(form) + ("" if name in self.reached else ", not reached")
+            shape, held = str((self.samples, *self.entries, *form.shape)), with_unit(held_bytes(form))
+            rows.append((name, kinds, shape, held, with_unit(written_bytes(form))))
+        held, written = with_unit(held_bytes(*self.values())), with_unit(sum(map(written_bytes, self.values())))
+        size = sum(form.shape.numel() for form in self.values())
+        title = f"{type(self).__name__} of {self._said()} for {len(self)} parameters, {size} numbers each"
         return Table(title, [*rows, ("all", "", "", held, written)])
 
     def _placed(self, rows: Tensor, axis: int = 0) -> Tensor:
@@ -280,25 +254,22 @@ class Matrix(Mapping[str, Form]):
         check_direction(v, self._shapes())
         return own_parts(v, self.cuts)
 
-    def _added(self, verb: Verb, budget: int, *shape: int) -> Tensor:
+    def _added(self, verb: Verb, *shape: int) -> Tensor:
         """(N, *shape): what a verb says, added up over parameters."""
-        rows = self._row_count
-        return self._placed(whole_sum(self, self.cuts, lambda forms: summed(forms, rows, verb, *shape)))
+        rows = self._row_count, *shape
+        return self._placed(whole_sum(self, self.cuts, lambda forms: added(starmap(verb, forms.items()), rows)))
 
     def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same of whole parameters.  parts: {name: rows ...}, of what this process has of them"""
-        whole = {n: whole_sum({n: x}, self.cuts, lambda one: next(iter(one.values()))) for n, x in parts.items()}
-        return {name: self._placed(x) for name, x in whole.items()}
-
-    def _joint_norms(self, norms: Mapping[str, Tensor]) -> Tensor:
-        return joint_norms(list(norms.values()), self._row_count)
+        return {
+            n: self._placed(whole_sum({n: x}, self.cuts, lambda one: next(iter(one.values())))) for n, x in parts.items()
+        }
 
     def _between(self, other: Matrix, product: Verb) -> Tensor:
         """(N, M), added up over parameters.  product: of a parameter's rows with those of the other batch"""
-        shape = self._row_count, other._row_count
         with self.reading(), other.reading():
-            total = whole_sum(self, self.cuts, lambda forms: added((product(n, form) for n, form in forms.items()), shape))
-            return self._placed(other._placed(total, 1))
+            total = self._added(product, other._row_count)
+            return other._placed(total, total.ndim - 1)
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, in what forms add up in."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -82,8 +81,8 @@ def over(
     Source: Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent" (arXiv:2002.08484), for
     checkpoints.
     """
-    recorder = recorder_of(model)
-    record, states = recorder.record, _listed(model, checkpoints)
+    recorder, states = recorder_of(model), _listed(model, checkpoints)
+    record = recorder.record
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
         raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
@@ -97,14 +96,16 @@ def over(
     recorder.planner.doubt()  # what was proven with another loss
     step = _Step(model, loss, verb, against, only, budget, states is not None)
     pieces: list[dict[str, Tensor]] = []
-    batches = 0
-    with _weights_of(model, states) as weights:
+    batches, before = 0, None if states is None else _cloned(model.state_dict())
+    try:
         for batch in progress(loader, "gradients", "batch"):
             batches += 1
             if file is not None and not file.wants(batch):
                 continue
             piece: dict[str, Tensor] = {}
-            for number, weight in enumerate(weights()):
+            for number, (state, weight) in enumerate(states or [(None, 1.0)]):
+                if state is not None:
+                    _load(model, state)
                 rows = step.rows(batch, total, number)
                 rows = {name: x if weight == 1 else x * weight for name, x in rows.items()}
                 piece = {name: x + piece[name] for name, x in rows.items()} if piece else rows
@@ -117,6 +118,9 @@ def over(
                 raise ValueError(
                     "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
                 )
+    finally:
+        if before is not None:
+            model.load_state_dict(before)
     record.clear("over has read its passes, and thrown them away")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
@@ -178,7 +182,6 @@ class _Step:
 
     def __post_init__(self) -> None:
         self._kept: dict[int, list[PerSampleGrads]] = {}  # of the other data's first batches, by checkpoint
-        self._whole: set[int] = set()  # the checkpoints by which they are those of all batches
         self._left = self.budget
         self._weights: object = None  # by which they were taken
         self._seen: list[str] = []  # what tells the other data's batches from others
@@ -188,9 +191,7 @@ class _Step:
         grads = self._grads(batch)
         if self.against is None:
             return _by_name(self.verb(grads), None if total else grads.samples)
-        blocks = []
-        for others in self._others(self.against, checkpoint):
-            blocks.append(_by_name(self.verb(grads, others), grads.samples))
+        blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
         if not blocks:
             raise ValueError("over was given against without batches" + ON_DATA_SETS)
         return {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
@@ -199,36 +200,28 @@ class _Step:
         """The gradients of the other data, batch by batch."""
         weights = None if self.is_brought else _look_of(self.model)
         if weights != self._weights:
-            self._kept, self._whole, self._left, self._weights = {}, set(), self.budget, weights
+            self._kept, self._left, self._weights = {}, self.budget, weights
         kept = self._kept.setdefault(checkpoint, [])
-        first = len(kept)
         yield from kept[:]
-        if checkpoint in self._whole:
+        first = len(kept)
+        if first and first == len(self._seen):  # all of them
             return
-        is_room = True
         for number, batch in enumerate(against):
             if number < first:
                 continue
-            self._check_order(number, batch)
+            seen = digest_of(batch)
+            if number == len(self._seen):
+                self._seen.append(seen)
+            elif self._seen[number] != seen:
+                raise ValueError(
+                    "over was given against with other batches, or in another order, each time that it is gone through. It "
+                    "must not shuffle, or draw: DataLoader(data, shuffle=False)" + ON_DATA_SETS
+                )
             grads = self._grads(batch)
-            is_room = is_room and number == len(kept) and (size := _size_copied(grads)) <= self._left
-            if is_room:
+            if number == len(kept) and (size := _size_copied(grads)) <= self._left:
                 self._left -= size
                 kept.append(grads := _copied(grads))
             yield grads
-        if is_room:
-            self._whole.add(checkpoint)
-
-    def _check_order(self, number: int, batch: Any) -> None:
-        """Raises ValueError where the other data's batches are others, or in another order, than before."""
-        seen = digest_of(batch)
-        if number == len(self._seen):
-            self._seen.append(seen)
-        elif number > len(self._seen) or self._seen[number] != seen:
-            raise ValueError(
-                "over was given against with other batches, or in another order, each time that it is gone through. It must "
-                "not shuffle, or draw: DataLoader(data, shuffle=False)" + ON_DATA_SETS
-            )
 
     def _grads(self, batch: Any) -> PerSampleGrads:
         parameters = [(p, p.grad) for p in self.model.parameters()]
@@ -274,26 +267,24 @@ def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
 def _look_of(model: nn.Module) -> object:
     """What changes where a model's numbers do, also where they are written to by ``.data``, of which torch doesn't hear."""
     parts = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
-    dense = [x for x in parts if x.layout == torch.strided and not x.is_meta]
-    real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in dense]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for x in real:
-        if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            sizes = torch.linalg.vector_norm(x, dtype=torch.float64), x.sum(dtype=torch.float64)
-            by_device.setdefault(x.device, []).extend(sizes)
+    for x in parts:
+        if x.layout == torch.strided and not x.is_meta:
+            real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            if real.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                sizes = torch.linalg.vector_norm(real, dtype=torch.float64), real.sum(dtype=torch.float64)
+                by_device.setdefault(x.device, []).extend(sizes)
     places = [(x.data_ptr() if x.layout == torch.strided else 0, version_of(x)) for x in parts]
     return [torch.stack(x).tolist() for x in by_device.values()], places, [p.requires_grad for p in model.parameters()]
 
 
 def _of_process(out: str | os.PathLike[str]) -> str:
-    path, rank = os.fspath(out), 0
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-        if "{rank}" not in path and torch.distributed.get_world_size() > 1:
-            raise ValueError(
-                f"out is {path!r} on each of several processes; expected a name with {{rank}} in it: rows-{{rank}}.npy"
-                + ON_DATA_SETS
-            )
+    path, rank = os.fspath(out), torch.distributed.get_rank() if has_processes() else 0
+    if has_processes() and "{rank}" not in path and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            f"out is {path!r} on each of several processes; expected a name with {{rank}} in it: rows-{{rank}}.npy"
+            + ON_DATA_SETS
+        )
     return path.replace("{rank}", str(rank))
 
 
@@ -302,37 +293,19 @@ def _of_process(out: str | os.PathLike[str]) -> str:
 _EXPECTED = "expected [(state, weight), ...], of state dictionaries, or their files, and numbers"
 
 
-@contextmanager
-def _weights_of(model: nn.Module, states: list[tuple[State, float]] | None) -> Iterator[Callable[[], Iterator[float]]]:
-    """What brings the model to one checkpoint after the other, and says their weights; then it is as before.
-
-    states: as `_listed` returns them
-    """
-    if states is None:
-        yield lambda: iter([1.0])
-        return
-    now = model.state_dict()
-
-    def each() -> Iterator[float]:
-        for state, weight in states:
-            loaded: Any = state
-            if isinstance(state, str | os.PathLike):
-                loaded = torch.load(state, map_location="cpu", weights_only=True)
-            if not isinstance(loaded, Mapping) or now.keys().isdisjoint(loaded):
-                what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
-                raise ValueError(
-                    f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
-                    f"state dictionary of this {type(model).__name__}: torch.load(path)['model'] say, where more was saved "
-                    "with it" + ON_DATA_SETS
-                )
-            model.load_state_dict(loaded)
-            yield weight
-
-    before = _cloned(now)
-    try:
-        yield each
-    finally:
-        model.load_state_dict(before)
+def _load(model: nn.Module, state: State) -> None:
+    """Brings the model to a checkpoint."""
+    loaded: Any = state
+    if isinstance(state, str | os.PathLike):
+        loaded = torch.load(state, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, Mapping) or model.state_dict().keys().isdisjoint(loaded):
+        what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
+        raise ValueError(
+            f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
+            f"state dictionary of this {type(model).__name__}: torch.load(path)['model'] say, where more was saved "
+            "with it" + ON_DATA_SETS
+        )
+    model.load_state_dict(loaded)
 
 
 def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What the last backward pass has left: a matrix for each parameter, lazily; or rows written out next to ``param.grad``."""
+"""What the last backward pass has left: a matrix for each parameter, lazily; rows written out next to ``param.grad``; and
+``.grad`` as these rows make it."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.nn as nn
@@ -10,10 +11,11 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import ON_SCALERS
+from autograd_hacks.errors import ON_PASSES, ON_PROCESSES, ON_SCALERS, NothingRecorded
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.memory import Pool
@@ -21,7 +23,6 @@ from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.setting import check_may_set, set_grads
 
 
 def per_sample_grads(
@@ -55,19 +56,19 @@ def grads_of(
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:
     """What `per_sample_grads` returns.  spread: the processes that have samples"""
-    parameters = recorder.record.parameters_of(model)
+    record = recorder.record
+    parameters = record.parameters_of(model)
     with spread.reading():
         forms = read(model, parameters, recorder, loss_type, scale)  # and checks, of all
     samples = _samples(forms.values())
+    names = list(forms)
     if only is not None:
-        names = names_matching(only, list(model.named_parameters(remove_duplicate=False)), list(forms))
-        forms = {name: forms[name] for name in names}
-    reached = frozenset(name for name, form in forms.items() if form is not None)
-    like = {name: part_of(parameters[name]) for name in forms}
-    filled = {n: Zero(samples, like[n].shape, like[n]) if f is None else f for n, f in forms.items()}
-    record, of_model = recorder.record, weakref.ref(model)
-    hess_type, batches = record.hess_type, [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), of_model, hess_type, batches, spread=spread)
+        names = names_matching(only, list(model.named_parameters(remove_duplicate=False)), names)
+    reached = frozenset(name for name in names if forms[name] is not None)
+    like = {name: part_of(parameters[name]) for name in names}
+    filled = {name: forms[name] or Zero(samples, like[name].shape, like[name]) for name in names}
+    of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
+    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, spread=spread)
 
 
 def compute_grad1(
@@ -93,50 +94,44 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, None if set_grad else False)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters, seen = spread.parameters, recorder.record.parameters_of(model)
+    names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
         return [_samples(here.values()), *(here[name] is not None for name in names)]
 
+    def write() -> dict[str, Form | None]:
+        """Sets ``grad1``, and returns the forms that it was made of."""
+        try:
+            check_ordinary(recorder.record, "grad1")
+            if set_grad:
+                _check_unscaled(scale)
+                check_may_set(recorder, "compute_grad1(set_grad=True)")
+            with spread.reading():
+                forms = read(model, seen, recorder, loss_type, scale)
+                with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
+                    for name, parameter in parameters.items():
+                        _set(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
+        except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
+            for parameter in parameters.values():
+                vars(parameter).pop("grad1", None)
+            raise
+        return forms
+
     with spread.weights():
-        forms, (samples, *reaching) = spread.agreed(
-            lambda: _written(model, recorder, spread, loss_type, scale, set_grad), counts, 1 + len(names)
-        )
+        forms, (samples, *reaching) = spread.agreed(write, counts, 1 + len(names))
         if not set_grad:
             return
-        parameters, reached = spread.parameters, {name for name, count in zip(names, reaching) if count}
+        reached = [name for name, count in zip(names, reaching) if count]
         share = 1 / max(1, samples) if recorder.record.reduction(loss_type) == "mean" else 1.0
         with switches_kept(), torch.no_grad(), without_autocast(parameters.values()), spread.reading():
-            sums = ((name, _total(forms[name], parameters[name], share)) for name in names if name in reached)
-            totals = spread.settled(sums)
+            totals = spread.settled((name, _total(forms[name], parameters[name], share)) for name in reached)
     as_recorded = None if recorder.backward.wants_grad else recorder
-    set_grads(model, {name: totals.get(name) for name in names}, reached, recorder=as_recorded)
+    set_grads(model, {name: totals.get(name) for name in names}, set(reached), recorder=as_recorded)
 
 
 def _samples(forms: Iterable[Form | None]) -> int:
     return next((form.samples for form in forms if form is not None), 0)
-
-
-def _written(
-    model: nn.Module, recorder: Recorder, spread: Spread, loss_type: str | None, scaling: float | Tensor, set_grad: bool
-) -> dict[str, Form | None]:
-    """Sets ``grad1``, and returns the forms that it was made of."""
-    parameters, seen = spread.parameters, recorder.record.parameters_of(model)
-    try:
-        check_ordinary(recorder.record, "grad1")
-        if set_grad:
-            _check_unscaled(scaling)
-            check_may_set(recorder, "compute_grad1(set_grad=True)")
-        with spread.reading():
-            forms = read(model, seen, recorder, loss_type, scaling)
-            with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
-                for name, parameter in parameters.items():
-                    _set(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
-    except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
-        for parameter in parameters.values():
-            vars(parameter).pop("grad1", None)
-        raise
-    return forms
 
 
 def _check_unscaled(scale: float | Tensor) -> None:
@@ -164,10 +159,93 @@ def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | 
 
 def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
     """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    written = vars(parameter)["grad1"]
-    rows: Tensor | None = None if written is None else part_of(written)
-    if form is None or rows is None:  # other processes' samples have some
+    if form is None:  # other processes' samples have some
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    rows = part_of(vars(parameter)["grad1"])
     if form.sums_cheaply:
         return form.weighted_sum(torch.full((form.samples,), share, device=rows.device)).to(rows.dtype)
     return (rows.sum(0, dtype=accumulation_dtype(rows.dtype)) * share).to(rows.dtype)
+
+
+# Setting ``.grad``.
+
+
+def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool = False) -> None:
+    """Raises where ``.grad`` would not be what the rows of the record make.  what: sets it, for people
+
+    add: whether it is to be added to    once: whether rows may be taken once alone, since that spends a budget
+    """
+    record = recorder.record
+    check_ordinary(record, "gradient to clip")
+    check_sets_all(record, what)
+    if once and any(segment.replaced for segment in record.segments):
+        raise NothingRecorded(
+            f"{what}: there was no backward pass since the last step, and to take its rows again spends more of the budget "
+            "than its accountant knows. Run another forward and backward pass, of an empty batch too."
+        )
+    if add and (recorder.backward.wants_grad or any(p.fills_grad for p in record.passes)):
+        raise ValueError(
+            f"{what} was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
+            "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "
+            "where layers are called by themselves; or run all micro-batches within accumulate(model) and clip once."
+            + ON_PASSES
+        )
+    if add and any(segment.replaced for segment in record.segments):
+        raise NothingRecorded(
+            f"{what}(add=True): the last backward pass was put into .grad already, and would be added once more. Run "
+            "another forward and backward pass before; within accumulate(model), which keeps all passes, clip once, at its "
+            "end." + ON_PASSES
+        )
+
+
+def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
+    """Raises NotImplementedError where processes share the batch, or a layer.  instead: what to do then"""
+    if grads.spread.mesh is not None or grads.spread.cuts:
+        raise NotImplementedError(
+            f"{what}: the model shares its batches, or its layers, with other processes, and this would add up "
+            f"those of one process alone. {instead}" + ON_PROCESSES
+        )
+
+
+def set_grads(
+    model: nn.Module,
+    sums: Mapping[str, Tensor | None],
+    reached: Collection[str],
+    add: bool = False,
+    recorder: Recorder | None = None,
+) -> None:
+    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.  What is a part of more
+    memory, a flat buffer of gradients say, is written in place, and zeros where the loss did not reach.
+
+    sums: {name: shape}, in memory of their own    reached: the names of those that it reached
+    add: whether to add to what is there    recorder: whose passes ``.grad`` is then known to be set from
+    """
+    for name, parameter in model.named_parameters():
+        total, before = sums.get(name), parameter.grad
+        held = before if before is not None and _is_part(before) else None
+        if total is not None and name in reached:
+            now = total.detach().to(parameter.dtype)
+            now = now if before is None or not add else now.add_(before)
+            if held is not None and (now.shape, now.device) == (held.shape, held.device):
+                held.copy_(now)
+            else:
+                parameter.grad = now
+        elif name in sums and not add:
+            parameter.grad = None if held is None else held.zero_()
+    if recorder is not None:
+        mark_set(recorder)
+
+
+def mark_set(recorder: Recorder) -> None:
+    """Notes that ``.grad`` was set from the rows of the passes that are recorded."""
+    for segment in recorder.record.segments:
+        segment.replaced = True
+
+
+def _is_part(grad: Tensor) -> bool:
+    """Whether a gradient is a view of memory that has more in it, and that may be written: not that of a graph."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+        return False
+    base = grad._base
+    is_flat = base is not None and base.ndim == 1 < grad.ndim
+    return is_flat or grad.untyped_storage().nbytes() > grad.nbytes

@@ -14,7 +14,7 @@ from autograd_hacks.distributed.cut import each_norms
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.forms import scale
 from autograd_hacks.forms.numerics import smallest
-from autograd_hacks.verbs.matrix import Forms, by_rows, own_parts, second_moments
+from autograd_hacks.verbs.matrix import Forms, own_parts, second_moments
 
 
 class NoiseScale(NamedTuple):
@@ -91,4 +91,4 @@ def _without_digits(forms: Forms, noise: Mapping[str, Tensor], squares: Mapping[
 
 def _norms(forms: Forms, spread: Spread, budget: int) -> dict[str, Tensor]:
     """The norms of each parameter's rows, {name: N}."""
-    return each_norms(by_rows(forms, lambda _, form: form.norms(budget)), spread.cuts)
+    return each_norms({name: form.norms(budget) for name, form in forms.items()}, spread.cuts)

@@ -16,7 +16,7 @@ from autograd_hacks.capture.records import Pass, Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
-from autograd_hacks.errors import ON_PASSES, ON_STREAMING, BatchSizeError, HigherOrderError, NothingRecorded
+from autograd_hacks.errors import ON_PASSES, ON_STREAMING, ON_VERBS, BatchSizeError, HigherOrderError, NothingRecorded
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
@@ -26,7 +26,7 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
-from autograd_hacks.verbs.arguments import check_dim, check_direction
+from autograd_hacks.verbs.arguments import check_count, check_direction
 from autograd_hacks.verbs.matrix import Verb, added, joint_norms, random_map
 
 BUDGET = 16 * 2**20
@@ -72,7 +72,7 @@ def streaming(
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
-        check_dim("streaming was given project", project)
+        check_count("streaming was given project", project, "coordinates", ON_VERBS)
         verbs["projection"] = lambda name, form: form.project(
             random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
         )
@@ -93,26 +93,21 @@ def streaming(
     with restored(undo):
         record.on_arrival = stream.arrived
         yield streamed
-        streamed.found = stream.end()
+        vars(streamed).update(stream.end())
 
 
 class Streamed(Shown):
     """What `streaming` has found, after the context's end.
 
-    norms: N    dot: N    gram: (N, N)    projection: (N, dim)    samples: N
+    norms: N    dot: N    gram: (N, N)    projection: (N, dim)
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
-
     def _table(self) -> Table:
-        found = [f"{name} of shape {tuple(x.shape)}" for name, x in self.found.items()]
+        found = [f"{name} of shape {tuple(x.shape)}" for name, x in vars(self).items()]
         return Table(f"<streaming has taken {', '.join(found) or 'nothing yet'}>")
 
     def __getattr__(self, name: str) -> Tensor:
-        if name in ("norms", "dot", "gram", "projection") and "found" in vars(self):
-            if name in self.found:
-                return self.found[name]
+        if name in ("norms", "dot", "gram", "projection"):
             raise NothingRecorded(
                 f"streaming has taken no {name}: no backward pass has ended inside the context, the context has not ended, "
                 "or it was not asked for."
@@ -138,10 +133,6 @@ class _Stream:
     @cached_property
     def cuts(self) -> dict[str, Cut]:
         return cuts_of(self.model, self.record)
-
-    @cached_property
-    def _like(self) -> dict[str, str]:
-        return {name: next(n for n, cut in self.cuts.items() if cut.groups == own.groups) for name, own in self.cuts.items()}
 
     def own(self, name: str, x: Tensor) -> Tensor:
         return self.cuts[name].own(x) if name in self.cuts else x
@@ -197,13 +188,14 @@ class _Stream:
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:
+        own = self.cuts.get(name)
+        place = "" if own is None else next(n for n, cut in self.cuts.items() if cut.groups == own.groups)
         for what, verb in self.verbs.items():
-            value, place = verb(name, form), self._like.get(name, "")
-            found = self._found[what].setdefault(place, [])
-            # Norms are of a part of the row each; all else adds up.
-            self._found[what][place] = (
-                [*found, value] if what == "norms" or not found else [found[0] + value.to(found[0].device)]
-            )
+            value, found = verb(name, form), self._found[what].setdefault(place, [])
+            if what == "norms" or not found:  # norms are of a part of the row each; all else adds up
+                found.append(value)
+            else:
+                found[0] = found[0] + value.to(found[0].device)
 
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
@@ -217,6 +209,4 @@ class _Stream:
             parts = [part for of_one in own.values() for part in of_one]
             return joint_norms(parts, len(parts[0])) if what == "norms" else added(parts, ())
 
-        if what != "norms":
-            return whole_sum(found, self.cuts, joined)
-        return whole_norms(found, self.cuts, joined)
+        return (whole_norms if what == "norms" else whole_sum)(found, self.cuts, joined)

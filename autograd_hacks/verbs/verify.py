@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,40 +14,24 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.distributed.shards import alone
-from autograd_hacks.distributed.spread import spread_of
+from autograd_hacks.distributed.spread import Spread, spread_of
 from autograd_hacks.errors import ON_WRONG, NothingRecorded, ProbeFailed, SamplesMixed, UnsupportedLayer, VerificationFailed
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
+from autograd_hacks.reading.guards import is_shown
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import cut_as, own_of, part_of
-from autograd_hacks.support.trees import held, is_packed, map_tensors, opened, tensors_of
+from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
 from autograd_hacks.support.untouched import untouched
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
-
-Rows = list[tuple[str, ...]]
-"""Of the table: what was compared, and differs."""
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _compared(
-    parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, used: Collection[torch.dtype], grads: float
-) -> Rows:
-    """Σₙ wₙ gₙ with what autograd says.  used: precisions that autocast brought in    grads: see `agree`"""
-    if form is None:
-        is_right, difference = not bool(expected.any()), expected
-    else:
-        w = w.to(form.like.device, form.sum_dtype)
-        is_right = agree(form, w, expected, used, lambda: grads)
-        difference = expected if is_right else form.weighted_sum(w).to(expected) - expected
-    return [] if is_right else [(parameter, what, f"{_largest(difference):.3g}", f"{_largest(expected):.3g}")]
 
 
 def verify(
@@ -84,12 +68,10 @@ def verify(
 
     def own() -> None:
         given = (args or (), dict(kwargs or {})) if args is not None or kwargs is not None else last_step(recorder.record)
-        wrong = _with_grad(model, recorder) if spread.mesh is None else []
-        wrong += _with_autograd(model, recorder, given, samples, loss, independent)
+        of_step = _with_grad(model, recorder) if spread.mesh is None else []
+        wrong = of_step + _with_autograd(model, recorder, given, samples, loss, independent)
         if wrong:
-            hint = (
-                " (or .grad was not cleared before the step)" if any("with .grad" in what for _, what, *_ in wrong) else ""
-            )
+            hint = " (or .grad was not cleared before the step)" if of_step else ""
             raise VerificationFailed(f"wrong per-sample gradients{hint}:\n" + text_table([HEADER, *wrong]))
 
     with alone(model):
@@ -110,30 +92,89 @@ def last_step(record: Record) -> Arguments:
         ) from None
 
 
-def _largest(x: Tensor) -> float:
-    """The largest magnitude, 0 where there is nothing."""
-    return float(x.abs().max()) if x.numel() else 0.0
+def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: str) -> None:
+    """Has forwards show from now on that samples are independent, as ``add_hooks(independent=True)`` does, and the one that
+    is recorded now, which is run again for that.  All processes that share a batch call it.
+
+    verb: what asks, for people
+
+    Raises SamplesMixed where samples are not independent, and ProbeFailed where that can't be shown.
+    """
+    if not recorder.planner.independent:
+        recorder.planner.independent = True
+        with alone(model):
+            spread.agreed(lambda: _show(model, recorder, verb))
 
 
-def _with_grad(model: nn.Module, recorder: Recorder) -> Rows:
+def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
+    """Shows it for the recorded forward."""
+    record = recorder.record
+    for segment in record.segments:
+        segment.read = True  # or tried to be
+    unshown = {use for recorded in record.passes for use in recorded.received if not is_shown(use)}
+    if not unshown:
+        return
+    try:
+        if not all(use.is_own and use.forward == record.forwards for use in unshown):
+            raise NothingRecorded("it was not the model's last forward")
+        arguments = last_step(record)
+    except NothingRecorded as error:
+        raise ProbeFailed(
+            f"{verb} gives numbers only where it was shown that no sample's outputs depend on the values of others, and the "
+            "recorded forward was not asked to show that, nor can it be run again: nobody has kept its arguments, or others "
+            "ran after it. Ask for it from the beginning: add_hooks(model, independent=True)."
+        ) from error
+    with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent=True):
+        args, kwargs = copied(arguments)
+        model(*args, **kwargs)
+        plan = record.plan
+    if plan.mixing:
+        raise SamplesMixed(plan.mixing)
+    for use in unshown:
+        use.plan = plan
+
+
+class _Comparison:
+    """Of Σₙ wₙ gₙ with what autograd says, for the passes that are recorded."""
+
+    def __init__(self, record: Record) -> None:
+        received = [own for recorded in record.passes for own in recorded.received.items()]
+        self.used = {call.precision for call, _ in received}  # what autocast has computed in
+        self.length = sum(grads.length for _, grads in received)  # of all gradients that came to calls
+        self.wrong: list[tuple[str, ...]] = []
+        """Rows of the table."""
+
+    def add(self, parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, size: float = 1.0) -> None:
+        """Compares them.  size: how many times longer terms of the sum are than what came to calls"""
+        difference = expected
+        if form is not None:
+            w = w.to(form.like.device, form.sum_dtype)
+            if agree(form, w, expected, self.used, lambda: size * self.length):
+                return
+            difference = form.weighted_sum(w).to(expected) - expected
+        if form is not None or expected.any():
+            largest = (f"{float(x.abs().max()) if x.numel() else 0.0:.3g}" for x in (difference, expected))
+            self.wrong.append((parameter, what, *largest))
+
+
+def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
     """The recorded rows' sums with ``.grad``."""
     record = recorder.record
-    passes = [recorded for segment in record.segments for recorded in segment.passes]
-    if any(segment.replaced for segment in record.segments):
+    passes = record.passes
+    if any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes):
         return []
-    if not passes or not recorder.backward.wants_grad or any(recorded.captures or recorded.is_hess for recorded in passes):
+    if not passes or not recorder.backward.wants_grad:
         return []
-    wrong: Rows = []
     announced = next((recorded.losses for recorded in passes if recorded.losses), None)
-    parameters, used = dict(model.named_parameters()), _precisions(record)
+    is_mean = announced is not None and announced.loss_type == "mean"
+    parameters, comparison = dict(model.named_parameters()), _Comparison(record)
     for name, form in read(model, parameters, recorder, None if announced else "sum").items():
         grad = parameters[name].grad
         if form is not None and grad is not None:
-            share = 1 / form.samples if announced and announced.loss_type == "mean" else 1.0
-            w = torch.full((form.samples,), share, dtype=torch.float64, device="cpu")
-            what, grads = "sum of the step's rows with .grad", _length(record)
-            wrong += _compared(name, what, form, w, own_of(grad, parameters[name]).to_dense(), used, grads)
-    return wrong
+            w = torch.full((form.samples,), 1 / form.samples if is_mean else 1.0, dtype=torch.float64, device="cpu")
+            total = own_of(grad, parameters[name]).to_dense()
+            comparison.add(name, "sum of the step's rows with .grad", form, w, total)
+    return comparison.wrong
 
 
 def _with_autograd(
@@ -143,12 +184,12 @@ def _with_autograd(
     singles: int,
     loss: Callable[[Any], Tensor] | None,
     independent: bool,
-) -> Rows:
+) -> list[tuple[str, ...]]:
     """Weighted sums of rows with backward passes through the whole model."""
-    if any(is_packed(leaf) for leaf in tree_leaves(opened(arguments), is_packed)):
+    if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    record, wrong = recorder.record, Rows()
+    record = recorder.record
     draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
         args, kwargs = copied(arguments)
@@ -167,35 +208,33 @@ def _with_autograd(
                 "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
             )
-        slot = next(iter(places))
-        count = recorder.forward.samples
+        slot, count = next(iter(places)), recorder.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
         if not samples:
-            return wrong
+            return []
         if loss is not None:
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        grads = {slot: _random(outputs[slot].shape, draws).to(part_of(outputs[slot])) for slot in places}
+        random = partial(torch.randn, generator=draws, device="cpu")
+        grads = {slot: random(outputs[slot].shape).to(part_of(outputs[slot])) for slot in places}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
-        order, signs = torch.randperm(samples, generator=draws, device="cpu"), _random((samples,), draws).sign()
-        weights = {"sum of rows": torch.ones(samples, device="cpu"), "weighted sum of rows": signs * 2.0 ** (order % 9 - 4)}
-        weights |= {f"row {n}": one for n, one in enumerate(torch.eye(samples, device="cpu")[: min(singles, samples)])}
-        expected = {}
+        order, signs = torch.randperm(samples, generator=draws, device="cpu"), random(samples).sign()
+        every, ones = slice(samples), torch.ones(samples, device="cpu")
+        weights = [("sum of rows", every, ones), ("weighted sum of rows", every, signs * 2.0 ** (order % 9 - 4))]
+        rows = torch.eye(min(singles, samples), samples, device="cpu")
+        weights += [(f"row {n}", slice(n, n + 1), w) for n, w in enumerate(rows)]
+        expected = []
         with recorder.backward.silent():
-            for what, w in weights.items():
+            for _, _, w in weights:
                 weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
-                expected[what] = _pull(outputs, weighted, parameters)
+                expected.append(_pull(outputs, weighted, parameters))
         _pull(outputs, grads, parameters)
-        forms = read(model, dict(model.named_parameters()), recorder, "sum")
-        used = _precisions(record)
-        for what, w in weights.items():
-            for name, total in expected[what].items():
-                form, own = forms.get(name), w
-                if form is not None and what.startswith("row "):
-                    n = int(what.removeprefix("row "))
-                    form, own = form[n : n + 1], w[n : n + 1]
-                grads_here = float(w.abs().max()) * _length(record)
-                wrong += _compared(name, what, form, own, total, used, grads_here)
-    return wrong
+        forms, comparison = read(model, dict(model.named_parameters()), recorder, "sum"), _Comparison(record)
+        for (what, some, w), totals in zip(weights, expected):
+            for name, total in totals.items():
+                form = forms.get(name)
+                form = form if form is None or some == every else form[some]
+                comparison.add(name, what, form, w[some], total, float(w.abs().max()))
+    return comparison.wrong
 
 
 def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:
@@ -210,33 +249,13 @@ def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, sa
                 f"expected {samples} losses, one for each sample (reduction='none')" + ON_WRONG
             )
         for kept in kept_samples(samples, draws):
-            others = [x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here]
-            again = loss(map_tensors(partial(_take, iter(others)), output))
+            others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
+            again = loss(map_tensors(partial(next, others), output))  # each tensor is the default that next never takes
             if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
                 raise SamplesMixed(
                     "samples mix in the loss given to verify: when the model's outputs for some samples were replaced by "
                     "those for others, the losses of the rest changed. They have no gradients of their own then."
                 )
-
-
-def _take(others: Iterator[Tensor], _: Tensor) -> Tensor:
-    return next(others)
-
-
-def _length(record: Record) -> float:
-    """How long the gradients that came to calls are, all together."""
-    passes = [recorded for segment in record.segments for recorded in segment.passes]
-    return sum(grads.length for recorded in passes for grads in recorded.received.values())
-
-
-def _random(shape: Sequence[int], draws: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=draws, device="cpu")
-
-
-def _precisions(record: Record) -> set[torch.dtype]:
-    """What autocast has computed in, in the calls that are recorded."""
-    calls = (call for segment in record.segments for recorded in segment.passes for call in recorded.received)
-    return {call.precision for call in calls if call.precision is not None}
 
 
 def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -177,3 +177,22 @@ def curvature_fails(kind: str, way: str) -> None:
 @pytest.mark.parametrize(("kind", "way"), [("ekfac", "replicas"), ("ekfac", "shards"), ("diag", "shards that rows need")])
 def test_where_one_process_has_no_curvature_all_raise(both: Both, kind: str, way: str) -> None:
     both(curvature_fails, kind, way)
+
+
+def one_has_nothing_to_make_private() -> None:
+    model = sharded(made("Recurs"))
+    autograd_hacks.add_hooks(model, independent=True)
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    here, theirs = x[own((4, 4))], y[own((4, 4))]
+    squares(model(here), theirs).mean().backward()
+    if rank:
+        autograd_hacks.clear_backprops(model)
+    with pytest.raises(NothingRecorded if rank else ProcessesDisagree):
+        autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
+    model.zero_grad()
+    squares(model(here), theirs).mean().backward()
+    autograd_hacks.clip_and_noise_(model, BOUND, 0.0, 8)
+
+
+def test_a_private_step_where_one_has_nothing(both: Both) -> None:
+    both(one_has_nothing_to_make_private)

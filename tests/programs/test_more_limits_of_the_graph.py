@@ -3,7 +3,7 @@ user's own backward pass needs of them afterwards."""
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -236,6 +236,27 @@ class Deleting(Function):
         return found
 
 
+class Counting(Function):
+    """Its backward runs once, as it says; what it counts is nowhere in its context."""
+
+    runs: ClassVar[dict[int, int]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.number = len(Counting.runs)
+        Counting.runs[ctx.number] = 0
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        Counting.runs[ctx.number] += 1
+        if Counting.runs[ctx.number] > 1:
+            raise RuntimeError("a second time")
+        return g * w, (g * x).sum(0)
+
+
 class Checking(Function):
     """Takes no gradients but those that its loss makes."""
 
@@ -252,7 +273,7 @@ class Checking(Function):
         return g * w, (g * x).sum(0)
 
 
-@pytest.mark.parametrize("function", [Deleting, Checking])
+@pytest.mark.parametrize("function", [Deleting, Counting, Checking])
 @pytest.mark.parametrize("reads", ["its own", "behind it", "above it"])
 def test_functions_that_run_as_the_user_runs_them(function: Any, reads: str) -> None:
     """The forward and the backward pass come to their end.  Rows that can't be had are refused."""
