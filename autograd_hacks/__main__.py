@@ -1,7 +1,5 @@
 """``python -m autograd_hacks``: what there is, and whether it works here, on one's own model."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Hooks on the graph's nodes: what arrives at uses, what a pass does at parameters, and what it was announced as."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What backward passes bring, and to which uses and parameters.  No mathematics."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,7 +250,7 @@ class Backward:
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         """Hears of the gradient that a pass brings to a parameter, after all uses that it came through.  Returns what is
         to take its place, or None."""
-        self._hear(parameter, grad)
+        self._note_arrival(parameter, grad)
         if grad is None or grad.grad_fn is None or not torch.is_grad_enabled():
             return None
         seen = grad.view_as(grad)
@@ -264,7 +262,7 @@ class Backward:
         if self.hears() and grads[0] is not None:
             self.enter(current_task()).mixes = True
 
-    def _hear(self, parameter: Tensor, grad: Tensor | None) -> None:
+    def _note_arrival(self, parameter: Tensor, grad: Tensor | None) -> None:
         if not self.hears():
             return
         record, running, name = self.record, self.running, self.record.name_of(parameter)

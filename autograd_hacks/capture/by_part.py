@@ -1,7 +1,5 @@
 """The way to the rows of layers whose parameters are cut over processes: of this process's part, as its rule says it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

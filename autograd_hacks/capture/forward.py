@@ -1,7 +1,5 @@
 """What the hooks on layers note of a running forward.  No mathematics."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple

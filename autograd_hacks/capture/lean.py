@@ -9,8 +9,6 @@ and what they bring to a use adds up, as rows are linear in it.  The forwards af
 parameters are computed, and `Backward` leaves ``.grad`` as it was.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Does gradient come to what a model made past what it returned?  In a proven step what arrives at each node is compared
 with what the forward's own nodes have brought there: the rest came by a side door, an attribute say that the loss reads."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ Norms of matrices, tables and kernels come from the forms' own, by operations th
 cancel, rows are written out, which depends on the values.  All else is a few sums that it fuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

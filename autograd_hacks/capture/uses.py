@@ -1,7 +1,5 @@
 """A use of parameters in a forward, as plain data, and what a backward pass brought to it."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -3,8 +3,6 @@
 No mathematics.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Collection, Iterator

@@ -153,7 +153,7 @@ class Eigenvalues:
             for name, (a, b) in self._vectors.items():
                 parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
                 for part, samples in zip(parts, grads.batches):
-                    for form in _turned(part.wide(), a, b, samples, name in self._names):
+                    for form in _rotated(part.wide(), a, b, samples, name in self._names):
                         self._sums[name] += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 
@@ -168,7 +168,7 @@ class Eigenvalues:
                 vars(self._model.get_parameter(each))["ekfac"] = EKFAC(a, b, total / max(1, batch), names)
 
 
-def _turned(form: Form, a: Tensor, b: Tensor, samples: int, joint: bool) -> list[Form]:
+def _rotated(form: Form, a: Tensor, b: Tensor, samples: int, joint: bool) -> list[Form]:
     """The rows Q_Bᵀ G Q_A, O I, in forms of some of them each.  samples: of the micro-batch"""
     if len(form.shape) < 2:
         values = form.matrix() @ b

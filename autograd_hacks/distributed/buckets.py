@@ -5,8 +5,6 @@ parameter is: whole on each process, by an all-reduce, or a shard, by a reduce-s
 engines: one by one they would take as long as their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod

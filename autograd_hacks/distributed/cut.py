@@ -1,7 +1,5 @@
 """Quantities of parameters that are cut over processes, in tensor parallel: each process has its part's, which add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Parameters of which processes hold shards, and a model as one process would have it.  No mathematics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

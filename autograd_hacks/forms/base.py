@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.cost import warm
-from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, stretches
+from autograd_hacks.forms.cost import cache_budget
+from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
@@ -138,7 +138,7 @@ class Form(Hinting, Shown, ABC):
         row: how many numbers are written for a sample, `row_size` unless told"""
         copied = 0 if self.like.dtype == (dtype := self.sum_dtype) else self.held_size()
         each = max(1, (self.row_size() if row is None else row) + copied) * dtype.itemsize
-        for piece in stretches(self.samples, budget // each):
+        for piece in slices_of(self.samples, budget // each):
             part = self if piece.stop - piece.start == self.samples else self[piece]
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
@@ -147,13 +147,13 @@ class Form(Hinting, Shown, ABC):
         entries = self.shape[:1].numel()
         numbers = max(1, self.samples * self.row_size()) * self.like.element_size()
         fits = entries < 2 or numbers <= budget
-        for rows in stretches(entries, entries if fits else budget * entries // numbers):
+        for rows in slices_of(entries, entries if fits else budget * entries // numbers):
             yield rows, self if fits else self.block(rows)
 
     def _written(self, budget: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
         """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).  A piece is
         written into the last one's memory unless the form, or what meets it (others), leads back to something."""
-        budget = warm(budget // 2, self.like)  # while the next is written, who asked still has the one before
+        budget = cache_budget(budget // 2, self.like)  # while the next is written, who asked still has the one before
         used = [*others, *(tensor for leaf in self.leaves() for tensor in leaf.held)]
         memory, leads_back = None, any(tensor is not None and tensor.requires_grad for tensor in used)
         for samples, part in self.chunks(budget):
@@ -217,14 +217,14 @@ class Form(Hinting, Shown, ABC):
         if size <= budget or (is_pair and entries == 1):
             return self.wide().matrix() @ other.wide().matrix().mH
         if entries > 1 and (is_pair or cuts_well):
-            pieces = stretches(entries, max(0, room) * entries // max(1, whole))
+            pieces = slices_of(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)
             for rows in pieces:
                 total += self.block(rows).gram(other.block(rows), budget)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
-            return torch.cat([self[half].gram(other, budget) for half in stretches(self.samples, (self.samples + 1) // 2)])
-        return torch.cat([self.gram(other[half], budget) for half in stretches(other.samples, (other.samples + 1) // 2)], 1)
+            return torch.cat([self[half].gram(other, budget) for half in slices_of(self.samples, (self.samples + 1) // 2)])
+        return torch.cat([self.gram(other[half], budget) for half in slices_of(other.samples, (other.samples + 1) // 2)], 1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         """The rows' 2-norms, N.  They overflow only where the true norm does."""
@@ -245,7 +245,7 @@ class Form(Hinting, Shown, ABC):
         """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for
         parameters of P and Q numbers."""
         total = self.new_sums(self.shape.numel(), other.shape.numel())
-        for piece in stretches(
+        for piece in slices_of(
             self.samples, budget // max(1, (self.row_size() + other.row_size()) * self.sum_dtype.itemsize)
         ):
             whole = piece == slice(0, self.samples)

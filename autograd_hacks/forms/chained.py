@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import add
-from autograd_hacks.forms.numerics import put, stretches
+from autograd_hacks.forms.numerics import put, slices_of
 
 Pull = Callable[[Tensor, bool], Tensor]
 """φ's vector-Jacobian product, from v's shape to θ's, of rows below each other if the second is true, else of one.  It can
@@ -61,7 +61,7 @@ class Chained(Form):
         return torch.stack([self.pull(row, False) for row in rows])
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        pieces = stretches(self.samples, BUDGET // (self.row_size() * self.sum_dtype.itemsize))
+        pieces = slices_of(self.samples, BUDGET // (self.row_size() * self.sum_dtype.itemsize))
         if len(pieces) == 1:
             return put(self._pulled(self.form.dense(factor=factor)).to(self.like.dtype).contiguous(), out)
         out = self.like.new_empty(self.samples, *self.shape) if out is None else out

@@ -14,7 +14,7 @@ from torch.nn import grad as weight_gradients
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.cost import cuts_windows, saving
 from autograd_hacks.forms.factored import Factored, norms_by_positions
-from autograd_hacks.forms.numerics import put, stretches
+from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
 from autograd_hacks.forms.projection import RandomMap
@@ -127,7 +127,7 @@ class Convolution(Factored):
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
         n = len(self.kernel)
-        for piece in stretches(self.samples, budget // self._window_size()):
+        for piece in slices_of(self.samples, budget // self._window_size()):
             both = self.g[piece], self.windows[piece].cut()
             left, windows = (factor.unflatten(1, (self.groups, -1)).flatten(0, 1) for factor in both)
             yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)

@@ -64,7 +64,7 @@ def saving(pairs: Sequence[Pair], fresh: bool) -> float:
     return (min(by_products(pairs), written) - written) / numbers + own_sum - 2 * READ - new
 
 
-def warm(budget: int, like: Tensor) -> int:
+def cache_budget(budget: int, like: Tensor) -> int:
     """So much of a budget that malloc has the memory again at once, which stays in the cache, too."""
     return min(budget, MAPPED // 4) if like.is_cpu else budget
 

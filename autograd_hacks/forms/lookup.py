@@ -9,7 +9,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Grouping
 from autograd_hacks.forms.factored import Factored, Paired
-from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, stretches
+from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.forms.projection import RandomMap
 
@@ -158,7 +158,7 @@ class Bags(Factored):
         if not isinstance(other, Bags):
             return super().gram(other, budget)
         mine, theirs, found = self.wide(), other.wide(), []
-        for piece in stretches(other.samples, budget // (4 * max(1, self.entries) * self.sum_dtype.itemsize)):
+        for piece in slices_of(other.samples, budget // (4 * max(1, self.entries) * self.sum_dtype.itemsize)):
             found.append(mine._of_table(theirs[piece]._counts().mT))
         return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
 
@@ -171,7 +171,7 @@ class Bags(Factored):
     def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, budget: int) -> None:
         """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""
         some = budget // (4 * max(1, self.shape[1]) * total.element_size())
-        for piece in stretches(len(slots), some) if len(slots) else ():
+        for piece in slices_of(len(slots), some) if len(slots) else ():
             values = self.g[self.bags[piece]].to(total.dtype) * scale[piece, None]
             total.index_add_(0, slots[piece], values.to(total.dtype))
 

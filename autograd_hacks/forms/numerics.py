@@ -45,7 +45,7 @@ def divisors(largest: Tensor) -> Tensor:
     return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
 
 
-def stretches(length: int, step: int) -> list[slice]:
+def slices_of(length: int, step: int) -> list[slice]:
     """[0, length) in slices of at most `step`; an empty one where the length is 0."""
     step = max(1, step)
     return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Dense, Form
 from autograd_hacks.forms.composite import Concatenation, Grouping
 from autograd_hacks.forms.factored import Factored
-from autograd_hacks.forms.numerics import pairs_of, stretches
+from autograd_hacks.forms.numerics import pairs_of, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions
 
@@ -52,7 +52,7 @@ class Passes(Concatenation):
 
     def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
         found = []
-        for piece in stretches(self.each, budget // (2 * self._size())):
+        for piece in slices_of(self.each, budget // (2 * self._size())):
             tangent = self.parts[0][piece].wide().tangent(self.varying, v.to(self.sum_dtype)).flatten(1)
             found.append(torch.stack([torch.einsum("nf,nf->n", f, tangent) for f in self._factors(piece)]))
         return torch.cat(found, dim=1).flatten()
@@ -61,7 +61,7 @@ class Passes(Concatenation):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             by_pass = weights.to(total.dtype).view(len(self.parts), self.each, 1)
-            for piece in stretches(self.each, budget // (4 * self._size())):
+            for piece in slices_of(self.each, budget // (4 * self._size())):
                 form = self.parts[0][piece].wide()
                 factors = self._factors(piece)
                 combined = next(factors) * by_pass[0, piece]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.forms.numerics import accumulation_dtype, stretches
+from autograd_hacks.forms.numerics import accumulation_dtype, slices_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
         positions = pair[0].shape[1]
         for later, (other_left, other_right) in enumerate(pairs[number:]):
             each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
-            for piece in stretches(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
+            for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
                 left, right = (pair[0][:, piece], pair[1][:, piece]) if _is_written(pair) else pair
                 lefts, rights = own_products(left, other_left), own_products(right, other_right)
                 square = square + (2 if later else 1) * (lefts * rights).sum((1, 2))
@@ -179,7 +179,7 @@ def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int)
     if max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
         return None
     each, parts = 2 * t * m * s * mine[1].element_size(), []
-    for piece in stretches(n, budget // max(1, each)):
+    for piece in slices_of(n, budget // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
     return torch.cat(parts)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.numerics import stretches
+from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.support.internals import dispatch_modes
 
 _SMALL = 2**19
@@ -47,7 +47,7 @@ class RandomMap:
 
     def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
-        for number, columns in enumerate(stretches(self.dim, self.COLUMNS)):
+        for number, columns in enumerate(slices_of(self.dim, self.COLUMNS)):
             whole, row, column = self.within or (self.shape, 0, 0)
             key = repr((self.seed, self.name, tuple(whole), self.dim, number)).encode()
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))

@@ -1,7 +1,5 @@
 """laplace-torch: Gauss-Newton matrices, Kronecker factors, Jacobians and gradients, as a backend."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

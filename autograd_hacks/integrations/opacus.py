@@ -1,7 +1,5 @@
 """Opacus: its loader, noise and accountants, with norms and clipped sums from what layers saw: nothing of size N × P."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """skorch: a callback that measures steps, and clips them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What trainers' callbacks share: a step's per-sample gradients, of all its micro-batches, just before the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any

@@ -1,7 +1,5 @@
 """TorchJD: its weightings of the rows' inner products, and the weighted sum, with no Jacobian written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer: a callback that measures steps, and clips them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autograd_hacks.errors import ON_STEPS, needed

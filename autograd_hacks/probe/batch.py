@@ -48,18 +48,18 @@ class Batch:
             )
         return Batch(leaves, spec, lists, axes)
 
-    def samples(self, axis: int | None, told_by: int | None = None) -> int | None:
+    def samples(self, axis: int | None, counted_leaf: int | None = None) -> int | None:
         """N, or None where it can't be told.
 
-        axis: of the samples in the first tensor that has it; None for what the user has said    told_by: the number of the
-        leaf that tells, where it isn't the first
+        axis: of the samples in the first tensor that has it; None for what the user has said
+        counted_leaf: the number of the leaf that tells N, where it isn't the first
         """
         if self.axes is not None:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
         if axis is None:
             return None
-        if told_by is not None:
-            return _size(self.leaves[told_by], axis)
+        if counted_leaf is not None:
+            return _size(self.leaves[counted_leaf], axis)
         first = self._first(axis)
         return None if first is None else _size(self.leaves[first], axis)
 

@@ -1,8 +1,6 @@
 """Whose is each entry of a gradient?  Backward passes from G and from w ∘ G, w powers of two, tell: an entry that one sample
 alone has a part in comes out times that sample's own weight, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

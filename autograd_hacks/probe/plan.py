@@ -1,7 +1,5 @@
 """What holds for all forwards of a kind: where the samples are in what layers and nodes made, and what has no rows."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -41,7 +39,7 @@ class Plan:
 
     # What proofs have found.
     axis: int | None = None  # of the samples in the model's arguments; None where the user has said it for each
-    told_by: int | None = None  # which argument tells N, where it isn't the first
+    counted_leaf: int | None = None  # which argument tells N, where it isn't the first
     counted_at: int | None = None  # which output tells N, where no argument does
     outputs: Layouts = ()  # where samples are in the model's outputs
     calls: dict[str, list[Place | None]] = field(default_factory=dict)  # of layers with rules, by path, call by call

@@ -1,7 +1,5 @@
 """The plans of one hooked model, by signature, and how many samples a forward is given."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -87,7 +85,7 @@ class Planner:
             return Known(self.static, 0)
         batch = replace(batch, shared=plan.shared)
         if plan.outputs:
-            samples = batch.samples(plan.axis, plan.told_by)
+            samples = batch.samples(plan.axis, plan.counted_leaf)
         is_shown = plan.is_independent or bool(plan.mixing) or not self.independent
         if not again and (samples is None or not is_shown or (proves and plan.is_due(samples, self.probes == ONCE))):
             plan.pending = True

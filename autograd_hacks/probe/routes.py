@@ -1,7 +1,5 @@
 """Whose each row is, where rows were chosen by their values: asked of the nodes that chose them, in each forward anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

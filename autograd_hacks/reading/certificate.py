@@ -1,7 +1,5 @@
 """Rows add up: the sum over the samples is the gradient that arrived at the parameter, or there is something unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf, prod

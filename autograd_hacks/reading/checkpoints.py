@@ -5,8 +5,6 @@ function runs once more, and a pass of its own goes from what it has returned, w
 at the node.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable

@@ -5,8 +5,6 @@ of y = x W, ∂L/∂x = g Wᵀ.  What the node computes is read as a forward is:
 gradients for its inputs; and a later pass comes through its graph to W.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial

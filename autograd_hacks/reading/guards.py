@@ -1,7 +1,5 @@
 """May what was recorded be read?  Each check raises what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

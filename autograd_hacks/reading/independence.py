@@ -1,8 +1,6 @@
 """Do the values that a model returns for a sample depend on the others?  It is run again with other samples replaced; of a
 loss that it makes itself the rows are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple

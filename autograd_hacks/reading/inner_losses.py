@@ -1,7 +1,5 @@
 """Losses that a model makes itself: where the samples are in what they are made of, and do they add up over samples?"""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch

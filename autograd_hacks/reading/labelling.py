@@ -1,8 +1,6 @@
 """Whose are the gradients in a forward's graph?  Labelled passes through it, and what they show if a hypothesis of where
 samples are is true."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,7 +42,7 @@ class Hypothesis:
     samples: int
     places: Mapping[int | Value, Where]  # and in what losses are made of that the model returns
     counted_at: int | None = None  # the output whose axis 0 tells N
-    told_by: int | None = None  # the argument that tells it, where that isn't the first
+    counted_leaf: int | None = None  # the argument that tells it, where that isn't the first
 
     @property
     def keeps_axis(self) -> bool:

@@ -1,8 +1,6 @@
 """What is made of a model's outputs outside of it.  Do samples stay apart in it?  And where do parameters that the model
 returns, ``log_std`` say, meet the batch?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """Proves how a forward is read, by backward passes through its own graph: whose are the gradients, where do parameters meet
 the batch, and do the rows add up to what arrives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -150,8 +148,8 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
     """Where samples may be in the outputs if they are on an axis of the arguments."""
     tried: list[Mapping[Any, Layout]] = []
     size = next((x.shape[axis] for x in outputs.values() if axis is not None and x.ndim > axis), 1)
-    told_by = batch.told_otherwise(axis, size)
-    if samples := batch.samples(axis, told_by):
+    counted_leaf = batch.told_otherwise(axis, size)
+    if samples := batch.samples(axis, counted_leaf):
         axes = dict.fromkeys([0 if axis is None else axis, *range(8)])
         options: dict[int | Value, list[Layout]] = {
             slot: [] if slot in ran.packed else list(dict.fromkeys(candidates(x.shape, samples, axes)))
@@ -163,7 +161,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             options[value] = candidates(shape_of(value), samples, axes)
         if chosen := chosen_rows(ran, outputs, samples, options):
             by_layout = {slot: found[0] for slot, found in options.items() if found}
-            yield Hypothesis(axis, samples, {**by_layout, **chosen}, told_by=told_by)
+            yield Hypothesis(axis, samples, {**by_layout, **chosen}, counted_leaf=counted_leaf)
         options = {slot: found for slot, found in options.items() if found}
         turns = range(max(map(len, options.values()), default=0))
         alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
@@ -172,7 +170,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             by_layout = dict(zip(options, chosen_layouts))
             if by_layout not in tried and len(tried) < TRIES:
                 tried.append(by_layout)
-                yield Hypothesis(axis, samples, {**by_layout, **ran.packed}, told_by=told_by)
+                yield Hypothesis(axis, samples, {**by_layout, **ran.packed}, counted_leaf=counted_leaf)
 
 
 def chosen_rows(
@@ -224,7 +222,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
         or (x.grad_fn is not None and slot not in hypothesis.places and ran.value(slot) in meetings.returned)
         for slot, x in enumerate(ran.outputs)
     )
-    plan.axis, plan.counted_at, plan.told_by = hypothesis.axis, hypothesis.counted_at, hypothesis.told_by
+    plan.axis, plan.counted_at, plan.counted_leaf = hypothesis.axis, hypothesis.counted_at, hypothesis.counted_leaf
     plan.largest, plan.unsure = max(plan.largest, hypothesis.samples), found.unsure
     plan.mixed_outputs = tuple(mixed_outputs)
     plan.mixing = why_mixed(ran, found, mixed_outputs) if found.mixed or mixed_outputs else ""

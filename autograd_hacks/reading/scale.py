@@ -1,7 +1,5 @@
 """How the losses were scaled: the reduction over the batch, the number of samples, what the loss was multiplied by."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,8 +1,6 @@
 """Which J a node of autograd's graph has, where a value of parameters meets the batch: {its name: a formula of what it keeps
 and of the gradient that arrives}.  For a node that isn't here `by_node` asks the node itself, once for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Autograd's graph behind a forward's outputs: its nodes, and who takes what each of them makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cache
 from typing import Any, NamedTuple

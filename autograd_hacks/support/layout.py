@@ -1,7 +1,5 @@
 """Where the samples of a batch are in a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -32,10 +32,10 @@ class Pool:
 
     def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor to write into, of a shape, and of the dtype and device of another."""
-        alone = self._held.pop(key, None)
-        if alone is not None and _is_free(alone, tuple(shape), like):
-            return alone[0]
-        alone = None  # the old makes room before the new comes
+        box = self._held.pop(key, None)
+        if box is not None and _is_free(box, tuple(shape), like):
+            return box[0]
+        box = None  # the old makes room before the new comes
         new = like.new_empty(tuple(shape))
         if self.reuse and new.nbytes >= SMALL:
             self._made[key] = weakref.ref(new)
@@ -46,26 +46,26 @@ class Pool:
         self._held.clear()
 
 
-def _is_free(alone: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
+def _is_free(box: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
     """Whether a tensor can be written into as a new one of a shape, and of the dtype and device of another.
 
-    alone: the tensor, which must be held by no other list or name than this list of one
+    box: the tensor, which must be held by no other list or name than this list of one
     """
-    old = alone[0]
+    old = box[0]
     if vars(old) or weakref.getweakrefcount(old) > 1:  # the pool's own is one
         return False
     del old
-    if _holders(alone) != _ALONE:
+    if _holders(box) != _FREE:
         return False
-    old = alone[0]
+    old = box[0]
     fits = old.shape == shape and old.dtype == like.dtype and old.device == like.device
     is_own = not (old.requires_grad or old.is_inference() or old.untyped_storage().is_shared())  # Tensor's takes 2 µs
     return fits and old.is_cpu and old.is_contiguous() and is_own
 
 
-def _holders(alone: list[Tensor]) -> tuple[int, int, int, int]:
+def _holders(box: list[Tensor]) -> tuple[int, int, int, int]:
     """Who holds the tensor (names, lists), its storage (views, numpy), its C++ side (graphs, DLPack), its storage's name."""
-    tensor = alone[0]
+    tensor = box[0]
     storage = tensor.untyped_storage()
     return (
         sys.getrefcount(tensor),
@@ -75,4 +75,4 @@ def _holders(alone: list[Tensor]) -> tuple[int, int, int, int]:
     )
 
 
-_ALONE = _holders([torch.empty(1, device="cpu")])
+_FREE = _holders([torch.empty(1, device="cpu")])

@@ -3,8 +3,6 @@
 No mathematics.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import operator

@@ -1,7 +1,5 @@
 """Rows on disk: a file that grows batch by batch, is whole after each, and can be gone on with by the same batches."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Brings gradients through a graph as autograd's engine does, and past every hook: nothing but the nodes themselves hears of
 it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """`add_hooks`, with the proof of plans, and what processes agree on, handed down to where forwards begin."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 

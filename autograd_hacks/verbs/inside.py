@@ -1,7 +1,5 @@
 """Per-sample gradient norms from inside a compiled graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows of outputs: the gradient of each entry of each sample's output."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from math import prod

@@ -156,7 +156,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """How many there are: N for each of the entries, in their order."""
         return self.samples * prod(self.entries)
 
-    def _said(self) -> str:
+    def _origin(self) -> str:
         """Whose rows they are, for people."""
         each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
         return f"{self.samples} samples{each}"
@@ -169,7 +169,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             rows.append((name, kinds, shape, held, with_unit(written_bytes(form))))
         held, written = with_unit(held_bytes(*self.values())), with_unit(sum(map(written_bytes, self.values())))
         size = sum(form.shape.numel() for form in self.values())
-        title = f"{type(self).__name__} of {self._said()} for {len(self)} parameters, {size} numbers each"
+        title = f"{type(self).__name__} of {self._origin()} for {len(self)} parameters, {size} numbers each"
         return Table(title, [*rows, ("all", "", "", held, written)])
 
     def _placed(self, rows: Tensor, axis: int = 0) -> Tensor:
@@ -225,7 +225,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """A context for sums over all samples; how many all processes have."""
         if self.entries:
             raise ValueError(
-                f"{what}: these are the gradients of {self._said()}, and over which of them is meant can't be known. Take "
+                f"{what}: these are the gradients of {self._origin()}, and over which of them is meant can't be known. Take "
                 "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_NOISE
             )
         with self.summing(lambda: None, self.samples) as (_, count):

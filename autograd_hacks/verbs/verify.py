@@ -1,7 +1,5 @@
 """The library's answer for a model against autograd's own, by randomly weighted sums, which a wrong row would change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
