@@ -281,7 +281,7 @@ class Recorder:
                 routes = routes or ran.routes(plan, samples or 0)
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
-        is_known &= len(plan.checkpoints) == len(ran.checkpoints)
+        is_known &= moves_nothing or len(plan.checkpoints) == len(ran.checkpoints)
         if not plan.names:
             return is_known
         ran.off = OffGraph(ran, plan, samples or 0).find()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
+from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state, without_collection
 from autograd_hacks.support.internals import versions_kept
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.reach import Reach
@@ -30,7 +30,8 @@ class Aside:
     def __init__(self, module: nn.Module, arguments: Any = (), keeps: bool = False) -> None:
         self.module, self._state = module, random_state(cuda_devices_of(module))
         self.trained = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
-        self.reach = Reach({"the model": module, "its arguments": arguments}, self.trained)
+        with without_collection():
+            self.reach = Reach({"the model": module, "its arguments": arguments}, self.trained)
         self._before: list[Tensor] = []  # the trained parameters' numbers, where they may change
         if keeps:
             self.reach.keep(arguments)
