@@ -45,6 +45,7 @@ class Met(NamedTuple):
     forward: int  # in which it did
     samples: int
     at: tuple[Where | None, ...]  # where the samples are in what it made
+    is_labelled: bool  # whether that was told by values, in this forward alone
 
 
 def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput | None) -> None:
@@ -68,17 +69,18 @@ def _follow_call(recorder: weakref.ref[Recorder], own: Recorder, call: LayerCall
     if not found or not samples:
         return
     where: Where | None = call.labels
+    is_labelled = _is_labelled(call)
     if where is None:
         where = call.layouts[hook.slot] if hook.slot < len(call.layouts) else Layout()
     key = *call.key, hook.slot, len(found), samples == 1  # of one sample all layouts are right, and tell nothing
     known = created.get((*key, "at"), ())
     at: Mapping[Node, tuple[Where | None, ...]] = dict(zip(found, known))
-    if not known or call.labels is not None or not all(fit(own, inner, samples) for inner, own in zip(found, known)):
+    if not known or is_labelled or not all(fit(own, inner, samples) for inner, own in zip(found, known)):
         at, is_decided = (
             ({}, False) if where is None else outside_passes(partial(_owners, node, hook, where, samples, found.keys()))
         )
         at = {inner: at.get(inner, ()) for inner in found}
-        if is_decided:
+        if is_decided and not is_labelled:
             created[*key, "at"] = tuple(at.values())
     if call.edges and any(above.name() not in _PLAIN for above in _above(inside, found)):
         # A graph made inside leads to its inner values, past what it has returned: from now on its nodes give the rows.
@@ -98,7 +100,7 @@ def _take_apart(
 ) -> None:
     parameters = {edge.name: edge.parameter for edge in call.edges.values()}
     ran = Ran(own.layers, parameters, (), (), given_nodes=ends, roots=[node])
-    off = OffGraph(ran, Plan(pending=False), samples, (*call.key, "inside"))
+    off = OffGraph(ran, Plan(pending=False, is_labelled=_is_labelled(call)), samples, (*call.key, "inside"))
     for inner, places in found.items():
         labels = next((where for where in at[inner] if isinstance(where, Tensor)), None)
         layouts = tuple([where if isinstance(where, Layout) else None for where in at[inner]])
@@ -111,6 +113,11 @@ def _take_apart(
                 off.found.setdefault(inner, []).append((Value(ahead, number), Taker(inner, n), place))
     off.attach(ran.edge_of, call.forward, own.backward.receive)
     call.edges = {}
+
+
+def _is_labelled(use: Use) -> bool:
+    """Whether values have told where a use's samples are: what holds for its graph may hold in this forward alone."""
+    return use.labels is not None or (use.plan is not None and use.plan.is_labelled)
 
 
 def _samples(use: Use, shape: torch.Size) -> int:
@@ -234,7 +241,7 @@ def _watch(
         notes[Met] = True
         sizes = torch.Size(made(node)[0].shape) if shape is None else shape
         samples = _samples(use, sizes)
-        met = Met((*use.key, *key, samples == 1), use.forward, samples, tuple(at))
+        met = Met((*use.key, *key, samples == 1), use.forward, samples, tuple(at), _is_labelled(use))
         node.register_hook(partial(_computed, recorder, met, frozenset(places)))
 
 
@@ -263,13 +270,14 @@ def _computed(
     if not parameters:
         return
     ran = Ran(own.layers, parameters, (), list(roots.values()), given_nodes=frozenset(ends), of_parameters=frozenset(before))
-    plan = own.record.plan.created.get(met.key)
+    plan = None if met.is_labelled else own.record.plan.created.get(met.key)
     off = None if plan is None else OffGraph(ran, plan, met.samples, met.key).find()
     if off is None or not off.is_known or not off.is_told:
         if not is_repeatable(node):
             return  # rows that don't add up to what arrives say so
         plan = outside_passes(partial(_proven, ran, node, met, list(roots)))
-        if not plan.unsure or met.samples == 1:
+        plan.is_labelled |= met.is_labelled
+        if not plan.is_labelled and (not plan.unsure or met.samples == 1):
             own.record.plan.created[met.key] = plan
         off = OffGraph(ran, plan, met.samples, met.key).find()
     off.attach(ran.edge_of, met.forward, own.backward.receive)
