@@ -23,7 +23,7 @@ import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.uses import LayerCall
 from autograd_hacks.forms import Outer
-from autograd_hacks.forms.cost import by_products, by_writing, memory_of_products, products, row
+from autograd_hacks.forms.cost import by_products, by_writing, memory_of_products, products
 from autograd_hacks.forms.positions import multiplications
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmark" / "paper.csv"
@@ -147,7 +147,7 @@ def cost_of(model: nn.Module, words: Tensor) -> Cost:
 def _add(found: Cost, form: Outer) -> None:
     """Adds a layer's matrix products.  Rows of norms and tables take sums alone, of T · D numbers."""
     pairs, numbers = [form.pair], form.shape.numel()
-    between, written = 2 * products(pairs), 2 * row(pairs)
+    between, written = 2 * products(pairs), 2 * numbers * form.positions
     found.sums += written
     found.products += between
     found.smaller += min(between, written)

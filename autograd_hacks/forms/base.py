@@ -255,14 +255,14 @@ class Form(Hinting, Shown, ABC):
 
     def _table(self) -> Table:
         kinds = "" if [*self.leaves()] == [self] else f" of {kinds_of(self)}"
-        size = f"{holds(self)}, {with_unit(written_bytes(self))} written out"
+        size = f"holds {with_unit(held_bytes(self))}, {with_unit(written_bytes(self))} written out"
         title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
         return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *self._tree()])
 
     def _tree(self, depth: int = 0) -> Iterator[tuple[str, ...]]:
         tensors = "" if self.parts else ", ".join(str(tuple(x.shape)) for x in self.held)
         name = "  " * depth + type(self).__name__
-        yield name, str((self.samples, *self.shape)), tensors, holds(self).removeprefix("holds ")
+        yield name, str((self.samples, *self.shape)), tensors, with_unit(held_bytes(self))
         for part in self.parts:
             yield from part._tree(depth + 1)
 
@@ -270,11 +270,6 @@ class Form(Hinting, Shown, ABC):
 def kinds_of(form: Form) -> str:
     """What a form is made of, in the end, for people."""
     return " + ".join(dict.fromkeys(type(leaf).__name__ for leaf in form.leaves()))
-
-
-def holds(*forms: Form) -> str:
-    """What forms keep in memory, for people."""
-    return f"holds {with_unit(held_bytes(*forms))}"
 
 
 def held_bytes(*forms: Form) -> int:

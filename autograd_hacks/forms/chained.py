@@ -27,19 +27,11 @@ class Chained(Form):
 
     writes_in_place = False
 
-    through: frozenset[torch.dtype] = frozenset()
-    """What φ is computed in, where that isn't θ's dtype."""
-
     def __init__(self, form: Form, pull: Pull, shape: torch.Size, like: Tensor) -> None:
         self.form, self.pull, self.samples, self.shape = form, pull, form.samples, torch.Size(shape)
         self._like = like.detach().new_empty(0)
         self.held = tuple(tensor for leaf in form.leaves() for tensor in leaf.held)
         self.sums_cheaply = form.sums_cheaply
-
-    def _of(self, form: Form, like: Tensor) -> "Chained":
-        made = Chained(form, self.pull, self.shape, like)
-        made.through = self.through
-        return made
 
     @property
     def like(self) -> Tensor:
@@ -70,13 +62,13 @@ class Chained(Form):
         return out
 
     def __getitem__(self, index: Index) -> Form:
-        return self._of(self.form[index], self.like)
+        return Chained(self.form[index], self.pull, self.shape, self.like)
 
     def to(self, dtype: torch.dtype) -> Form:
         if self.like.dtype == dtype:
             return self
         inside = dtype.to_complex() if self.form.like.is_complex() else dtype.to_real()
-        return self._of(self.form.to(inside), self.like.to(dtype))
+        return Chained(self.form.to(inside), self.pull, self.shape, self.like.to(dtype))
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
         yield slice(0, self.shape[0] if self.shape else 1), self  # some entries cost as much as all
@@ -86,7 +78,7 @@ class Chained(Form):
 
     def merge(self, others: Sequence[Form]) -> Form:
         forms = [self.form, *(other.form for other in others if isinstance(other, Chained))]
-        return self._of(add(forms), self.like)
+        return Chained(add(forms), self.pull, self.shape, self.like)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if w.ndim == 2 and (len(w) > self.samples or len(w) * self.row_size() * self.sum_dtype.itemsize > budget):

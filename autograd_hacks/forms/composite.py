@@ -1,7 +1,7 @@
 """Forms that are made of others: scaled, added up, relabelled, or below each other."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -48,9 +48,7 @@ def magnitudes(form: Form) -> Form:
     of J are sums of, relative to which rounding is small however much of them cancels."""
     if isinstance(form, Scaled):
         factor = form.factor
-        return Scaled(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
-    if isinstance(form, Weighted):
-        return Weighted(magnitudes(form.form), form.factor.abs())
+        return scale(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
     if isinstance(form, Composite):
         return form._of([magnitudes(part) for part in form.parts])
     if isinstance(form, Factored):
@@ -73,11 +71,19 @@ def gathered(form: Form, rows: Tensor, samples: int) -> Form:
     if isinstance(form, Dense):
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
     if not isinstance(form, Paired) or not len(rows):
-        return group(form, rows, samples)
+        return Grouping(form, rows, samples)
+    return next(_beside(form, rows, samples, samples))
+
+
+def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Paired]:
+    """Some samples at a time, with the positions of a sample's rows beside each other.  step: how many samples, at most"""
     counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
-    places, starts = torch.arange(int(counts.max()), device=rows.device), counts.cumsum(0) - counts
-    chosen = order[(starts[:, None] + places).clamp(max=len(order) - 1)]
-    return form.side_by_side(chosen, places < counts[:, None])
+    starts = counts.cumsum(0) - counts
+    for piece in slices_of(samples, step):
+        # Samples of unequal numbers of rows: the shorter ones are filled up with rows that count nothing.
+        places = torch.arange(int(counts[piece].max()), device=rows.device)
+        chosen = order[(starts[piece, None] + places).clamp(max=len(order) - 1)]
+        yield form.side_by_side(chosen, places < counts[piece, None])
 
 
 class Composite(Form):
@@ -156,7 +162,7 @@ class Scaled(Composite):
         return [w * self.factor]
 
     def _of(self, parts: Sequence[Form]) -> Form:
-        return Scaled(parts[0], self.factor)
+        return type(self)(parts[0], self.factor)
 
     def saving(self, fresh: bool = False) -> float:
         return self.form.saving(fresh)
@@ -165,56 +171,50 @@ class Scaled(Composite):
         return self.form.dense(out, self.factor * factor)
 
     def written(self, out: Tensor) -> Form:
-        return Scaled(self.form.written(out), self.factor)
+        return self._of([self.form.written(out)])
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         inside = None if about is None else about / self.factor
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        norms = self.form.norms(budget) * self.factor
-        return norms.abs() if isinstance(self.factor, Tensor) or self.factor < 0 else norms
+        return self._join([self.form.norms(budget)]).abs()
 
 
-class Weighted(Composite):
+class Weighted(Scaled):
     """Row n of J, times factor[n].
 
     factor: N
     """
+
+    factor: Tensor
 
     def __init__(self, form: Form, factor: Tensor) -> None:
         if factor.shape != (form.samples,):
             raise ValueError(
                 f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
             )
-        super().__init__((form,), form.samples, form.shape)
-        self.form, self.factor, self.writes_in_place = form, factor, form.writes_in_place
+        super().__init__(form, factor)
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values
-        return value * self.factor.to(value.dtype).view(-1, *[1] * (value.ndim - 1))
+        return value * self._column(value)
 
-    def _split(self, w: Tensor) -> Sequence[Tensor]:
-        return [w * self.factor.to(w.dtype)]
-
-    def _of(self, parts: Sequence[Form]) -> Form:
-        return Weighted(parts[0], self.factor)
+    def _column(self, rows: Tensor) -> Tensor:
+        """The factor in the shape and dtype that rows are multiplied in."""
+        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
 
     def __getitem__(self, index: Index) -> Form:
         return Weighted(self.form[index], self.factor[index])
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         rows = self.form.dense(out, factor)
-        return self._join([rows]) if out is None else rows.mul_(self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1)))
+        return self._join([rows]) if out is None else rows.mul_(self._column(rows))
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         if about is not None:
-            return super().second_moment(w, about, budget)
+            return Form.second_moment(self, w, about, budget)
         return self.form.second_moment(w * self.factor.to(w.dtype).square(), None, budget)
-
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        norms = self.form.norms(budget)
-        return norms * self.factor.to(norms.dtype).abs()
 
 
 class Sum(Composite):
@@ -270,9 +270,7 @@ class Sum(Composite):
         square = self.norms(budget).detach() ** 2
         return bool((square <= 1e4 * torch.finfo(square.dtype).eps * size**2)[size > 0].any())
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        by_positions = norms_by_positions(self, budget)
-        return super().norms(budget) if by_positions is None else by_positions
+    norms = norms_by_positions
 
 
 class Grouping(Composite):
@@ -300,7 +298,7 @@ class Grouping(Composite):
         return Grouping(parts[0], self.rows, self.samples)
 
     def held_size(self) -> int:
-        return self.form.held_size() * int(self._counts().max()) if len(self.rows) else 0
+        return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
 
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what
@@ -325,19 +323,8 @@ class Grouping(Composite):
     def norms(self, budget: int = BUDGET) -> Tensor:
         if not isinstance(self.form, Paired) or not len(self.rows):
             return super().norms(budget)
-        counts, found = self._counts(), []
-        order = self.rows.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        for piece in slices_of(self.samples, budget // max(1, 8 * self.held_size())):
-            # Samples of unequal numbers of rows: the shorter ones are filled up with rows that count nothing.
-            places = torch.arange(int(counts[piece].max()), device=self.rows.device)
-            present = places < counts[piece, None]
-            rows = order[(starts[piece, None] + places).clamp(max=len(order) - 1)]
-            found.append(self.form.side_by_side(rows, present).norms(budget))
-        return torch.cat(found)
-
-    def _counts(self) -> Tensor:
-        return torch.bincount(self.rows, minlength=self.samples)
+        pieces = _beside(self.form, self.rows, self.samples, budget // max(1, 8 * self.held_size()))
+        return torch.cat([piece.norms(budget) for piece in pieces])
 
 
 class Concatenation(Composite):

@@ -109,9 +109,7 @@ class Convolution(Factored):
         assert total is not None  # there is a chunk
         return total
 
-    def norms(self, budget: int = BUDGET) -> Tensor:
-        by_positions = norms_by_positions(self, budget)
-        return super().norms(budget) if by_positions is None else by_positions
+    norms = norms_by_positions
 
     def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
         if self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():

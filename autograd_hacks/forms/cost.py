@@ -37,12 +37,6 @@ def products(pairs: Sequence[Pair]) -> float:
     return sum(_multiplications(list(factors)) for factors in zip(*pairs))
 
 
-def row(pairs: Sequence[Pair]) -> int:
-    """A sample's multiplications to write its row out, or to add it to a sum."""
-    left, right = pairs[0]
-    return left.shape[2] * right.shape[2] * _positions(pairs)
-
-
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
     left, right = pairs[0]

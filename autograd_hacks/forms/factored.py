@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
 
 
-def norms_by_positions(form: Form, budget: int) -> Tensor | None:
-    """The norms of a form, or a sum of forms, from products over positions; None where writing its rows out is cheaper.
-
-    Rows whose positions cancel are written out.
-    """
+def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
+    """The norms of a form, or a sum of forms, from products over positions where these are cheaper than to write its rows
+    out, and their positions don't cancel."""
     pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
     if len(pairs) < max(1, len(form.parts)) or form.like.is_complex() or by_products(pairs) > by_writing(pairs):
-        return None
+        return Form.norms(form, budget)
     memory = memory_of_products(pairs)
-    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:
-        return None  # they can't be taken in pieces
+    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # they can't be taken in pieces
+        return Form.norms(form, budget)
     for _, part in form.chunks(budget, memory):
         norms, exact = norms_of_pairs([term.pair for term in part.parts or [part] if term.pair is not None], budget)
         written = (~exact).nonzero()[:, 0]

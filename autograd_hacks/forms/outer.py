@@ -104,8 +104,7 @@ class Outer(Paired):
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
-        by_positions = norms_by_positions(self, budget)
-        return super().norms(budget) if by_positions is None else by_positions
+        return norms_by_positions(self, budget)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
         v = v.reshape(self.fan_out, self.fan_in)

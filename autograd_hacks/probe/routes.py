@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.support.graph import Graph, Value, inputs_of, kept_by, made, number_of, shape_of, signed
+from autograd_hacks.support.graph import (
+    Graph,
+    Value,
+    inputs_of,
+    is_users,
+    kept_by,
+    made,
+    number_of,
+    operands_of,
+    shape_of,
+    signed,
+)
 from autograd_hacks.support.internals import RAW
 from autograd_hacks.support.layout import Layout
 
@@ -142,9 +153,26 @@ def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     graph."""
     found: list[bool | int] = []
     for node in graph.nodes:
-        if (look := _MOVING.get(node.name())) is not None:
+        if (look := _of_function if is_users(node) else _MOVING.get(node.name())) is not None:
             found += look(node, samples)
     return tuple(found)
+
+
+def _of_function(node: Any, samples: int) -> list[bool | int]:
+    """What vectors that a user's function keeps tell of the order in which it may take rows."""
+    kept = [*operands_of(node), *(x for x in vars(node).values() if isinstance(x, Tensor))]
+    vectors = [x.detach() for x in kept if x.ndim == 1 and len(x) > 1 and not (x.is_floating_point() or x.is_complex())]
+    return [_order(x) for x in vectors if samples and len(x) % samples == 0 and not x.is_meta]
+
+
+def _order(x: Tensor) -> int:
+    """The same number for vectors of indices, labels or booleans by which rows come in the same order."""
+    steps = (x if x.dtype == torch.bool else x.diff()).long()
+    if bool((steps == 1).all()):
+        return 0 if x.dtype == torch.bool else int(x[0])
+    if x.dtype != torch.bool and not bool((steps > 0).all()):
+        return -1 if bool((steps >= 0).all()) else -2  # labels that are sorted, or that are not
+    return hash(tuple(x.tolist()))  # a choice of some
 
 
 def _selected(node: Any, samples: int) -> list[bool | int]:

@@ -141,7 +141,6 @@ def agree(
         return True
     difference = (form.weighted_sum(w).to(expected.dtype) - expected).abs()
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
-    dtypes |= {dtype for leaf in form.leaves() if isinstance(leaf, Chained) for dtype in leaf.through}
     tolerance = max(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes)
     worst, largest = torch.stack([difference.max(), expected.abs().max()]).tolist()
     if worst <= tolerance * largest < inf:  # the usual case

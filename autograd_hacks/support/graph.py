@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, current_task
+from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_of_function, current_task
 from autograd_hacks.support.internals import made as made
 
 Leaf: Any = AccumulateGrad
@@ -105,6 +106,12 @@ def operands_of(node: Node) -> Iterator[Tensor]:
             x = getattr(raw, "data", None) if getattr(raw, "unpack_hook", True) is None else None
             if isinstance(x, Tensor) and not x.requires_grad:
                 yield x
+
+
+def is_users(node: object) -> bool:
+    """Whether a node is of a custom autograd.Function that isn't torch's own."""
+    kind: Any = type(node)
+    return isinstance(node, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
 
 
 def number_of(node: Any, name: str) -> int | None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, set_device_states
 
 from autograd_hacks.support.contexts import random_state, with_random_state
-from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, made, put_back_by, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Leaf, Value, dtype_of, is_users, made, put_back_by, shape_of
 from autograd_hacks.support.internals import class_of_function
 from autograd_hacks.support.reach import Reach, refill
 from autograd_hacks.support.restored import restored
@@ -36,10 +36,7 @@ def _is_function(node: object) -> bool:
 
 def is_repeatable(node: Any) -> bool:
     """Whether a node may be called, and once more: torch's own, none of the user's, and none that runs a forward."""
-    if not _is_function(node):
-        return True
-    kind: Any = type(node)
-    return class_of_function(kind).__module__.startswith("torch.") and node.name() != CHECKPOINT
+    return not is_users(node) and node.name() != CHECKPOINT
 
 
 def sweep(

@@ -354,3 +354,40 @@ def test_a_checkpointed_segment_runs_as_often_as_without_the_library(bare: bool)
             squares(model(x)).mean().backward()
             autograd_hacks.compute_grad1(model)
             assert number == 0 or len(runs) == 2
+
+
+class Dispatch(Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, saves: bool) -> Tensor:
+        if saves:
+            ctx.save_for_backward(order)
+        else:
+            ctx.order = order
+        ctx.saves = saves
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        order = ctx.saved_tensors[0] if ctx.saves else ctx.order
+        return torch.empty_like(g).index_copy(0, order, g), None, None
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("layers", [True, False])
+def test_a_function_that_puts_samples_in_order(layers: bool, saves: bool) -> None:
+    """In the batches that are proven all samples are in their order by chance."""
+
+    def how(m: Bare, x: Tensor) -> Tensor:
+        order = (x[:, 0] > 0).long().argsort(stable=True)
+        h = Dispatch.apply(x, order, saves)
+        h = (m.layer(h) if layers else h @ m.w).tanh() * m.scale
+        return Dispatch.apply(h, order.argsort(), saves)
+
+    batches = []
+    for signs in ([1, 1, 1, 1], [1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [-1, -1, 1, 1], [-1, 1, 1, -1]):
+        x = torch.randn(4, 3)
+        x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
+        batches.append((x,))
+    check_right(Bare(how, layer=nn.Linear(3, 3), w=torch.randn(3, 3), scale=torch.randn(3)), *batches)
