@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.support.graph import (
     Graph,
+    Leaf,
     Value,
     inputs_of,
     is_users,
@@ -153,9 +154,42 @@ def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     graph."""
     found: list[bool | int] = []
     for node in graph.nodes:
-        if (look := _of_function if is_users(node) else _MOVING.get(node.name())) is not None:
-            found += look(node, samples)
+        if type(node) is not Leaf and node.name() not in _LOSSES:
+            found += _MOVING.get(node.name(), _of_function if is_users(node) else _by_operands)(node, samples)
     return tuple(found)
+
+
+_LOSSES = frozenset(("NllLossBackward0", "NllLoss2DBackward0", "CtcLossBackward0"))
+"""Nodes whose indices are classes, and move nothing."""
+
+
+def _by_operands(node: Any, samples: int) -> list[bool | int]:
+    """What tells the order in which any other node may take rows: a matrix of samples by samples, or indices."""
+    found: list[bool | int] = []
+    behind = [shape_of(value) for value in inputs_of(node) if type(value.node) is not Leaf]
+    has_rows = any(samples > 1 and size % samples == 0 for shape in behind for size in shape)
+    for x in operands_of(node) if has_rows else ():
+        pairs = [n for n in range(x.ndim - 1) if x.shape[n] == x.shape[n + 1] == samples]
+        is_index = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if pairs and not x.is_meta:
+            found.append(_is_diagonal(x if x.layout == torch.strided else x.to_dense(), pairs[0]))
+        elif is_index and 0 < x.ndim < 3 and len(x) > 1 and len(x) % samples == 0 and x.numel() and not x.is_meta:
+            found.append(_order(x if x.ndim == 1 else x[:, 0]))
+    return found
+
+
+def _filled_in(node: Any, samples: int) -> list[bool | int]:
+    """Which samples get what is the same for all."""
+    behind = [shape_of(value).numel() for value in inputs_of(node) if type(value.node) is not Leaf]
+    is_for_all = any(size * samples == shape_of(Value(node, 0)).numel() for size in behind)
+    chosen = [x for x in operands_of(node) if x.dtype == torch.bool and x.numel() == samples > 1 and not x.is_meta]
+    return [hash(tuple(x.flatten().tolist())) for x in chosen] if is_for_all else []
+
+
+def _is_diagonal(x: Tensor, axis: int) -> bool:
+    """Whether a tensor is zero but for the diagonals of two axes that are neighbours."""
+    own = torch.eye(x.shape[axis], dtype=torch.bool, device=x.device).view(-1, x.shape[axis], *[1] * (x.ndim - axis - 2))
+    return not bool(x.masked_fill(own, 0).any())
 
 
 def _of_function(node: Any, samples: int) -> list[bool | int]:
@@ -259,6 +293,8 @@ _MOVING: dict[str, Callable[[Any, int], list[bool | int]]] = {
     "StackBackward0": _joined,
     "MmBackward0": _multiplied,
     "BmmBackward0": _multiplied,
+    "WhereBackward0": _filled_in,
+    "AsStridedBackward0": lambda node, samples: [number_of(node, "storage_offset") or 0],
     "ViewBackward0": _dealt,
     **{kind: partial(_keeps_places, name=name, dim=dim) for kind, (name, dim) in _CHOOSING.items()},
 }

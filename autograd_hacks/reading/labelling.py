@@ -299,17 +299,24 @@ class Passes:
         if self.samples < 2 or found.meetings is None or self.hypothesis.counted_at is not None:
             return wrong
 
-        def is_moved(operands: Iterable[Tensor], place: Place) -> bool:
+        def is_moved(operands: Iterable[Tensor], place: Place, labels: Tensor | None) -> bool:
             known = [at for x in operands if memory_of(x) in given and (at := _view_of(x, *given[memory_of(x)]))]
+            if known and place.kind == ROWS and labels is not None and known[0].axis == 0:
+                own = known[0].rows(len(labels), self.samples, labels.device)
+                return len(own) != len(labels) or not bool(((labels == own) | (labels == NOBODY)).all())
             return bool(known) and place.is_decided and (place.kind != AXES or place.layouts[0] != known[0])
 
         for call, place in found.calls.items():
             rule = rule_for(call.layer)
             if place.kind != NOT_OF_BATCH and rule is not None and (rule.features or not (rule.axes or rule.count)):
-                wrong |= {e.name: call.place for e in call.edges.values() if is_moved(tensors_of(call.args)[:1], place)}
+                wrong |= {
+                    e.name: call.place
+                    for e in call.edges.values()
+                    if is_moved(tensors_of(call.args)[:1], place, found.labels.get(call))
+                }
         for meeting in found.meetings.found:
             node = meeting.taker.node
-            if is_moved(operands_of(node), found.nodes[node]):
+            if is_moved(operands_of(node), found.nodes[node], found.labels.get(node)):
                 wrong |= dict.fromkeys(found.meetings.keys.below(meeting.value.node), node.name())
         return wrong
 
