@@ -165,7 +165,9 @@ class Backward:
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or what is to be raised when they are read."""
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()), without_autocast([g for g in grads if g is not None]):
+            own = without_autocast([g for g in grads if g is not None])
+            # A user's function may run layers in its backward, which is called once a sample here.
+            with torch.set_grad_enabled(torch.is_grad_enabled()), own, Switch.paused_here():
                 return use.take(node, grads, reached)
         except Exception as error:  # the user's own pass goes on
             return error
@@ -183,6 +185,9 @@ class Backward:
         # A call that checkpointing makes again inside a pass belongs to that pass, in whatever task its gradient comes.
         outer = None if use.recomputed_in is None else use.recomputed_in()
         outer = None if outer is None or outer.finished else outer
+        if outer is not None and captures and task != outer.task:  # by a user's function, which brings it to the parameter
+            self.record.unseen |= dict.fromkeys([edge.name for edge in use.edges.values()], self.record.forwards)
+            return None
         if outer is None and self.running is not None and self.running.task != task:
             self.running = None  # left by a pass that failed
         current = outer or self.enter(task)
@@ -284,8 +289,10 @@ class Backward:
                 record.unseen[name] = record.forwards
         if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return
-        if self.inner is None and name in record.plan.shown and _is_same(grad, running.handed.pop(name, None)):
-            running.settled.setdefault(name, set()).update(uses)  # nothing has come past the nodes that the proof saw
+        # Shown by the proof: nothing comes past the nodes that it saw, and no call was made within the pass.
+        is_shown = self.inner is None and name in record.plan.shown and all(use.recomputed_in is None for use in uses)
+        if is_shown and _is_same(grad, running.handed.pop(name, None)):
+            running.settled.setdefault(name, set()).update(uses)
             return
         is_part = self.inner is not None and record.comparing  # of what comes in this pass: see `capture/lean.py`
         if is_part or not self.settle(record, running, name, grad):

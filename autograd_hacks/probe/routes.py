@@ -159,6 +159,11 @@ def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     return tuple(found)
 
 
+def has_moving(graph: Graph, samples: int) -> bool:
+    """Whether a node of a kind that moves samples is there."""
+    return any(node.name() in _MOVING and _MOVING[node.name()](node, samples) for node in graph.nodes)
+
+
 _LOSSES = frozenset(("NllLossBackward0", "NllLoss2DBackward0", "CtcLossBackward0"))
 """Nodes whose indices are classes, and move nothing."""
 
@@ -166,6 +171,8 @@ _LOSSES = frozenset(("NllLossBackward0", "NllLoss2DBackward0", "CtcLossBackward0
 def _by_operands(node: Any, samples: int) -> list[bool | int]:
     """What tells the order in which any other node may take rows: a matrix of samples by samples, or indices."""
     found: list[bool | int] = []
+    if any(x.is_nested_tensor for value in inputs_of(node) for x in made(value.node)):
+        return found
     behind = [shape_of(value) for value in inputs_of(node) if type(value.node) is not Leaf]
     has_rows = any(samples > 1 and size % samples == 0 for shape in behind for size in shape)
     for x in operands_of(node) if has_rows else ():

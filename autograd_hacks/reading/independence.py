@@ -1,6 +1,7 @@
 """Do the values that a model returns for a sample depend on the others?  It is run again with other samples replaced; of a
 loss that it makes itself the rows are compared."""
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
-from autograd_hacks.probe.routes import places_left
+from autograd_hacks.probe.routes import has_moving
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 from autograd_hacks.support.untouched import Aside
@@ -49,7 +51,7 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     with_rows = 0 if was_shown else 2
     reference = runs.run(ran.arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values go through kernels with others, which may round in other ways.
-    has_changed, rounds = False, bool(places_left(ran.graph, samples))
+    has_changed, rounds = False, has_moving(ran.graph, samples)
     every = kept_samples(samples, draws)
     if was_shown:
         half = torch.randperm(samples, generator=draws.manual_seed(plan.forwards), device="cpu") < samples // 2
@@ -109,7 +111,9 @@ class _Runs:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         recorder, found = self.recorder, dict[str, Tensor]()
-        with recorder.aside(self.plan):
+        # Other routes may be proven anew: by a plan of their own, and that proof asks for no more runs.
+        with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent"):
+            recorder.planner.independent = False
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:

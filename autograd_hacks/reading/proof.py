@@ -2,6 +2,7 @@
 the batch, and do the rows add up to what arrives."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, product
@@ -27,7 +28,7 @@ from autograd_hacks.reading.inner_losses import adds_up, frontier
 from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, random_like, usual_layouts
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import without_autocast
-from autograd_hacks.support.graph import Value, made, shape_of
+from autograd_hacks.support.graph import Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, candidates
 from autograd_hacks.support.parts import is_part, own_of
 from autograd_hacks.support.restored import restored
@@ -49,8 +50,15 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
         place_by_sizes(plan, ran, known.samples)
         plan.refused = dict.fromkeys(ran.parameters, NESTED)
         return None
+    with grads_kept(ran):
+        return _prove(recorder, known, ran, draws)
+
+
+def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -> int | None:
+    plan = known.plan
     best: tuple[Found, Passes] | None = None
-    for hypothesis in hypotheses(known, ran):
+    # First what an earlier batch has shown, which one of zeros, or of no numbers, doesn't contradict.
+    for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not _is_known(plan, own)):
         is_same = best is not None and best[0].hypothesis.axis == hypothesis.axis
         if best is not None and not best[0].mixed and (is_same or hypothesis.samples == 1):
             continue
@@ -79,6 +87,44 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
         aside = known.aside or Aside(model, ran.arguments)  # of what wasn't known to be proven as it began
         show_independent(recorder, aside, known.batch, ran, plan, found.hypothesis.samples)
     return found.hypothesis.samples
+
+
+def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
+    """Whether samples are where an earlier proof has found them."""
+    places = [
+        (plan.outputs[slot], at)
+        for slot, at in hypothesis.places.items()
+        if isinstance(slot, int) and slot < len(plan.outputs)
+    ]
+    return bool(places) and hypothesis.axis == plan.axis and all(before == at for before, at in places)
+
+
+def kept_where_open(places: Sequence[Place], before: Sequence[Place | None]) -> list[Place]:
+    """Places, with earlier ones where a batch whose gradients are zero, or no numbers, has left these open."""
+    if len(places) != len(before):
+        return list(places)
+    pairs = zip(places, before)
+    is_open = [own.kind == AXES and not own.is_decided for own in places]
+    return [
+        old if left and old is not None and old.kind == AXES and old.is_decided else own
+        for left, (own, old) in zip(is_open, pairs)
+    ]
+
+
+@contextmanager
+def grads_kept(ran: Ran) -> Iterator[None]:
+    """A context after which ``.grad`` is as it was: a user's function may run a backward pass of its own in its backward."""
+    has_functions = any(map(is_users, ran.graph.nodes))
+    grads = {p: p.grad for p in ran.parameters.values() if p.is_leaf} if has_functions else {}
+
+    def undo() -> None:
+        for p, grad in grads.items():
+            p.grad = grad
+
+    with restored(undo):
+        for p in grads:
+            p.grad = None
+        yield
 
 
 def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -> Found:
@@ -228,7 +274,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     plan.mixing = why_mixed(ran, found, mixed_outputs) if found.mixed or mixed_outputs else ""
     plan.refused = dict.fromkeys(found.mixed, plan.mixing)
     for noted in ran.noted:
-        place = found.calls[noted.call]
+        (place,) = kept_where_open([found.calls[noted.call]], [plan.place_of(noted.call.path, noted.number)])
         plan.set_place(noted.call.path, noted.number, place)
         if place.kind == NOT_OF_BATCH:
             noted.call.edges = {}  # whose rows come of where its output meets the batch
@@ -240,6 +286,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
         places.setdefault(keys.of(meeting.value, meeting.taker), []).append(place)
         for name in keys.below(meeting.value.node):
             plan.nodes.setdefault(name, []).append(f"{meeting.taker.node.name()} at {behind.of(meeting.taker.node)}")
+    places = {key: kept_where_open(own, plan.meetings.get(key, ())) for key, own in places.items()}
     inner = {keys.of(value, taker) for value, taker in meetings.inner}
     plan.meetings = {key: known for key, known in plan.meetings.items() if key not in inner} | places
     plan.inner = (plan.inner - places.keys()) | inner
