@@ -112,8 +112,8 @@ class _Runs:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         recorder, found = self.recorder, dict[str, Tensor]()
         # Other routes may be proven anew: by a plan of their own, and that proof asks for no more runs.
-        with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent"):
-            recorder.planner.independent = False
+        with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent", "probes"):
+            recorder.planner.independent, recorder.planner.probes = False, True
             outputs = tensors_of(model(*args, **kwargs))
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
