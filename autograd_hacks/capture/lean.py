@@ -11,6 +11,7 @@ parameters are computed, and `Backward` leaves ``.grad`` as it was.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,13 +48,20 @@ class Behind:
         self.inputs: list[Tensor] = [*(leaf.variable for leaf in self.others), *given.values()]
         self.edges = [GradientEdge(leaf, 0) for leaf in self.others]
         self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
-        self.hooks = {node: hook for noted in ran.noted for node, hook in noted.hooks} | dict(off.hooks)
+        self.hooks: dict[Node, list[AtNode | AtOutput]] = {}
+        for node, hook in chain(off.hooks, *(noted.hooks for noted in ran.noted)):
+            self.hooks.setdefault(node, []).append(hook)
         self.lowest = [node for node in self.hooks if not self._leads_on(node)]
 
     def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
         """By parameter how many gradients come to its uses, in a pass that begins at some of the outputs."""
         nodes = Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
-        return Counter(name for node, hook in self.hooks.items() if node in nodes for name in _names_of(hook))
+        return Counter(name for node in self.hooks.keys() & nodes for name in self.names_at(node))
+
+    def names_at(self, node: Node) -> list[str]:
+        """The parameters of a node's uses."""
+        uses = [hook.use if isinstance(hook, AtNode) else hook.call for hook in self.hooks[node]]
+        return [edge.name for use in uses if use is not None for edge in use.edges.values()]
 
     def _leads_on(self, node: Node) -> bool:
         """Whether a pass to the other uses comes through a node, so that its own hook hears of that."""
@@ -98,12 +106,6 @@ class _Behind(torch.autograd.Function):
         return None, *_run(ctx.behind, grads), *(None for _ in ctx.behind.parameters)
 
 
-def _names_of(hook: AtNode | AtOutput) -> list[str]:
-    """The parameters of the use that a hook is for."""
-    use = hook.use if isinstance(hook, AtNode) else hook.call
-    return [] if use is None else [edge.name for edge in use.edges.values()]
-
-
 def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Brings gradients to the uses.  Returns those that go on to inputs."""
     backward = behind.backward
@@ -117,9 +119,10 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     # What is still to be compared with rows.
     record = backward.record
     names = {name for name in ways if record.comparing or record.plan.keeps_arrived(name)}
-    for hook in (behind.hooks[node] for node in lowest) if record.gathered else ():
-        if record.on_arrival is not None or isinstance(hook, AtNode):  # it needs weights, which are gone after the pass
-            names |= {name for name in _names_of(hook) if name in ways}
+    for node in lowest if record.gathered else ():
+        is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
+        if record.on_arrival is not None or is_node:  # it needs weights, which are gone after the pass
+            names |= {name for name in behind.names_at(node) if name in ways}
     wanted = [*behind.edges, *(GradientEdge(behind.parameters[name], 0) for name in names)]
     numbers = [(node, number) for node in lowest for number in range(len(made(node)))]
     wanted += [GradientEdge(node, number) for node, number in numbers]
@@ -139,5 +142,6 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             arrived[node].append(grad)
         for node, own in arrived.items():
             if any(grad is not None for grad in own):
-                behind.hooks[node](tuple(own), node, keeps)
+                for hook in behind.hooks[node]:
+                    hook(tuple(own), node, keeps)
     return list(found[: len(behind.edges)])

@@ -45,17 +45,12 @@ class Ran:
     arguments: Any
     outputs: Sequence[Tensor]
     noted: Sequence[Noted] = ()
-    given_nodes: frozenset[Node] = frozenset()  # other nodes behind which there is nothing of this forward
+    ends: frozenset[Node] = frozenset()  # what made its arguments, behind which there is nothing of this forward
     of_parameters: frozenset[Node] = frozenset()  # nodes that are known to follow from parameters alone
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, where these are gone
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
     returned: Any = None  # what the outputs are in
     off: OffGraph | None = None  # what its plan reads off the graph, once that was looked for
-
-    @cached_property
-    def ends(self) -> frozenset[Node]:
-        """What made the tensors that the model was given."""
-        return self.given_nodes.union(x.grad_fn for x in self.tensors if x.grad_fn is not None)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -261,6 +256,7 @@ class OffGraph:
                     key=(*self.key, number),
                     samples=self.samples,
                     layouts=place.layouts,
+                    is_unseen=place.is_unseen,
                     precision=_coarsest([node, *(inner for value, _, _ in met for inner in _inside(value))]),
                     labels=self.labels.get(node),
                     graph=weakref.ref(graph),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +39,7 @@ from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of, version_of, weakly
+from autograd_hacks.support.trees import made_by, tensors_of, version_of, weakly
 
 SLOW = 2.0
 """A proof that takes more seconds says so."""
@@ -66,6 +67,7 @@ class Recorder:
         self.is_aside = False  # whether the library runs forwards and backward passes of its own
         self._plan: Plan | None = None  # of these, where it is not to be looked for
         self._known: Known | None = None  # of the forward that runs
+        self._ends: frozenset[Node] = frozenset()  # what made its arguments; later these may hold what it has made itself
         self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
 
     def plan_by(self, planner: Planner) -> None:
@@ -151,7 +153,7 @@ class Recorder:
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the plan of a forward."""
-        parts = check_forward(model, (args, kwargs))
+        parts, self._ends = check_forward(model, (args, kwargs)), made_by((args, kwargs))
         for name, p in parts if not path else ():
             if p not in self.record.names:  # which was cut since add_hooks
                 self.record.names[p] = name
@@ -174,7 +176,7 @@ class Recorder:
         if output is None or not self.forward.records():
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
-        ran = Ran([model], self.record.trained(model, path), (args, kwargs), outputs, noted, returned=output)
+        ran = Ran([model], self.record.trained(model, path), (args, kwargs), outputs, noted, self._ends, returned=output)
         with plainly_saved():
             return self._end(path, model, ran, output)
 
@@ -271,6 +273,7 @@ class Recorder:
                 continue
             if place is None:
                 continue
+            call.is_unseen = place.is_unseen
             if place.kind == NOT_OF_BATCH:
                 call.edges = {}  # whose rows come of where its output meets the batch
             elif place.kind == AXES:

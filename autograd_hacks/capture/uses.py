@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnsupportedLayer, where
+from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.nodes import NODES, Kept, Met, by_node, carried_back
@@ -74,6 +74,7 @@ class Use(ABC):
     is_own: bool = True  # whether it was within that, and the layer not called by itself or by another model
     samples: int | None = None  # N, where the model's own arguments or outputs tell it
     layouts: Layouts = ()  # where they are in each of the tensors; with N
+    is_unseen: bool = False  # whether no gradient came here when the plan was proven
     labels: Tensor | None = None  # the sample of each row, where rows of axis 0 belong to samples in no order
     recomputed_in: weakref.ref[Any] | None = None  # the backward pass that makes it again, for checkpointing
     versions: Versions = field(default_factory=list)  # of what it was given
@@ -101,10 +102,22 @@ class Use(ABC):
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the use: form} for the parameters that a pass has reached, a row for each sample."""
-        if self.samples == 0:  # on whichever axis
+        if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads))):
             edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
-            return {local: Zero(0, p.shape, p) for local, p in edges.items()}
+            return {local: Zero(self.samples, p.shape, p) for local, p in edges.items()}
         return self._forms(grads)
+
+    def _is_silent(self, grads: OutputGrads) -> bool:
+        """Whether no gradient came to a use where none had come before.  Raises ProbeFailed where one did."""
+        if not any(bool(part_of(g).any()) for g in grads.at if g is not None):
+            return True
+        if self.plan is not None:
+            self.plan.pending = True
+        raise ProbeFailed(
+            f"whose the rows of {self.place} are isn't known: gradients that came there were zero, or no numbers, when it was "
+            "proven where the samples are, as behind a factor of zero, and now they are not. The next forward pass is proven "
+            "anew: repeat the step. Or call verify(model) whenever such a factor opens."
+        )
 
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:

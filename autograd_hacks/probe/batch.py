@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from math import comb
@@ -47,6 +47,11 @@ class Batch:
                 "the number of samples. Write None for an argument without a batch." + ON_BATCH
             )
         return Batch(leaves, spec, lists, axes)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The forward's."""
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        return args, kwargs
 
     def samples(self, axis: int | None, counted_leaf: int | None = None) -> int | None:
         """N, or None where it can't be told.
@@ -100,7 +105,7 @@ class Batch:
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + turn) % len(choices)])
         if by_list:
-            args, kwargs = tree_unflatten(self.leaves, self.spec)
+            args, kwargs = self.arguments()
             order = donors.tolist()
             swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
             is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
@@ -110,8 +115,7 @@ class Batch:
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        return replace(self, leaves=leaves).arguments()
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
         """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""

@@ -22,12 +22,14 @@ class Place:
 
     layouts: in each of its tensors, where ``kind`` is AXES    is_decided: whether other values would have told the same
     was_empty: whether there was nothing in them, as where no rows were chosen, so that nothing is known of others
+    is_unseen: whether gradients came that were zero for every sample, so that nothing is known of those to come
     """
 
     kind: str
     layouts: Layouts = ()
     is_decided: bool = True
     was_empty: bool = False
+    is_unseen: bool = False
 
 
 @dataclass

@@ -24,7 +24,7 @@ from autograd_hacks.support.layout import Layouts
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.sweep import outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.support.trees import made_by, tensors_of
 
 
 class Inside(NamedTuple):
@@ -63,7 +63,8 @@ def _again(recorder: weakref.ref[Recorder], inside: Inside, function: Callable[.
             counts[call.call.path] += 1
     outputs = tensors_of(output)
     if any(x.grad_fn is not None for x in outputs):
-        _read(own, inside, Ran([m for module in inside.modules if (m := module()) is not None], {}, args, outputs, noted))
+        modules = [m for module in inside.modules if (m := module()) is not None]
+        _read(own, inside, Ran(modules, {}, args, outputs, noted, made_by(args)))
     return output
 
 

@@ -4,6 +4,7 @@ loss that it makes itself the rows are compared."""
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,13 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
         plan.is_independent = not plan.mixing
         return
     makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
-    runs = _Runs(recorder, plan, aside, samples, makes_loss)
+    # As they were when the forward began: it may have overwritten them, and hooks may have given it others.
+    batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
+    runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
     was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
     # Rows take a backward pass, and are compared in two of the first proof's runs.
     with_rows = 0 if was_shown else 2
-    reference = runs.run(ran.arguments, with_rows=makes_loss or with_rows > 0)
+    reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values go through kernels with others, which may round in other ways.
     has_changed, rounds = False, has_moving(ran.graph, samples)
     every = kept_samples(samples, draws)
@@ -64,7 +67,7 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
         seen = runs.run(replaced, with_rows=makes_loss or turn <= with_rows)
         what, slots = runs.differing(reference, seen, kept, rounds)
         if what and not rounds and not runs.differing(reference, seen, kept, rounds=True)[0]:
-            again = runs.run(ran.arguments, with_rows=False)  # which keeps its own bits, unless kernels add in any order
+            again = runs.run(arguments, with_rows=False)  # which keeps its own bits, unless kernels add in any order
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:

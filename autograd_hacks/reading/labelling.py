@@ -130,6 +130,10 @@ class Passes:
         if alike := _like_meetings(meetings, by_node):
             meetings = self._meetings(covered, by_node, owned, alike)
         found.meetings = meetings
+        if self.samples == 1:  # all gradients are that sample's, also those of what follows from parameters alone
+            inner = {taker.node for _, taker in meetings.inner}
+            of_parameters = (noted.call for noted in calls if not inner.isdisjoint(ran.inside(noted)))
+            found.calls |= dict.fromkeys(of_parameters, Place(NOT_OF_BATCH))
         for meeting in meetings.found:
             node = meeting.taker.node
             found.nodes[node] = self._place_of_node(node, found)
@@ -228,7 +232,7 @@ class Passes:
         usual, packed = usual_layouts(noted, self.samples), packed_into(call)
         known = {slot: self.verdicts[call, slot] for slot in range(call.slots) if (call, slot) in self.verdicts}
         if not any(verdict.owners or verdict.is_mixed for verdict in known.values()):
-            return Place(AXES, usual, is_decided=False)
+            return Place(AXES, usual, is_decided=False, is_unseen=self.samples > 1 and bool(known))
         if any(verdict.is_mixed for verdict in known.values()):
             return Place(NOT_OF_BATCH)
         rule, layouts = rule_for(layer), list(usual)
@@ -283,7 +287,8 @@ class Passes:
         layouts = [None if v is None else v.layout for v in known]
         if not any(v is not None and (v.owners or v.is_mixed) for v in known):
             usual = (likeliest(x.shape, self.samples, range(len(x.shape))) for x in made(node))
-            return Place(AXES, tuple(usual), False, was_empty=all(0 in x.shape for x in made(node)))
+            is_empty, is_unseen = all(0 in x.shape for x in made(node)), self.samples > 1 and any(known)
+            return Place(AXES, tuple(usual), is_decided=False, was_empty=is_empty, is_unseen=is_unseen)
         labelled = [v.labels for v in known if v is not None and v.labels is not None]
         if count == 1 and layouts[0] is not None and self._are_chosen(node, layouts[0]):
             labelled = [layouts[0].rows(made(node)[0].shape[0], self.samples, torch.device("cpu"))]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.support.internals import register_pytree_node, tree_leaves, tree_map
@@ -31,6 +32,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
         leaves = tree_leaves(unpacked(tree, everything=True), is_packed)
     leaves = [leaf.data if is_packed(leaf) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def made_by(tree: Any) -> frozenset[Node]:
+    """The nodes of the graph that made a tree's tensors."""
+    return frozenset(x.grad_fn for x in tensors_of(tree) if x.grad_fn is not None)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -16,7 +16,7 @@ from quantities import assert_quantities, assert_rows_of_passes
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
+from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnseenGradient
 from autograd_hacks.support.trees import map_tensors, tensors_of
 
 with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def test_every_module(name: str, info: Any, training: bool) -> None:
         for model in (layer, Inside(layer)):
             if mixes or has_no_batch(layer, args, kwargs):
                 # Positions taken for samples mix; but what is saturated doesn't show it, and its rows don't add up.
-                with pytest.raises((BatchSizeError, SamplesMixed, UnseenGradient)):
+                with pytest.raises((BatchSizeError, ProbeFailed, SamplesMixed, UnseenGradient)):
                     assert_right_in(layer, model, args, kwargs)
             else:
                 assert_right_in(layer, model, args, kwargs)

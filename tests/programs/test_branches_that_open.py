@@ -1,0 +1,148 @@
+"""Branches of a model that bring no gradient when it is proven, and one later: behind a factor of zero, or for samples that
+none are left of."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows, one_loss_at_a_time, squares
+from torch import Tensor
+from twin import check_right
+
+import autograd_hacks
+from autograd_hacks.errors import ProbeFailed
+
+Branch = Callable[["Gated", Tensor], Tensor]
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def by_token(m: "Gated", x: Tensor) -> Tensor:
+    """Rows of the tokens that are chosen, so many for each sample."""
+    chosen = x > -0.3
+    chosen[:, 0] = True
+    h = m.inner(m.token(x[chosen][:, None]).tanh())
+    return torch.zeros(len(x), 4).index_add(0, torch.where(chosen)[0], h)
+
+
+def time_first(m: "Gated", x: Tensor) -> Tensor:
+    return m.inner(m.token(x.t().reshape(-1, 1)).tanh()).view(6, len(x), 4).sum(0)
+
+
+def sorted_samples(m: "Gated", x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    h = m.inner(m.token(x[order].reshape(-1, 1)).tanh()).view(len(x), 6, 4).sum(1)
+    return h[order.argsort()]
+
+
+def at_a_node(m: "Gated", x: Tensor) -> Tensor:
+    return (x.t().reshape(-1, 1) * m.scale).tanh().view(6, len(x), 4).sum(0)
+
+
+class Gated(nn.Module):
+    def __init__(self, branch: Branch) -> None:
+        super().__init__()
+        self.token, self.inner, self.base = nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(6, 4)
+        self.scale, self.gate, self.branch = nn.Parameter(torch.randn(4)), 0.0, branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.gate * self.branch(self, x)
+
+
+@pytest.mark.parametrize("opens", [2, 3, 5])
+@pytest.mark.parametrize("branch", [by_token, time_first, sorted_samples, at_a_node])
+def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) -> None:
+    model = Gated(branch)
+    twin, refused = copy.deepcopy(model), list[int]()
+    with autograd_hacks.add_hooks(model):
+        for step in range(1, 10):
+            model.gate = twin.gate = float(step >= opens)
+            x = torch.randn(5, 6)
+            squares(model(x)).mean().backward()
+            try:
+                autograd_hacks.compute_grad1(model)
+            except ProbeFailed as error:
+                assert "repeat the step" in str(error)  # noqa: PT017
+                refused.append(step)
+            else:
+                rows = one_loss_at_a_time(twin, lambda x=x: squares(twin(x)))
+                assert_rows(model, rows)
+    assert refused in ([], [opens])
+
+
+class Exits(nn.Module):
+    """Samples leave at the first exit that is sure of them.  left: how many stay, exit by exit"""
+
+    def __init__(self, sure: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.exits = nn.ModuleList([nn.Linear(6, 3) for _ in range(4)])
+        self.sure = sure
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, left = torch.zeros(len(x), 3), torch.arange(len(x))
+        for n, (layer, leave) in enumerate(zip(self.layers, self.exits)):
+            x = layer(x).tanh()
+            y = leave(x)
+            done = (y.detach().amax(1) > self.sure) | (n == 3)
+            out = out.index_copy(0, left[done], y[done])
+            x, left = x[~done], left[~done]
+            if not len(left):
+                break
+        return out
+
+
+@pytest.mark.parametrize("sure", [0.2, 0.4, 0.6, 0.8])
+def test_exits_at_which_nobody_leaves(sure: float) -> None:
+    check_right(Exits(sure), *[(torch.randn(5, 6),) for _ in range(6)])
+
+
+def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> None:
+    """Its bias has rows by the layer's rule, and its weight by the node, and both hooks are on the same one."""
+
+    class Replaced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gain = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = {"weight": self.layer.weight * self.gain, "bias": self.layer.bias}
+            return torch.func.functional_call(self.layer, own, (x,))  # type: ignore[no-any-return]
+
+    check_right(Replaced(), *[(torch.randn(5, 6),) for _ in range(4)], total="each", param_grad=False)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 5, 1), (5, 1, 3)])
+def test_weights_that_a_layer_makes_of_parameters_meet_one_sample(sizes: tuple[int, ...]) -> None:
+    class Hyper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.make, self.code = nn.Linear(2, 18), nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.make(self.code).view(6, 3)
+
+    check_right(Hyper(), *[(torch.randn(n, 6),) for n in sizes])
+
+
+@pytest.mark.parametrize("how", ["overwritten", "by a hook"])
+def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.sub_(0.5) if how == "overwritten" else x)
+
+    model = Shifts()
+    if how == "by a hook":
+        model.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+    with autograd_hacks.add_hooks(model, independent=True):
+        for _ in range(3):
+            squares(model(torch.randn(5, 6))).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            torch.testing.assert_close(model.layer.weight.grad1.mean(0), model.layer.weight.grad)
+            model.zero_grad()
