@@ -11,7 +11,6 @@ parameters are computed, and `Backward` leaves ``.grad`` as it was.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -49,7 +48,9 @@ class Behind:
         self.edges = [GradientEdge(leaf, 0) for leaf in self.others]
         self.edges += [GradientEdge(node, x.output_nr) for node, x in given.items()]
         self.hooks: dict[Node, list[AtNode | AtOutput]] = {}
-        for node, hook in chain(off.hooks, *(noted.hooks for noted in ran.noted)):
+        hooks: list[tuple[Node, AtNode | AtOutput]] = [*off.hooks]
+        hooks += [(node, hook) for noted in ran.noted for node, hook in noted.hooks]
+        for node, hook in hooks:
             self.hooks.setdefault(node, []).append(hook)
         self.lowest = [node for node in self.hooks if not self._leads_on(node)]
 

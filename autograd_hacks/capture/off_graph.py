@@ -234,6 +234,11 @@ class OffGraph:
         """Whether it is known whose all rows are."""
         return None not in self.labels.values()
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no gradient came to some use when the plan was proven."""
+        return any(met[0][2].is_unseen for met in self.found.values())
+
     @cached_property
     def labels(self) -> dict[Node, Tensor | None]:
         """Whose rows are at nodes where no layout says it."""

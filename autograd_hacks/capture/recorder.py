@@ -30,7 +30,7 @@ from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stag
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import Known, Planner
-from autograd_hacks.probe.routes import places_left
+from autograd_hacks.probe.routes import has_moving, places_left
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
@@ -285,10 +285,13 @@ class Recorder:
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
         is_known &= moves_nothing or len(plan.checkpoints) == len(ran.checkpoints)
-        if not plan.names:
-            return is_known
-        ran.off = OffGraph(ran, plan, samples or 0).find()
-        return is_known and ran.off.is_known and ran.off.is_told
+        is_unseen = any(noted.call.is_unseen for noted in ran.noted)
+        if plan.names:
+            ran.off = OffGraph(ran, plan, samples or 0).find()
+            is_known = is_known and ran.off.is_known and ran.off.is_told
+            is_unseen |= ran.off.is_unseen
+        # Where values choose rows each batch may be the first that brings a gradient to some use.
+        return is_known and not (is_unseen and has_moving(ran.graph, samples or 0))
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

@@ -114,9 +114,9 @@ class Use(ABC):
         if self.plan is not None:
             self.plan.pending = True
         raise ProbeFailed(
-            f"whose the rows of {self.place} are isn't known: gradients that came there were zero, or no numbers, when it was "
-            "proven where the samples are, as behind a factor of zero, and now they are not. The next forward pass is proven "
-            "anew: repeat the step. Or call verify(model) whenever such a factor opens."
+            f"it isn't known to which samples the rows of {self.place} belong: its gradients were zero, or no numbers, when "
+            "the forward pass was proven (a branch times zero, say), and now they are not. The next forward pass is proven "
+            "anew: repeat the step. Calling verify(model) when such a branch opens avoids this error."
         )
 
 
