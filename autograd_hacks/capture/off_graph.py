@@ -172,10 +172,13 @@ class OffGraph:
 
     def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
         self.ran, self.plan, self.samples, self.key = ran, plan, samples, key
-        self.keys = Keys(ran.leaves)
         self.is_known = True  # whether the plan knows all uses of parameters
         self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes them
         self.hooks: list[tuple[Node, AtNode]] = []
+
+    @cached_property
+    def keys(self) -> Keys:
+        return Keys(self.ran.leaves)
 
     def find(self) -> OffGraph:
         """Climbs from each parameter to where the plan says that it meets the batch."""

@@ -94,16 +94,16 @@ class Batch:
         return [None if n != first and _is_mask(self.leaves[n]) else at for n, at in enumerate(axes)]
 
     def replaced(
-        self, axis: int | None, kept: Tensor, turn: int, by_list: bool = False
+        self, axis: int | None, kept: Tensor, shift: int, by_list: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with kept samples in the place of those that are not kept; None where nothing changes by that.
 
         axis: of the samples, see `samples`    kept: N, the samples that are not replaced
-        turn: by which they are, another in each turn    by_list: whether samples are the items of lists
+        shift: by which they are, another each time    by_list: whether samples are the items of lists
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
-        donors = every.where(kept, choices[(every + turn) % len(choices)])
+        donors = every.where(kept, choices[(every + shift) % len(choices)])
         if by_list:
             args, kwargs = self.arguments()
             order = donors.tolist()
