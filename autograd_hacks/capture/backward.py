@@ -221,6 +221,10 @@ class Backward:
         a segment of its own while accumulating.
         """
         record = self.record
+        if len(record.segments) == 1 and not record.superseded:  # the usual case
+            (only,) = record.segments
+            if current in only.passes and call.forward in only.forwards:
+                return
         home = next((segment for segment in record.segments if current in segment.passes), None)
         # 1. Does the call belong to the forward of another segment, one that was replaced included?
         target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
@@ -270,12 +274,16 @@ class Backward:
     def _note_arrival(self, parameter: Tensor, grad: Tensor | None) -> None:
         if not self.hears():
             return
-        record, running, name = self.record, self.running, self.record.name_of(parameter)
+        record, running, left = self.record, self.running, self._left
+        name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        self.reached(name, grad)
-        left, own = self._left, running is not None and not running.captures and any(use.is_own for use in uses)
-        if running is not None and own and left is not None and left[0] == name:
-            running.adds_to_left = left[1] == self.record.state_of_grad(name, parameter)
+        if record.on_arrival is not None:
+            self.reached(name, grad)
+        is_left, own = left is not None and left[0] == name, False
+        if running is not None and (is_left or not self.wants_grad):
+            own = not running.captures and any(use.is_own for use in uses)
+            if own and left is not None and is_left:
+                running.adds_to_left = left[1] == record.state_of_grad(name, parameter)
         if grad is None:
             return
         if running is None or not uses:
@@ -285,7 +293,7 @@ class Backward:
             running.fills_grad |= self.wants_grad or not own
             if own and not self.wants_grad and parameter in record.names:
                 self._keeps[name], parameter.grad = parameter.grad, None
-            if name in running.skipped - running.brought:  # past the uses, which bring none
+            if name in running.skipped and name not in running.brought:  # past the uses, which bring none
                 record.unseen[name] = record.forwards
         if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return

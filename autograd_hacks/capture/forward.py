@@ -21,7 +21,7 @@ from autograd_hacks.support.internals import is_traced, is_transformed
 from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_of, version_of
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of
 
 
 class Noted(NamedTuple):
@@ -107,7 +107,7 @@ class Forward:
             check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
         # 3. The record, with what its rule will have to read as it was; and hooks in the graph.
         live, graph = (args, kwargs), Graph()
-        made_of = frozenset(x.grad_fn for x in tensors_of((args, kwargs)) if x.grad_fn is not None)
+        made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         running = self.backward.running
         call = (PartCall if is_cut else LayerCall)(
@@ -128,7 +128,7 @@ class Forward:
             samples=self.samples,
             layouts=layouts,
             recomputed_in=None if running is None else weakref.ref(running),
-            versions=[(x, version_of(x)) for x in [*tensors_of(args), *(tensors_of(kwargs) if kwargs else ())]],
+            versions=[(x, version_of(x)) for x in tensors_in(args, kwargs)],
             graph=weakref.ref(graph),
             is_first=is_first,
             plan=self.record.plan,
@@ -152,8 +152,10 @@ class Forward:
         found = {}
         for local, p in parameters.items():
             if p.requires_grad:
-                self.backward.watch(p)
-                found[local] = Edge(self.record.name_of(p, path, local), p, node_of(p))
+                if self.backward.watched.get(p) is None:
+                    self.backward.watch(p)
+                name = self.record.names.get(p) or self.record.name_of(p, path, local)
+                found[local] = Edge(name, p, node_of(p))
         return found
 
     def _count(self, path: str) -> int:

@@ -36,12 +36,12 @@ from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 class Ran:
     """A forward that has run, in its graph.
 
-    modules: whose parameters and buffers there are    parameters: that train, by name    outputs: the tensors that were
-    returned
+    modules: whose parameters and buffers there are    trained: gives the parameters that train, by name    outputs: the
+    tensors that were returned
     """
 
     modules: Iterable[nn.Module]
-    parameters: Mapping[str, Tensor]
+    trained: Callable[[], Mapping[str, Tensor]]
     arguments: Any
     outputs: Sequence[Tensor]
     noted: Sequence[Noted] = ()
@@ -51,6 +51,11 @@ class Ran:
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
     returned: Any = None  # what the outputs are in
     off: OffGraph | None = None  # what its plan reads off the graph, once that was looked for
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Those that train, by name."""
+        return self.trained()
 
     @cached_property
     def tensors(self) -> list[Tensor]:

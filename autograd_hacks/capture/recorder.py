@@ -176,7 +176,8 @@ class Recorder:
         if output is None or not self.forward.records():
             return None
         outputs = [x for x in tensors_of(output) if not x.is_nested]
-        ran = Ran([model], self.record.trained(model, path), (args, kwargs), outputs, noted, self._ends, returned=output)
+        trained = partial(self.record.trained, model, path)
+        ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output)
         with plainly_saved():
             return self._end(path, model, ran, output)
 
@@ -232,7 +233,9 @@ class Recorder:
         def is_due() -> bool:
             if known is None or prove is None:
                 return False
-            return plan.pending or not self.place(ran, plan, samples) or plan.has_opened(self.record.held(ran.parameters))
+            if plan.pending or not self.place(ran, plan, samples):
+                return True
+            return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
 
         def proof() -> None:
             nonlocal samples, is_proven

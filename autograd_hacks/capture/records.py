@@ -20,7 +20,7 @@ from autograd_hacks.support.display import bytes_of, with_unit
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import parameters_of, version_of
 
 NO_GRAD = 0, 0
 
@@ -247,11 +247,11 @@ class Record:
 
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's parameters by name, as layers see them: whole, where processes hold shards."""
-        return {name: self.gathered.get(name, p) for name, p in model.named_parameters()}
+        return {name: self.gathered.get(name, p) for name, p in parameters_of(model).items()}
 
     def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
         """The same of those that train, of a part at a path too, by the names that they have here."""
-        named = {self.name_of(p, path, name): p for name, p in module.named_parameters() if p.requires_grad}
+        named = {self.name_of(p, path, name): p for name, p in parameters_of(module).items() if p.requires_grad}
         return {name: self.gathered.get(name, p) for name, p in named.items()}
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

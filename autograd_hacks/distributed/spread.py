@@ -23,6 +23,7 @@ from autograd_hacks.distributed.cut import cuts_of, over_samples
 from autograd_hacks.distributed.shards import check_shards, reading_weights, whole
 from autograd_hacks.errors import ON_PROCESSES, NotReduced
 from autograd_hacks.support.parts import Cut
+from autograd_hacks.support.trees import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,7 +168,7 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
     """The processes that have samples of what was recorded last.  group: see `Where`"""
-    parameters, parts = dict(model.named_parameters()), gathering(model)
+    parameters, parts = parameters_of(model), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
     cuts = cuts_of(model, recorder.record)

@@ -304,6 +304,19 @@ class Dense(Form):
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
 
+    @property
+    def _is_there(self) -> bool:
+        """Whether verbs read J where it lies: nothing is written out, nor copied to be added up."""
+        return self.values.is_contiguous() and self.values.dtype == self.sum_dtype
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if total is None and self._is_there:
+            return (w.to(self.sum_dtype) @ self.matrix()).view(*w.shape[:-1], *self.shape)
+        return super().weighted_sum(w, budget, total)
+
+    def norms(self, budget: int = BUDGET) -> Tensor:
+        return row_norms(self.matrix()) if self._is_there else super().norms(budget)
+
     def __getitem__(self, index: Index) -> Form:
         return Dense(self.values[index])
 

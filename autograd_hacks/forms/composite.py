@@ -178,7 +178,10 @@ class Scaled(Composite):
         return self.form.second_moment(w, inside, budget) * (self.factor * self.factor)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        return self._join([self.form.norms(budget)]).abs()
+        norms, factor = self.form.norms(budget), self.factor
+        if isinstance(factor, Tensor) or norms.requires_grad:
+            return self._join([norms]).abs()
+        return norms.mul_(abs(factor))
 
 
 class Weighted(Scaled):

@@ -101,6 +101,8 @@ class Outer(Paired):
         return total
 
     def norms(self, budget: int = BUDGET) -> Tensor:
+        if self.positions == 1 and self.left.dtype == self.sum_dtype:
+            return row_norms(self.left[:, 0]).mul(row_norms(self.right[:, 0]))
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]

@@ -50,6 +50,7 @@ class Planner:
         self.static = Plan(pending=False)  # of layers that are called by themselves, and where nothing is proven
         self.plans: dict[object, Plan] = {}
         self.learnt: int | None = None  # the axis that a model with time-first layers turned out to have
+        self._is_whole = False  # whether lazy layers have their parameters
         self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
 
     def doubt(self) -> None:
@@ -69,8 +70,10 @@ class Planner:
         axis = self.batch_dim if isinstance(self.batch_dim, int) and not path else None if not path else 0
         axis = self.learnt if axis == 0 and self.learnt is not None else axis
         modules = modules_of(model)
-        if any(p is not None and is_lazy(p) for module in modules for p in module._parameters.values()):
-            return Known(self.static, None)  # a model that isn't whole yet
+        if not self._is_whole:
+            self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
+        if not self._is_whole:
+            return Known(self.static, None)
         if _is_ragged(model, batch) or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
             return Known(self.static, None)  # samples that no axis tells apart
         samples = batch.samples(axis)

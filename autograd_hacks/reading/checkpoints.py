@@ -64,7 +64,7 @@ def _again(recorder: weakref.ref[Recorder], inside: Inside, function: Callable[.
     outputs = tensors_of(output)
     if any(x.grad_fn is not None for x in outputs):
         modules = [m for module in inside.modules if (m := module()) is not None]
-        _read(own, inside, Ran(modules, {}, args, outputs, noted, made_by(args)))
+        _read(own, inside, Ran(modules, dict, args, outputs, noted, made_by(args)))
     return output
 
 

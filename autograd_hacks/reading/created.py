@@ -99,7 +99,7 @@ def _take_apart(
     samples: int,
 ) -> None:
     parameters = {edge.name: edge.parameter for edge in call.edges.values()}
-    ran = Ran(own.layers, parameters, (), (), ends=ends, roots=[node])
+    ran = Ran(own.layers, lambda: parameters, (), (), ends=ends, roots=[node])
     off = OffGraph(ran, Plan(pending=False, is_labelled=_is_labelled(call)), samples, (*call.key, "inside"))
     for inner, places in found.items():
         labels = next((where for where in at[inner] if isinstance(where, Tensor)), None)
@@ -269,7 +269,8 @@ def _computed(
     }
     if not parameters:
         return
-    ran = Ran(own.layers, parameters, (), list(roots.values()), ends=frozenset(ends), of_parameters=frozenset(before))
+    outputs, known = list(roots.values()), frozenset(before)
+    ran = Ran(own.layers, lambda: parameters, (), outputs, ends=frozenset(ends), of_parameters=known)
     plan = None if met.is_labelled else own.record.plan.created.get(met.key)
     off = None if plan is None else OffGraph(ran, plan, met.samples, met.key).find()
     if off is None or not off.is_known or not off.is_told:

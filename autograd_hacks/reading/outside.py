@@ -37,7 +37,7 @@ def read_losses(losses: Tensor) -> None:
 
 def _read(recorder: Recorder, forward: int, losses: Tensor, ends: frozenset[object]) -> None:
     record, samples = recorder.record, len(losses)
-    ran = Ran(list(recorder.layers), {}, (), [losses], ends=ends)  # type: ignore[arg-type]
+    ran = Ran(list(recorder.layers), dict, (), [losses], ends=ends)  # type: ignore[arg-type]
     ran.parameters = {
         record.name_of(leaf.variable): leaf.variable for leaf in ran.graph.leaves if record.is_parameter(leaf.variable)
     }

@@ -34,6 +34,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All tensors of a call's arguments in order."""
+    return tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
+
+
 def made_by(tree: Any) -> frozenset[Node]:
     """The nodes of the graph that made a tree's tensors."""
     return frozenset(x.grad_fn for x in tensors_of(tree) if x.grad_fn is not None)
@@ -191,6 +196,26 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             if module._modules:  # which most have not
                 waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
     return list(found.values())
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """``dict(model.named_parameters())``, which takes four times as long."""
+    if type(model).named_parameters is not nn.Module.named_parameters:  # the user's own
+        return dict(model.named_parameters())
+    found: dict[str, nn.Parameter] = {}
+    _find_parameters(model, "", found, set())
+    return found
+
+
+def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Parameter], seen: set[int]) -> None:
+    seen.add(id(module))
+    for name, p in module._parameters.items():
+        if p is not None and id(p) not in seen:
+            seen.add(id(p))
+            found[prefix + name] = p
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            _find_parameters(child, f"{prefix}{name}.", found, seen)
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:

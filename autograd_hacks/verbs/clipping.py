@@ -74,7 +74,7 @@ def clip_grad1_norm_(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    names = [name for name, p in spread.parameters.items() if p.requires_grad]
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:

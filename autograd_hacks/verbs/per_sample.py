@@ -21,6 +21,7 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
+from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 
@@ -220,7 +221,7 @@ def set_grads(
     sums: {name: shape}, in memory of their own    reached: the names of those that it reached
     add: whether to add to what is there    recorder: whose passes ``.grad`` is then known to be set from
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         total, before = sums.get(name), parameter.grad
         held = before if before is not None and _is_part(before) else None
         if total is not None and name in reached:
