@@ -39,6 +39,7 @@ class Edge(NamedTuple):
     name: str  # the parameter's first name in the model
     parameter: Tensor
     node: Node
+    kind: tuple[torch.dtype, torch.device] | None = None  # the parameter's, at another of which it gets another node
 
 
 @dataclass(eq=False, slots=True)
