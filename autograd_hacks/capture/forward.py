@@ -82,6 +82,10 @@ class Forward:
         self._calls, self.noted, self._task = {}, [], current_task()
         self._edges_before, self._edges_now = self._edges_now, {}
 
+    def forget_edges(self) -> None:
+        """Has parameters' names, and ends of the graph, found anew."""
+        self._edges_before, self._edges_now = {}, {}
+
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer with dropout inside begins, which its rule will run again."""
         if self.records() and layer.training and getattr(layer, "dropout", None):

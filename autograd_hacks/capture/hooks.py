@@ -114,6 +114,7 @@ def add_hooks(
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts hooks on a model and its layers, but for those that are there."""
     parts, forward = parts_of_composites(model), recorder.forward
+    forward.forget_edges()
     # Modules that read parameters which no layer's rule covers may be called by themselves.
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():

@@ -311,7 +311,7 @@ class Dense(Form):
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if total is None and self._is_there:
-            return (w.to(self.sum_dtype) @ self.matrix()).view(*w.shape[:-1], *self.shape)
+            return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
         return super().weighted_sum(w, budget, total)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
