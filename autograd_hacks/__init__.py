@@ -24,7 +24,7 @@ from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
-from autograd_hacks.verbs.streaming import streaming
+from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
 # Where old pickles of hooked models look for what is left of a hook.
@@ -51,6 +51,7 @@ __all__ = [
     "over",
     "clip_grad1_norm_",
     "clip_and_noise_",
+    "during_backward",
     "streaming",
     "norms_inside",
     "NormsInside",

@@ -112,10 +112,9 @@ def compute_grad1(
                 forms = read(model, seen, recorder, loss_type, scale)
                 with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
                     for name, parameter in parameters.items():
-                        _set(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
+                        write_rows(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
         except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
-            for parameter in parameters.values():
-                vars(parameter).pop("grad1", None)
+            drop_rows(parameters.values())
             raise
         return forms
 
@@ -146,7 +145,7 @@ def _check_unscaled(scale: float | Tensor) -> None:
         )
 
 
-def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
+def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
     """Writes a parameter's rows, into the memory of the last step's where nobody else holds that.  like: of their kind"""
     key, attributes, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
@@ -156,6 +155,12 @@ def _set(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | 
     attributes.pop("grad1", None)  # the old rows make room before the new ones come
     if trains:
         attributes["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
+
+
+def drop_rows(parameters: Iterable[Tensor]) -> None:
+    """Takes off ``grad1``."""
+    for parameter in parameters:
+        vars(parameter).pop("grad1", None)
 
 
 def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
 import torch
@@ -26,14 +26,19 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
+from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_count, check_direction
-from autograd_hacks.verbs.matrix import Verb, added, joint_norms, random_map
+from autograd_hacks.verbs.matrix import added, joint_norms, random_map
+from autograd_hacks.verbs.per_sample import drop_rows, write_rows
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""
 
 
-@contextmanager
+WHAT = ("grad1", "norms", "gram")
+"""What `during_backward` takes by name."""
+
+
 def streaming(
     model: nn.Module,
     dot: Mapping[str, Tensor] | None = None,
@@ -43,32 +48,70 @@ def streaming(
     loss_type: str | None = None,
     scale: float | Tensor = 1.0,
     budget: int = BUDGET,
-) -> Iterator[Streamed]:
-    """A context for one backward pass, during which quantities are taken that add over parameters; for models at the edge of
-    memory, since what a layer has left is freed as soon as its parameters' gradients are known::
+) -> AbstractContextManager[Streamed]:
+    """`during_backward` for what adds over parameters: the norms, and whatever else is asked for::
 
         with autograd_hacks.streaming(model) as streamed:
             loss.backward(retain_graph=True)
         weights = (max_norm / streamed.norms).clamp(max=1)
 
-    The norms are always taken.  ``.grad`` is filled as by any backward pass.  Nothing is left to be read by `compute_grad1`.
+    gram: whether to take the inner products of all pairs    others: see `during_backward`
+    """
+    what = ("norms", "gram") if gram else ("norms",)
+    return during_backward(
+        model, *what, dot=dot, project=project, seed=seed, loss_type=loss_type, scale=scale, budget=budget
+    )
 
-    dot: {name: shape}, a direction for ``PerSampleGrads.dot``    gram: whether to take the inner products of all pairs
+
+@contextmanager
+def during_backward(
+    model: nn.Module,
+    *what: str,
+    dot: Mapping[str, Tensor] | None = None,
+    project: int | None = None,
+    seed: int = 0,
+    loss_type: str | None = None,
+    scale: float | Tensor = 1.0,
+    budget: int = BUDGET,
+) -> Iterator[Streamed]:
+    """A context for one backward pass, during which quantities are taken: a layer's input and the gradient at its output are
+    freed as soon as its parameters' gradients are known, and not kept until somebody reads::
+
+        with autograd_hacks.during_backward(model, "grad1", "norms") as found:
+            loss.backward()
+        found.norms                              # and param.grad1, as compute_grad1 sets it
+
+    ``.grad`` is filled as by any backward pass.  Nothing is left to be read by `compute_grad1`.
+
+    what: "grad1", rows of shape ``(N, *param.shape)`` in ``param.grad1``; "norms", N; "gram", the inner products of all
+    pairs, (N, N)
+    dot: {name: shape}, a direction for ``PerSampleGrads.dot``
     project: how many coordinates to project to    seed: as in ``PerSampleGrads.project``
     loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
-    Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, and RuntimeError for a second backward pass inside.
+    Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, ValueError where nothing is asked for or another word
+    than these, and RuntimeError for a second backward pass inside.
     """
+    if (unknown := [word for word in what if word not in WHAT]) or not (what or dot is not None or project is not None):
+        given = f"was given {unknown[0]!r}" if unknown else "was asked for nothing"
+        raise ValueError(
+            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, or dot=, or project=."
+            + ON_STREAMING
+        )
     recorder = recorder_of(model)
     record = recorder.record
     check_unsharded(model)
-    verbs: dict[str, Verb] = {"norms": lambda name, form: form.norms(budget)}
+    verbs: dict[str, Callable[[str, Form], Tensor | None]] = {}
+    if "grad1" in what:
+        verbs["grad1"] = lambda name, form: stream.write(name, form)
+    if "norms" in what:
+        verbs["norms"] = lambda name, form: form.norms(budget)
     if dot is not None:
         check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
         verbs["dot"] = lambda name, form: form.dot(
             stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
         )
-    if gram:
+    if "gram" in what:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
@@ -89,6 +132,8 @@ def streaming(
     def undo() -> None:
         record.on_arrival = None
         record.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
+        if not stream.has_ended:  # an earlier step's rows must not be taken for this one's, nor some of both be there
+            drop_rows(model.parameters() if "grad1" in what else ())
 
     with restored(undo):
         record.on_arrival = stream.arrived
@@ -97,7 +142,7 @@ def streaming(
 
 
 class Streamed(Shown):
-    """What `streaming` has found, after the context's end.
+    """What `during_backward` has found, after the context's end.
 
     norms: N    dot: N    gram: (N, N)    projection: (N, dim)
     """
@@ -119,11 +164,19 @@ class _Stream:
     """The gate taken one parameter at a time, when the last gradient for it has arrived."""
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, verbs: Mapping[str, Verb], loss_type: str | None, scaling: float | Tensor
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        verbs: Mapping[str, Callable[[str, Form], Tensor | None]],
+        loss_type: str | None,
+        scaling: float | Tensor,
     ) -> None:
         record, self.is_private = recorder.record, recorder.planner.independent
+        self.pool, self.has_ended = recorder.pool, False
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
-        self.names = {record.name_of(p): name for name, p in model.named_parameters()}
+        self._parameters = parameters_of(model)
+        self._unwritten = set(self._parameters)  # parameters without rows yet
+        self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
@@ -191,17 +244,30 @@ class _Stream:
         own = self.cuts.get(name)
         place = "" if own is None else next(n for n, cut in self.cuts.items() if cut.groups == own.groups)
         for what, verb in self.verbs.items():
-            value, found = verb(name, form), self._found[what].setdefault(place, [])
+            value = verb(name, form)
+            if value is None:  # written where it is to be
+                continue
+            found = self._found[what].setdefault(place, [])
             if what == "norms" or not found:  # norms are of a part of the row each; all else adds up
                 found.append(value)
             else:
                 found[0] = found[0] + value.to(found[0].device)
 
+    def write(self, name: str, form: Form) -> None:
+        """Sets a parameter's ``grad1``."""
+        parameter = self._parameters[name]
+        write_rows(name, parameter, self.record.gathered.get(name, parameter), True, form, self.pool)
+        self._unwritten.discard(name)
+
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
         check_known(self.model, self.record)
-        readable_segments(dict(self.model.named_parameters()), self.record)
+        readable_segments(dict(self._parameters), self.record)
         self.record.plan.unread = False
+        for name in self._unwritten if "grad1" in self.verbs else ():  # as `compute_grad1` has it
+            parameter = self._parameters[name]
+            write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)
+        self.has_ended = True
         return {what: self._whole(what, found) for what, found in self._found.items() if found}
 
     def _whole(self, what: str, found: Mapping[str, list[Tensor]]) -> Tensor:
