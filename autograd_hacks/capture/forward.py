@@ -164,7 +164,9 @@ class Forward:
                 if edge is None or edge.kind != (p.dtype, p.device) or edge.parameter is not p:
                     self.backward.watch(p)
                     edge = Edge(self.record.name_of(p, path, local), p, node_of(p), (p.dtype, p.device))
-                self._edges_now[id(p)] = found[local] = edge
+                found[local] = edge
+                if p in self.record.names:  # others may get another name
+                    self._edges_now[id(p)] = edge
         return found
 
     def _count(self, path: str) -> int:
