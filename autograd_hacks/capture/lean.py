@@ -110,6 +110,8 @@ class _Behind(torch.autograd.Function):
 def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Brings gradients to the uses.  Returns those that go on to inputs."""
     backward = behind.backward
+    if backward.inner is not None:  # of a later forward, which hands its gradient on to this one's outputs by itself
+        return [None] * len(behind.inputs)
     ways = {name: way for name, leaf in behind.parameters.items() if (way := reach_of(leaf))}
     backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
     behind.has_graphs |= torch.is_grad_enabled()

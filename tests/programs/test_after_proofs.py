@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_rows, one_loss_at_a_time, squares
 from torch import Tensor
+from twin import check_right
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError
@@ -111,3 +112,26 @@ def test_independence_of_samples_in_an_order_of_their_values() -> None:
             autograd_hacks.compute_grad1(model)
             with autograd_hacks.pause_hooks():
                 assert_rows(model, rows_of(model, x))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_a_model_whose_output_it_is_given_again(param_grad: bool) -> None:
+    """Five times a step, so that forward 16 of its kind, which is proven, has others before and behind it."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_input, self.of_state = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            return (self.of_input(x) + self.of_state(state)).tanh() * self.scale
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(5):
+            state = model(x, state)
+        return squares(state)
+
+    check_right(Cell(), *[(torch.randn(5, 6),) for _ in range(6)], run=run, total="each", param_grad=param_grad)

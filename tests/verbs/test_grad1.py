@@ -110,7 +110,7 @@ def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, m
     step(model, *batch())
     autograd_hacks.compute_grad1(model)
     step(model, *batch(seed=1))
-    right, written = per_sample._set, []
+    right, written = per_sample.write_rows, []
 
     def out_of_memory(*arguments: Any) -> Tensor | None:
         written.append(arguments)
@@ -120,7 +120,7 @@ def test_an_exception_while_rows_are_written_leaves_none(model: nn.Sequential, m
 
     for p in model.parameters():
         p.grad += 1  # so that it would be another if it were set
-    monkeypatch.setattr(per_sample, "_set", out_of_memory)
+    monkeypatch.setattr(per_sample, "write_rows", out_of_memory)
     kept = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(MemoryError):
         autograd_hacks.compute_grad1(model, set_grad=True)
