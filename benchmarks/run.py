@@ -6,6 +6,7 @@
     python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
     python benchmarks/run.py --processes                            clipped steps of two processes
     python benchmarks/run.py --uses                                 whole uses, beside the systems trusted with each
+    python benchmarks/run.py --layers                               what each further layer costs, in µs
 
 Every round runs each system once on the same batch, in an order of its own, so that a busy machine slows all of them alike;
 the tables have medians, and ratios to the plain forward and backward pass of the same run.  Every system is first compared
@@ -33,6 +34,7 @@ from typing import Any
 import curved
 import derived
 import jaxed
+import layers
 import peers
 import report
 import torch
@@ -89,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.uses:
         whole_uses(options, device)
         return
+    if options.layers:
+        by_layers(options, device)
+        return
     main_only = (MAIN, RECURRENT)
     quick = (*main_only, CURVED, ARCHITECTURE)
     chosen = {
@@ -141,6 +146,17 @@ def over_processes(options: argparse.Namespace, device: torch.device) -> None:
     print(as_text(data["processes"]))
 
 
+def by_layers(options: argparse.Namespace, device: torch.device) -> None:
+    """Times and prints what each further layer costs."""
+    found = layers.layers(options.rounds, device, layers.COUNTS, layers.WIDTHS)
+    data: Data = {"about": about(options, device), "layers": found}
+    file = options.output / f"{device.type}-layers.json" if options.output else None
+    save(data, {}, file)
+    if file:
+        file.with_suffix(".txt").write_text(layers.as_text(found))
+    print(layers.as_text(found))
+
+
 def whole_uses(options: argparse.Namespace, device: torch.device) -> None:
     """Times and prints whole uses, beside other systems."""
     of = given(800, 40, 200) if options.quick else given()
@@ -162,11 +178,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--architectures", action="store_true", help="models that people train, in the place of the others")
     parser.add_argument("--processes", action="store_true", help="two processes on one machine, in the place of all else")
     parser.add_argument("--uses", action="store_true", help="whole uses beside other systems, in the place of all else")
+    parser.add_argument("--layers", action="store_true", help="what each further layer costs, in the place of all else")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
     parser.add_argument("--jax", default=sys.executable, help="a Python with JAX, if not this one, for --peers")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {QUICK_ROUNDS} with --quick, if not given")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help=f"{torch.get_num_threads()}, or 1 with --layers, if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", type=Path, help="folder for the figures as JSON, the table as text and the charts")
     options = parser.parse_args(arguments)
@@ -174,6 +191,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--uses: expected --device cpu")
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    if options.threads is None:
+        options.threads = 1 if options.layers else torch.get_num_threads()
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads: expected 1 or more")
     if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):

@@ -6,6 +6,7 @@ import math
 
 import derived
 import jaxed
+import layers
 import measuring
 import over_processes as of
 import peers
@@ -261,3 +262,38 @@ def test_figures_over_processes_are_ratios_to_the_same_round() -> None:
     found = dict.fromkeys(of.ENGINES, times)
     assert of.ratios(found)[of.ONE][of.SKIPPED] == pytest.approx((1.5 + 1.75) / 2)
     assert "1.62, 1.5 missed" in of.as_text(found)
+
+
+def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "COUNTS", (1, 2, 4))
+    monkeypatch.setattr(layers, "WIDTHS", (3, 12))
+    run.main(["--layers", "--rounds", "2", "--output", str(tmp_path)])
+    data = json.loads((tmp_path / "cpu-layers.json").read_text())
+    assert data["about"]["threads"] == 1
+    assert data["layers"].keys() == {"3", "12"}
+    for found in data["layers"].values():
+        assert found["counts"] == [1, 2, 4]
+        assert {way: [len(own) for own in times] for way, times in found["seconds"].items()} == {
+            way: [2, 2, 2] for way in layers.WAYS
+        }
+    told = (tmp_path / "cpu-layers.txt").read_text()
+    assert told == layers.as_text(data["layers"])
+    assert all(part in told for part in ("width 3", "width 12", "4 layers", *layers.WAYS))
+
+
+def test_a_layer_costs_the_slope_of_what_is_beyond_plain():
+    counts = [10, 50, 200]
+    seconds = {
+        PLAIN: [[1e-6 * (100 + 7 * n), 1.0] for n in counts],  # the second round on a busier machine
+        layers.ROWS: [[1e-6 * (150 + 10 * n), 1.0 + 1e-6 * (50 + 3 * n)] for n in counts],
+    }
+    found = {"counts": counts, "seconds": seconds}
+    assert layers.beyond(seconds, layers.ROWS) == pytest.approx([80, 200, 650])
+    assert layers.a_layer(found, layers.ROWS) == pytest.approx(3)
+    assert "width 16" in layers.as_text({"16": found})
+
+
+def test_wrong_numbers_of_layers_are_not_timed(monkeypatch):
+    monkeypatch.setitem(layers.WAYS, layers.ROWS, wrong)
+    with pytest.raises(AssertionError, match="wrong on"):
+        layers.layers(1, CPU, [2], [3])
