@@ -1,4 +1,4 @@
-"""What people train: small models of timm, transformers and peft, randomly initialised, and a denoiser."""
+"""What people train: small models of timm, transformers and peft, randomly initialised, a denoiser, and `fields`'."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from families import (
     timm,
     with_dropout,
 )
+from fields import FIELDS
 from torch import Tensor
 from workloads import (
     ARCHITECTURE,
@@ -193,5 +194,6 @@ ARCHITECTURES: dict[str, Make] = {
     "clip": clip,
     "UNet, noise drawn inside": unet,
     "denoiser": denoiser,
+    **FIELDS,
 }  # fmt: skip
 """{name: makes it in a size}"""

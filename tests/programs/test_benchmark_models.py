@@ -14,7 +14,7 @@ from workloads import Workload
 
 import autograd_hacks
 
-COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "t5")
+COARSE = ("gemma", "llama", "mamba", "mixtral", "qwen", "rwkv", "t5")
 """Of names of models that compute in part in single precision, whatever they are given."""
 
 
