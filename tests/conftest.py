@@ -16,6 +16,8 @@ __all__ = ["both", "four"]  # fixtures, each once for all files
 # In CI the same examples in every run, so that a red run is the change's doing; elsewhere new ones each time.
 settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("local", deadline=None, max_examples=60, print_blob=True)
+# By tox -e full.
+settings.register_profile("hunt", settings.get_profile("ci" if os.environ.get("CI") else "local"), max_examples=600)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # tests run in parallel processes

@@ -51,7 +51,7 @@ def taken(model: nn.Module, x: Tensor, param_grad: bool = True) -> autograd_hack
     return autograd_hacks.per_sample_grads(model, "sum")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(models(), st.booleans())
 def test_quantities_agree(case: tuple[nn.Module, Tensor], param_grad: bool) -> None:
     model, x = case
@@ -68,7 +68,7 @@ def test_quantities_agree(case: tuple[nn.Module, Tensor], param_grad: bool) -> N
             assert_close(grads.second_moment()[name], rows.square().sum(0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(models(), st.randoms(use_true_random=False))
 def test_permuted_split_and_changed_batches(case: tuple[nn.Module, Tensor], shuffler: object) -> None:
     model, x = case
@@ -87,7 +87,7 @@ def test_permuted_split_and_changed_batches(case: tuple[nn.Module, Tensor], shuf
     assert_close(taken(model, changed).norms()[:-1], grads.norms()[:-1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 3)
 @given(models())
 def test_single_precision_is_that_of_double(case: tuple[nn.Module, Tensor]) -> None:
     model, x = case
