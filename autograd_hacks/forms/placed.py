@@ -87,8 +87,13 @@ class Placed(Composite):
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        leads_back = w.requires_grad or any(x.requires_grad for leaf in self.leaves() for x in leaf.held)
         for (start, stop), form in self.entries.items():
-            form.weighted_sum(w, budget, total.narrow(w.ndim - 1, start, stop - start))
+            own = total.narrow(w.ndim - 1, start, stop - start)
+            if leads_back:  # after a first write in place torch may take a view for a leaf
+                own.add_(form.weighted_sum(w, budget))
+            else:
+                form.weighted_sum(w, budget, own)
         return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:

@@ -36,8 +36,7 @@ def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
     query = torch.randn(samples, targets, size).double()
     key = query if inputs == "self" else torch.randn(samples, sources, layer.kdim).double()
     value = torch.randn(samples, sources, layer.vdim).double() if inputs == "three" else key
-    # The weights of one source are 1 and have no gradient, which could tell where samples are in them.
-    need_weights, average = data.draw(st.booleans()) and sources > 1, data.draw(st.booleans())
+    need_weights, average = data.draw(st.booleans()), data.draw(st.booleans())
     mask = data.draw(st.sampled_from([None, "bool", "float", "causal", "each"]))
     masks = {
         "bool": torch.rand(targets, sources) < 0.3,
@@ -54,6 +53,13 @@ def test_attention(layer: nn.MultiheadAttention, data: st.DataObject) -> None:
         padding[:, 0] = False
         if attn_mask is not None and attn_mask.dtype != torch.bool:  # torch wants both of one kind
             padding = padding.double().masked_fill(padding, -torch.inf)
+    seen = torch.ones(samples, targets, sources, dtype=torch.bool)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen &= ~attn_mask
+    if padding is not None:
+        seen &= (padding == 0)[:, None]
+    # The weights of one source are 1 and have no gradient, which could tell where samples are in them.
+    need_weights = need_weights and bool((seen.sum(2) > 1).any(1).all())
 
     def losses() -> Tensor:
         order = (lambda x: x) if layer.batch_first else (lambda x: x.transpose(0, 1))
