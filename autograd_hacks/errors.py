@@ -80,7 +80,7 @@ class UnseenGradient(PerSampleGradientError, section="Gradient by another way"):
 
 
 class ProbeFailed(PerSampleGradientError, section="A model that can't be probed"):
-    """Nothing was shown: the model can't be run again with samples of the batch in the place of others, to show that they are
+    """Nothing was shown: the model can't run with samples of the batch in the place of others, to show that these are
     independent; or rows are asked for behind a branch that brought no gradient when the forward was proven."""
 
 
