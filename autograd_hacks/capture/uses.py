@@ -1,5 +1,7 @@
 """A use of parameters in a forward, as plain data, and what a backward pass brought to it."""
 
+from __future__ import annotations
+
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -98,19 +100,30 @@ class Use(ABC):
     def batch_size(self, grads: OutputGrads) -> int:
         """How many samples there were: as many as the model was given, or else as many as there are rows."""
 
+    def size(self, grads: OutputGrads) -> float:
+        """About how large the rows are that a pass brings."""
+        return grads.length
+
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
 
-    def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
-        """{name in the use: form} for the parameters that a pass has reached, a row for each sample."""
-        if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads))):
+    def forms(self, grads: OutputGrads, received: Mapping[Use, OutputGrads] | None = None) -> Mapping[str, Form]:
+        """{name in the use: form} for the parameters that a pass has reached, a row for each sample.
+
+        received: what the pass has brought to all uses
+        """
+        if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
             edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
             return {local: Zero(self.samples, p.shape, p) for local, p in edges.items()}
         return self._forms(grads)
 
-    def _is_silent(self, grads: OutputGrads) -> bool:
-        """Whether no gradient came to a use where none had come before.  Raises ProbeFailed where one did."""
-        if not any(bool(part_of(g).any()) for g in grads.at if g is not None):
+    def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
+        """Whether no gradient came to a use where none had come before, or one within what rounding leaves of a zero beside
+        the gradients of its parameters' other uses.  Raises ProbeFailed where more came."""
+        size, names = self.size(grads), {edge.name for edge in self.edges.values()}
+        others = [use for use in received if use is not self and names & {edge.name for edge in use.edges.values()}]
+        rounding = 16 * torch.finfo(grads.first.dtype).eps
+        if size <= rounding * max((use.size(received[use]) for use in others), default=0.0):
             return True
         if self.plan is not None:
             self.plan.pending = True
@@ -148,6 +161,10 @@ class LayerCall(Use, Call):
     def given(self) -> list[Tensor]:
         """The tensors that the layer was given."""
         return [x for x, _ in self.versions]
+
+    def size(self, grads: OutputGrads) -> float:
+        given = [x for x in self.given if x.is_floating_point()]
+        return grads.length * (OutputGrads(list(given), []).length if given else 1)
 
     def batch_size(self, grads: OutputGrads) -> int:
         return self._rows(grads) if self.samples is None else self.samples

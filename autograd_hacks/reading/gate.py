@@ -108,7 +108,7 @@ class Gate:
     def _ask(self, number: int, call: Use) -> None:
         grads, terms = self.segment.passes[number].received[call], self._terms[number]
         check_seen(call, grads)
-        for local, form in call.forms(grads).items():
+        for local, form in call.forms(grads, self.segment.passes[number].received).items():
             own = scale(form, form.samples) if self._is_mean[number] else form  # the mean has divided by N
             found = terms.setdefault(call.edges[local].name, {})
             found[call] = add([found[call], own]) if call in found else own

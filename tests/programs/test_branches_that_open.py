@@ -72,6 +72,41 @@ def test_a_gate_that_opens_is_never_read_by_guess(branch: Branch, opens: int) ->
     assert refused in ([], [opens])
 
 
+class Weighted(nn.Module):
+    """A mean of values, weighted step by step by exp(u + key), as in RWKV: at the first step there is nothing to weigh u
+    against, so that its gradient there is what rounding leaves of a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.u = nn.Linear(6, 4), nn.Linear(6, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, weights = torch.zeros(len(x), 4), torch.zeros(len(x), 4)
+        out = []
+        for at in x.unbind(1):
+            key, value = self.key(at), self.value(at)
+            own = (self.u + key).exp()
+            out.append((total + own * value) / (weights + own))
+            total, weights = total + key.exp() * value, weights + key.exp()
+        return torch.stack(out, 1).flatten(1)
+
+
+def test_what_rounding_leaves_of_a_zero_opens_no_branch() -> None:
+    model = Weighted()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.value.weight[:, 0], model.value.bias[:] = 0, 0
+    with autograd_hacks.add_hooks(model):
+        for step in range(12):
+            twin.load_state_dict(model.state_dict())
+            x = torch.randn(5, 3, 6)
+            if step < 4:
+                x[:, 0, 1:] = 0  # the first value is 0, and so is the gradient
+            squares(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, one_loss_at_a_time(twin, lambda x=x: squares(twin(x))))
+
+
 class Exits(nn.Module):
     """Samples leave at the first exit that is sure of them.  left: how many stay, exit by exit"""
 
