@@ -7,6 +7,7 @@ what is chosen with the clock, over the shapes of common models.
 from collections.abc import Sequence
 from math import inf, prod
 
+import torch
 from torch import Tensor
 
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows
@@ -19,6 +20,9 @@ FRESH = 75  # to write it into memory that is new to the process, beside `WRITE`
 PAIR = 40  # to multiply and add up the products of two positions
 SHIFT = 10  # to add a product of two pixels to another, or to write a number of a window
 CALL = 2e6  # the operations of norms by products, beside those of writing; for all samples together
+
+FULL_RATE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities of cards that multiply at least half as fast in float64 as in float32: P100 to B200."""
 
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
@@ -35,6 +39,11 @@ def by_products(pairs: Sequence[Pair]) -> float:
 def products(pairs: Sequence[Pair]) -> float:
     """A sample's multiplications between all positions of all pairs."""
     return sum(_multiplications(list(factors)) for factors in zip(*pairs))
+
+
+def double_costs(device: torch.device) -> float:
+    """How many times as long products take in float64, by what makers of GPUs tell of their cards."""
+    return 2 if device.type != "cuda" or torch.cuda.get_device_capability(device) in FULL_RATE else 64
 
 
 def by_writing(pairs: Sequence[Pair]) -> float:

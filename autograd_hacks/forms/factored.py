@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import by_products, by_writing, memory_of_products
-from autograd_hacks.forms.positions import Windows, Written, gram_of_pairs, multiplications, norms_of_pairs
+from autograd_hacks.forms.cost import by_products, by_writing, double_costs, memory_of_products
+from autograd_hacks.forms.numerics import looks_free
+from autograd_hacks.forms.positions import (
+    Windows,
+    Written,
+    gram_of_pairs,
+    multiplications,
+    norms_in_double,
+    norms_of_pairs,
+)
 from autograd_hacks.forms.projection import RandomMap
 
 if TYPE_CHECKING:
@@ -22,13 +30,20 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
     """The norms of a form, or a sum of forms, from products over positions where these are cheaper than to write its rows
     out, and their positions don't cancel."""
     pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
-    if len(pairs) < max(1, len(form.parts)) or form.like.is_complex() or by_products(pairs) > by_writing(pairs):
+    if len(pairs) < max(1, len(form.parts)) or form.like.is_complex():
+        return Form.norms(form, budget)
+    single = not looks_free(form.like) and form.sum_dtype == torch.float32
+    if by_products(pairs) * (double_costs(form.like.device) if single else 1) > by_writing(pairs):
         return Form.norms(form, budget)
     memory = memory_of_products(pairs)
     if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # they can't be taken in pieces
         return Form.norms(form, budget)
-    for _, part in form.chunks(budget, memory):
-        norms, exact = norms_of_pairs([term.pair for term in part.parts or [part] if term.pair is not None], budget)
+    for _, part in form.chunks(budget // 2 if single else budget, memory):
+        pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
+        if single:
+            found.append(norms_in_double(pairs, budget).to(torch.float32))
+            continue
+        norms, exact = norms_of_pairs(pairs, budget)
         written = (~exact).nonzero()[:, 0]
         found.append(norms.index_put((written,), Form.norms(part[written], budget)) if len(written) else norms)
     return torch.cat(found)

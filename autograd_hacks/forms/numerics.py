@@ -5,9 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SMALL = {"cpu": 2**14, "cuda": 2**20}
-"""Numbers by device up to which float32 is squared in float64, which no square leaves: more take four times as long, and to
-look at norms waits for a GPU."""
+SMALL = 2**14
+"""Numbers up to which float32 is squared in float64 on a CPU, which no square leaves: more take four times as long."""
+
+
+def looks_free(tensor: Tensor) -> bool:
+    """Whether the host may look at a tensor's numbers without waiting for a queue of kernels, or has to where the device has
+    no float64."""
+    return not tensor.is_cuda
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,7 +24,7 @@ def row_norms(rows: Tensor) -> Tensor:
     """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0]).abs()
-    if rows.dtype == torch.float32 and rows.numel() <= SMALL.get(rows.device.type, 0):
+    if rows.dtype == torch.float32 and (rows.numel() <= SMALL or not looks_free(rows)):
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=1)
     if rows.is_meta or not len(rows):

@@ -3,7 +3,7 @@ is written.  Tensors alone; forms write out the rows that cancel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeGuard
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autograd_hacks.forms.numerics import accumulation_dtype, slices_of
+from autograd_hacks.forms.numerics import accumulation_dtype, looks_free, slices_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class OneHot:
 
     def __matmul__(self, matrix: Tensor) -> Tensor:
         return matrix[self.index]
+
+    def double(self) -> OneHot:
+        return self
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class Windows:
 
     def __getitem__(self, index: slice | Tensor) -> Windows:
         return replace(self, x=self.x[index])
+
+    def double(self) -> Windows:
+        return replace(self, x=self.x.double())
 
     def cut(self) -> Tensor:
         """The windows, N C *K *L, in the order that is the cheapest to copy: a view where nothing is padded."""
@@ -146,18 +152,12 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
     """
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
-    for number, pair in enumerate(pairs):
-        positions = pair[0].shape[1]
-        for later, (other_left, other_right) in enumerate(pairs[number:]):
-            each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
-            for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
-                left, right = (pair[0][:, piece], pair[1][:, piece]) if _is_written(pair) else pair
-                lefts, rights = own_products(left, other_left), own_products(right, other_right)
-                square = square + (2 if later else 1) * (lefts * rights).sum((1, 2))
-                if not later:
-                    own, others = (p.detach().diagonal(piece.start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
-                    lengths, reach = own * others, reach + (own + others).sum(1)
-                    size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
+    for start, lefts, rights in _between(pairs, like, budget):
+        square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
+        if start is not None:
+            own, others = (p.detach().diagonal(start, 1, 2).to(like.dtype).sqrt() for p in (lefts, rights))
+            lengths, reach = own * others, reach + (own + others).sum(1)
+            size, spread = size + lengths.sum(1), spread + lengths.square().sum(1)
     info, found = torch.finfo(square.dtype), square.detach()
     exact = (found > info.eps * 2e3 * size.square()) & (found > info.eps * 1e4 * spread) & (found <= info.max)
     exact &= found > info.tiny * (1 / info.eps + 1e5 * reach).square()
@@ -165,6 +165,31 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
     if len(blank):
         nothing[blank] = torch.stack([_is_zero((left[blank], right[blank])) for left, right in pairs]).all(0)
     return torch.where(exact, square, torch.ones_like(square)).sqrt() * ~nothing, exact | nothing
+
+
+def norms_in_double(pairs: Sequence[Pair], budget: int) -> Tensor:
+    """The same of numbers in single or half precision, all of which can be trusted, so that the host needn't look: products
+    in float64 carry less of an error than single precision leaves in the positions themselves, and have twice its range."""
+    pairs = [(left.double(), right.double()) for left, right in pairs]
+    like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
+    square = like.new_zeros(like.shape[0])
+    for start, lefts, rights in _between(pairs, like, budget):
+        square = square + (2 if start is None else 1) * (lefts * rights).sum((1, 2))
+    is_nothing = square <= 0
+    return torch.where(is_nothing, torch.ones_like(square), square).sqrt() * ~is_nothing
+
+
+def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+    """The products of left and of right factors between positions of all pairs; of a pair with itself also the first of its
+    positions, and of two pairs, of which each is met once, None."""
+    for number, pair in enumerate(pairs):
+        positions = pair[0].shape[1]
+        for later, (other_left, other_right) in enumerate(pairs[number:]):
+            each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
+            for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
+                left, right = (pair[0][:, piece], pair[1][:, piece]) if _is_written(pair) else pair
+                products = own_products(left, other_left), own_products(right, other_right)
+                yield (None if later else piece.start, *products)
 
 
 def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int) -> Tensor | None:
@@ -176,13 +201,16 @@ def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int)
     if n * m * t * s * min(multiplications(mine), multiplications(theirs)) > (n * t + m * s + n * m) * numbers:
         return None
     mine, theirs = _wide(mine), _wide(theirs)
-    if max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
+    dtype = mine[1].dtype
+    if dtype == torch.float32 and not looks_free(mine[1]):
+        mine, theirs = (mine[0].double(), mine[1].double()), (theirs[0].double(), theirs[1].double())
+    elif max(t, s) > 1 and not all(bool(norms_of_pairs([pair], budget)[1].all()) for pair in (mine, theirs)):
         return None
     each, parts = 2 * t * m * s * mine[1].element_size(), []
     for piece in slices_of(n, budget // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
-    return torch.cat(parts)
+    return torch.cat(parts).to(dtype)
 
 
 def _fans(pair: Pair) -> tuple[int, int]:

@@ -67,10 +67,14 @@ def test_any_form_has_its_norms_by_positions(data: st.DataObject, samples: int, 
             assert_close(form.norms(budget), written(form))
 
 
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("positions", [2, 3, 16, 200, 1000])
 @pytest.mark.parametrize("decades", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("pattern", ["alternating", "last", "shared", "windows", "two calls"])
-def test_positions_that_cancel_keep_their_digits(positions: int, decades: int, pattern: str) -> None:
+def test_positions_that_cancel_keep_their_digits(
+    monkeypatch: pytest.MonkeyPatch, positions: int, decades: int, pattern: str, looks: bool
+) -> None:
+    monkeypatch.setattr(factored, "looks_free", lambda tensor: looks)  # not on a GPU
     torch.manual_seed(positions + decades)
     noise, near = torch.randn(4, positions, 30), 10.0**-decades
     left, right = torch.randn(4, 1, 20).expand(-1, positions, -1), torch.randn(4, 1, 30) + near * noise
@@ -101,7 +105,9 @@ def test_many_positions_that_do_not_cancel_are_not_written() -> None:
         assert_close(form.norms(), written(form))
 
 
-def test_lengths_whose_squares_leave_the_range_are_written_out() -> None:
+@pytest.mark.parametrize("looks", [True, False])
+def test_lengths_whose_squares_leave_the_range(monkeypatch: pytest.MonkeyPatch, looks: bool) -> None:
+    monkeypatch.setattr(factored, "looks_free", lambda tensor: looks)
     for small_one, large in ((1e-23, 1e18), (1e-21, 1e12), (1e18, 1e-23), (1e25, 1e-20)):
         left, right = torch.ones(1, 2, 8), torch.ones(1, 2, 8)
         left[:, 0], right[:, 0] = small_one, large
