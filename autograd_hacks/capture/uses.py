@@ -63,7 +63,9 @@ class OutputGrads:
     @property
     def length(self) -> float:
         """The 2-norm of them all."""
-        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        return (
+            sum(float(part_of(grad).detach().abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
+        )
 
 
 @dataclass(eq=False, kw_only=True)
