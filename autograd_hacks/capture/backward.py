@@ -68,6 +68,7 @@ class Backward:
         self.attached = False
         for handle in (handle for pair in self.watched.values() for handle in pair):
             handle.remove()
+        self.watched, self._left = ByTensor(), None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -99,11 +99,10 @@ def add_hooks(
     recorder = Recorder() if known is None else known
     before = None if known is None else (known.planner, known.backward.wants_grad, known.pool.reuse)
     try:
-        if not param_grad:
-            recorder.watch_steps()
         _hook_all(recorder, model)
         recorder.plan_by(Planner(model, batch_dim, probe, independent))
         recorder.backward.wants_grad, recorder.pool.reuse = param_grad, reuse
+        recorder.attach()
     except BaseException:
         if known is None:
             _take_off(recorder, model)
@@ -154,12 +153,16 @@ def remove_hooks(model: nn.Module) -> None:
         pass
 
 
-def _take_off(recorder: Recorder, model: nn.Module) -> None:
+def _unhook(recorder: Recorder, model: nn.Module) -> None:
     recorder.detach()
     for module in {*recorder.layers, *model.modules()}:
         for hook in own_hooks(recorder, module):
             drop(module, hook)
         take_from_around(module, recorder)
+
+
+def _take_off(recorder: Recorder, model: nn.Module) -> None:
+    _unhook(recorder, model)
     for parameter in model.parameters():
         for attribute in ("grad1", "hess", "hess_diag", "kfac"):
             vars(parameter).pop(attribute, None)
@@ -212,6 +215,30 @@ class Hooked(Shown):
 
     def __init__(self, model: nn.Module, before: Settings | None) -> None:
         self._model, self._before = model, before  # the settings that the model had, where it had hooks
+        self._resting: Recorder | None = None  # the model's, while its hooks are off
+
+    def off(self) -> None:
+        """Takes the hooks off the model until `on`: between, its steps cost what they cost without the library, and nothing
+        of them can be read.  What was proven of its forwards stays.
+
+        Raises NothingRecorded where the hooks were removed.
+        """
+        if self._resting is None:
+            recorder = recorder_of(self._model)
+            with restored(partial(_unhook, recorder, self._model)):
+                self._resting = recorder
+
+    def on(self) -> None:
+        """Puts the hooks back; layers that were added since `off` get theirs.  Where the hooks are on, nothing happens.
+
+        Raises NothingRecorded where the hooks were removed.
+        """
+        recorder, self._resting = self._resting, None
+        if recorder is None or _recorder_of(self._model) is not None:
+            recorder_of(self._model)
+            return
+        recorder.attach()
+        _hook_all(recorder, self._model)
 
     def _table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
@@ -229,6 +256,8 @@ class Hooked(Shown):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._resting is not None:
+            self.on()
         if (recorder := _recorder_of(self._model)) is None:
             return
         if self._before is None:

@@ -15,7 +15,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
@@ -68,18 +67,19 @@ class Recorder:
         self._plan: Plan | None = None  # of these, where it is not to be looked for
         self._known: Known | None = None  # of the forward that runs
         self._ends: frozenset[Node] = frozenset()  # what made its arguments; later these may hold what it has made itself
-        self._steps: RemovableHandle | None = None  # where optimizers' steps are heard of
+        self._steps: weakref.finalize[[], Recorder] | None = None  # ends hearing of optimizers' steps
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
         self.planner = planner
         self.record.plan = self.forward.static = planner.static
 
-    def watch_steps(self) -> None:
-        """Asks torch for word of each optimizer's step."""
-        if self._steps is None:
-            self._steps = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-            weakref.finalize(self, self._steps.remove)
+    def attach(self) -> None:
+        """Begins to record, and asks torch for word of each optimizer's step where backward passes fill no ``.grad``."""
+        self.backward.attached = True
+        if self._steps is None and not self.backward.wants_grad:
+            handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+            self._steps = weakref.finalize(self, handle.remove)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
@@ -106,7 +106,8 @@ class Recorder:
         self.record.clear()
         self.pool.clear()
         if self._steps is not None:
-            self._steps.remove()
+            self._steps()
+            self._steps = None
 
     def interrupt(self) -> None:
         """A forward was left by what is no Exception, of which hooks don't hear."""

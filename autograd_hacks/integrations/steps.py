@@ -14,6 +14,7 @@ from autograd_hacks.capture.hooks import Hooked, recorder_of
 from autograd_hacks.errors import ON_STEPS
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.verbs.arguments import check_count
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
@@ -26,6 +27,7 @@ class Steps:
     noise_scale: whether to estimate the gradient noise scale    per_parameter: also of each parameter
     smoothing: share of the past in the running means of noise and signal, of which it is the ratio; in [0, 1)
     loss_type: how the loss was reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
+    every: measures the first of so many steps; the others run without hooks, and cost what they cost without the library
 
     A *row* is what a sample brings to the step's gradient, times the number of samples for a mean.  However the trainer
     divides and scales the losses of micro-batches, the rows' mean (or sum) is the gradient that it would step by.
@@ -41,18 +43,26 @@ class Steps:
         smoothing: float = 0.9,
         loss_type: str = "mean",
         batch_dim: BatchDim = 0,
+        every: int = 1,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)" + ON_STEPS)
         check_loss_type(loss_type)
+        check_count("Steps was given every", every, "steps", ON_STEPS)
+        if every > 1 and max_norm is not None:
+            raise ValueError(
+                f"every={every} was given with max_norm={max_norm}: steps that aren't measured would not be clipped. Leave "
+                "every out to clip, or max_norm to measure." + ON_STEPS
+            )
+        self.every, self._count = every, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
         self.norms: Tensor | None = None
         """Of the last step's samples before clipping, N, in the order of the micro-batches."""
         self.history: list[dict[str, float]] = []
-        """What each step's `read` has returned."""
+        """What `read` has returned of each step that was measured."""
         self._means: dict[str, tuple[float, float]] = {}
         self._model: nn.Module | None = None
         self._hooked: Hooked | None = None
@@ -69,6 +79,7 @@ class Steps:
         self._check_covers(model, optimizers)
         self.detach()
         self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None), model
+        self._count = 0
         accumulate(model).start()
 
     def _check_covers(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -89,6 +100,7 @@ class Steps:
         """Ends: the model is as it was, also in the middle of a step."""
         model, hooked, self._model, self._hooked = self._model, self._hooked, None, None
         if model is not None and hooked is not None:
+            hooked.on()
             record = recorder_of(model).record
             record.accumulating = False
             record.clear()
@@ -101,22 +113,30 @@ class Steps:
 
         Returns ``grads/samples``, ``grads/norm_mean`` and ``grads/norm_max`` of the norms before clipping,
         ``grads/clipped``, the share of the samples that were, and of at least two samples ``grads/noise``, ``grads/signal``
-        and ``grads/noise_scale``, in samples, which is infinite while no signal is known.
+        and ``grads/noise_scale``, in samples, which is infinite while no signal is known; nothing of a step that isn't
+        measured.
 
         Raises NothingRecorded before `attach` and without a backward pass, NotImplementedError where several processes share
         the batch, and what `per_sample_grads` raises.
         """
-        if self._model is None:
+        if self._model is None or self._hooked is None:
             raise RuntimeError("no model is attached: read() comes between attach(model) and detach()" + ON_STEPS)
-        model = self._model
-        accumulate(model).stop()
+        model, is_measured, measures = self._model, self._count % self.every == 0, {}
+        self._count += 1
+        if is_measured:
+            accumulate(model).stop()
         scale = 1.0 if scaler is None else scaler.get_scale()
         try:
-            with torch.no_grad():
-                measures = self._read(model, scale, _is_unscaled(scaler))
+            if is_measured:
+                with torch.no_grad():
+                    measures = self._read(model, scale, _is_unscaled(scaler))
+                self.history.append(measures)
         finally:
-            accumulate(model).start()
-        self.history.append(measures)
+            if self._count % self.every:
+                self._hooked.off()
+            else:
+                self._hooked.on()
+                accumulate(model).start()
         return measures
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Patched
-from oracle import squares
+from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import assert_right, batch, mlp, step
 
 import autograd_hacks
+from autograd_hacks.errors import NothingRecorded
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -217,3 +218,35 @@ def test_the_handle_says_what_it_holds() -> None:
     assert repr(handle) == "<hooks of a Sequential: 3 modules, batch_dim=1, param_grad=True>"
     autograd_hacks.remove_hooks(model)
     assert repr(handle) == "<hooks of a Sequential, removed>"
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_hooks_that_are_off_cost_and_record_nothing(param_grad: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    hooked = autograd_hacks.add_hooks(model, param_grad=param_grad)
+    model(x).square().sum().backward()
+    hooked.off()
+    hooked.off()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(NothingRecorded):
+        autograd_hacks.compute_grad1(model)
+    model.append(nn.Linear(2, 2))
+    hooked.on()
+    hooked.on()
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        autograd_hacks.compute_grad1(model, "sum", set_grad=True)
+    with autograd_hacks.pause_hooks():
+        rows = one_loss_at_a_time(model, lambda: model(x).square().sum(1))
+    assert_rows(model, rows)
+    hooked.off()
+    with hooked:
+        pass
+    autograd_hacks.add_hooks(model).__exit__()
+    with pytest.raises(NothingRecorded):
+        hooked.on()

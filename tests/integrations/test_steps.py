@@ -222,3 +222,36 @@ def test_only_what_is_clipped_must_be_independent(max_norm: float | None) -> Non
             steps.read()
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before))
     steps.detach()
+
+
+def test_every_third_step_is_measured_and_the_others_have_no_hooks() -> None:
+    model, steps, (inputs, targets) = net(), Steps(every=3), data()
+    plain, found, hooks = copy.deepcopy(model), [], []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in (model, plain)]
+    steps.attach(model)
+    for step in range(8):
+        x, y = inputs[4 * step : 4 * step + 12], targets[4 * step : 4 * step + 12]
+        hooks.append(any(m._forward_hooks for m in model.modules()) or any(p._backward_hooks for p in model.parameters()))
+        for m, optimizer in zip((model, plain), optimizers):
+            optimizer.zero_grad()
+            F.cross_entropy(m(x), y).backward()
+        found.append(steps.read())
+        if found[-1]:
+            rows = [
+                torch.autograd.grad(F.cross_entropy(plain(i[None]), j[None]), list(plain.parameters())) for i, j in zip(x, y)
+            ]
+            assert_close(steps.norms, torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows]))
+        for optimizer in optimizers:
+            optimizer.step()
+    steps.detach()
+    assert hooks == [bool(measures) for measures in found] == [step % 3 == 0 for step in range(8)]
+    assert steps.history == found[::3]
+    same(model, plain)
+
+
+def test_steps_that_are_clipped_are_all_measured() -> None:
+    with pytest.raises(ValueError, match="would not be clipped"):
+        Steps(max_norm=1.0, every=10)
+    for every, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="every"):
+            Steps(every=every)
