@@ -33,8 +33,9 @@ def test_the_layout_is_among_those_that_are_left(drawn: tuple[torch.Tensor, int,
     found = judged(x, others, weights, candidates(x.shape, samples, range(3)))
     assert layout in found.layouts
     assert not found.is_mixed
-    rows = layout.samples_first(x, samples).reshape(samples, -1)
-    assert found.owners == int((rows != 0).any(1).sum())
+    # Entries that rounding hides beside others may fit several layouts; it is told how many samples own some in one of them.
+    rows = [left.samples_first(x, samples).reshape(samples, -1) for left in found.layouts]
+    assert found.owners in [int((own != 0).any(1).sum()) for own in rows]
 
 
 @given(gradients(), integers(0, 9))
