@@ -1,7 +1,7 @@
 """What the hooks on layers note of a running forward.  No mathematics."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.by_part import PartCall, check_cut
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.uses import Edge, Graph, LayerCall
-from autograd_hacks.probe.plan import NOT_OF_BATCH, Place, Plan
+from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
+from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import axes_for, covered, rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.internals import is_traced, is_transformed
@@ -22,6 +23,8 @@ from autograd_hacks.support.layout import Layouts, likeliest
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, version_of
+
+_NONE: frozenset[Node] = frozenset()
 
 
 class Noted(NamedTuple):
@@ -31,11 +34,59 @@ class Noted(NamedTuple):
     number: int  # how many calls of the layer there were before
     hooks: list[tuple[Node, AtOutput]]  # at its outputs, and the nodes that hold them
     inputs: frozenset[Node]  # what made the tensors that it was given
+    place: Place | None = None  # which it is known to have, like the call before
 
     @property
     def is_empty(self) -> bool:
         """Whether it returned no rows, as an expert that nothing was routed to."""
         return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
+
+
+class Steady(NamedTuple):
+    """What stays as it is from forward to forward in a call of a layer: of most calls all but the tensors."""
+
+    fields: dict[str, Any]  # of `LayerCall`
+    place: Place
+    rule: Rule
+    shape: torch.Size  # of its output
+    owned: tuple[tuple[str, Tensor, bool, tuple[torch.dtype, torch.device]], ...]  # parameters: name, whether they train
+
+    @classmethod
+    def of(cls, noted: Noted) -> "Steady | None":
+        """None for a call that has anything out of the ordinary."""
+        call, place, rule = noted.call, None, rule_for(noted.call.layer)
+        if call.plan is not None:
+            place = call.plan.place_of(call.path, noted.number)
+        if place is None or place.kind != AXES or call.labels is not None or not call.samples:
+            return None
+        if type(call) is not LayerCall or rule is None or rule.recomputes or rule.covers or len(noted.hooks) != 1:
+            return None
+        if call.random_state is not None or call.recomputed_in is not None or not call.is_own or not _is_one(call.args):
+            return None
+        own = call.layer._parameters
+        if call.kwargs or call.slots != 1 or not call.edges.keys() <= own.keys():
+            return None
+        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision")
+        fields = {name: value for name, value in vars(call).items() if name not in made}
+        owned = [(n, p, p.requires_grad, (p.dtype, p.device)) for n, p in own.items() if p is not None]
+        return cls(fields, place, rule, noted.hooks[0][1].shape, tuple(owned))
+
+    def holds(self, layer: nn.Module, output: Tensor, samples: int | None) -> bool:
+        """Whether a call is of the same kind."""
+        fields = self.fields
+        if fields["layer"] is not layer or fields["training"] is not layer.training or fields["samples"] != samples:
+            return False
+        if output.shape != self.shape or output.grad_fn is None or output._base is not None:
+            return False
+        own = layer._parameters
+        for name, p, trains, kind in self.owned:
+            if own.get(name) is not p or p.requires_grad is not trains or kind != (p.dtype, p.device):
+                return False
+        return rule_for(layer) is self.rule
+
+
+def _is_one(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and type(args[0]) is Tensor
 
 
 class Forward:
@@ -98,6 +149,8 @@ class Forward:
         drew = self._random_states.pop(layer, None) if len(self._random_states) else None
         if output is None or not self.is_on():
             return output
+        if drew is None and not kwargs and _is_one(args) and self._note_steadily(path, layer, args, output, is_first):
+            return output
         self._locate(path, layer)
         number, rule = self._count(path), rule_for(layer)
         # 1. Is there something to note: parameters that train, and a graph that leads to them?
@@ -145,6 +198,44 @@ class Forward:
         if self.running is not None:
             self.noted.append(Noted(call, number, hooks, made_of))
         return output
+
+    def _note_steadily(self, path: str, layer: nn.Module, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
+        """Notes a call that is like the one before it, if it is one: the way of most calls, in a third of the time."""
+        key = path, self._calls.get(path, -1) + 1
+        plan, backward = self.record.plan, self.backward
+        steady = plan.steady.get(key)
+        if steady is None or self.running is None or type(output) is not Tensor or current_task() != NO_TASK:
+            return False
+        if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
+            return False
+        self._calls[path] = key[1]
+        backward.running = None  # left by a pass that failed
+        backward.called.add(id(layer))
+        x, graph, call = args[0].detach(), Graph(), LayerCall.__new__(LayerCall)
+        own = vars(call)
+        own.update(steady.fields)
+        own["args"], own["versions"], own["graph"] = (x,), [(x, version_of(x))], weakref.ref(graph)
+        own["state"] = {name: (p, p._version) for name, p, _, _ in steady.owned}
+        if layer._buffers:
+            own["state"] |= {name: (b, version_of(b)) for name, b in layer._buffers.items() if b is not None}
+        own["forward"], own["is_first"], own["precision"] = self.record.forwards, is_first, autocast_dtype(x.device)
+        made_of = _NONE if args[0].grad_fn is None else frozenset([args[0].grad_fn])
+        hook = AtOutput(call, graph, backward.receive, 0, output, (args, {}), made_of)
+        node: Any = output.grad_fn
+        node.register_prehook(hook)
+        self.noted.append(Noted(call, key[1], [(node, hook)], made_of, steady.place))
+        return True
+
+    def remember(self, plan: Plan, calls: Sequence[Noted]) -> None:
+        """Keeps of the forward that has ended what the next one is expected to repeat."""
+        for noted in calls:
+            if noted.place is None:
+                key = noted.call.path, noted.number
+                steady = Steady.of(noted) if noted.call.plan is plan else None
+                if steady is not None:
+                    plan.steady[key] = steady
+                else:
+                    plan.steady.pop(key, None)
 
     def _layouts(self, place: Place | None, layer: nn.Module, outputs: list[Tensor]) -> Layouts:
         """Where the samples are in what a layer returned, as the plan says, or by sizes."""

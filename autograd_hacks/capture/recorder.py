@@ -198,6 +198,7 @@ class Recorder:
             watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
         if plan.checkpoints and samples:
             self.look_inside(self, ran, plan, samples)
+        self.forward.remember(plan, ran.noted)
         off = self._off_graph(plan, ran, samples)
         again = self.backward.running if current_task() != NO_TASK else None  # checkpointing runs the whole model again
         refuse_parts([n for n in plan.names if n in ran.parameters and is_part(ran.parameters[n])])
@@ -271,6 +272,8 @@ class Recorder:
         is_known = bool(plan.mixing) or moves_nothing or places_left(ran.graph, samples or 0) == plan.places_left
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
+            if place is noted.place is not None and call.samples == samples:
+                continue
             call.plan, call.samples, is_known = plan, samples, is_known and place is not None
             if samples and noted.is_empty:
                 call.labels = torch.zeros(0, dtype=torch.long, device="cpu")
@@ -295,7 +298,7 @@ class Recorder:
             is_known = is_known and ran.off.is_known and ran.off.is_told
             is_unseen |= ran.off.is_unseen
         # Where values choose rows each batch may be the first that brings a gradient to some use.
-        return is_known and not (is_unseen and has_moving(ran.graph, samples or 0))
+        return is_known and not (is_unseen and not moves_nothing and has_moving(ran.graph, samples or 0))
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

@@ -78,6 +78,8 @@ class Plan:
     shown: set[str] = field(default_factory=set)  # parameters whose rows, randomly weighted, added up in the last proof
     # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
     summed: set[str] = field(default_factory=set)
+    # Of layers' calls, by path and number, what the next forward is expected to repeat: see `capture/forward.py`.
+    steady: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def place_of(self, path: str, number: int) -> Place | None:
         """Of a call of a layer with a rule; None where it isn't known."""
