@@ -42,7 +42,7 @@ class Noted(NamedTuple):
         return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
 
 
-class Steady(NamedTuple):
+class Like(NamedTuple):
     """What stays as it is from forward to forward in a call of a layer: of most calls all but the tensors."""
 
     fields: dict[str, Any]  # of `LayerCall`
@@ -52,7 +52,7 @@ class Steady(NamedTuple):
     owned: tuple[tuple[str, Tensor, bool, tuple[torch.dtype, torch.device]], ...]  # parameters: name, whether they train
 
     @classmethod
-    def of(cls, noted: Noted) -> "Steady | None":
+    def of(cls, noted: Noted) -> "Like | None":
         """None for a call that has anything out of the ordinary."""
         call, place, rule = noted.call, None, rule_for(noted.call.layer)
         if call.plan is not None:
@@ -231,7 +231,7 @@ class Forward:
         for noted in calls:
             if noted.place is None:
                 key = noted.call.path, noted.number
-                steady = Steady.of(noted) if noted.call.plan is plan else None
+                steady = Like.of(noted) if noted.call.plan is plan else None
                 if steady is not None:
                     plan.steady[key] = steady
                 else:

@@ -24,6 +24,13 @@ def scale(form: Form, factor: float | Tensor) -> Form:
     return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
 
 
+def unscaled(form: Form) -> tuple[Form, float]:
+    """A form and the number that its rows are to be multiplied by, for verbs that do it for all forms at once."""
+    if type(form) is Scaled and not isinstance(form.factor, Tensor):
+        return form.form, form.factor
+    return form, 1.0
+
+
 def add(forms: Sequence[Form]) -> Form:
     """J₁ + J₂ + …, row by row, for a parameter that several calls share; every verb keeps the cross terms.
 

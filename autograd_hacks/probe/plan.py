@@ -1,5 +1,7 @@
 """What holds for all forwards of a kind: where the samples are in what layers and nodes made, and what has no rows."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,6 +32,13 @@ class Place:
     is_decided: bool = True
     was_empty: bool = False
     is_unseen: bool = False
+
+
+class Steady(dict[tuple[str, int], Any]):
+    """What is at hand only, and left out of copies: it holds nodes of the graph."""
+
+    def __reduce__(self) -> tuple[type[Steady], tuple[()]]:
+        return Steady, ()
 
 
 @dataclass
@@ -79,7 +88,7 @@ class Plan:
     # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
     summed: set[str] = field(default_factory=set)
     # Of layers' calls, by path and number, what the next forward is expected to repeat: see `capture/forward.py`.
-    steady: dict[tuple[str, int], Any] = field(default_factory=dict)
+    steady: Steady = field(default_factory=Steady)
 
     def place_of(self, path: str, number: int) -> Place | None:
         """Of a call of a layer with a rule; None where it isn't known."""

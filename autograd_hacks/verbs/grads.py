@@ -13,6 +13,7 @@ from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
+from autograd_hacks.forms.composite import unscaled
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
 from autograd_hacks.verbs import arguments, matrix, statistics
@@ -69,11 +70,15 @@ class PerSampleGrads(Matrix):
         Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
         """
         with self.reading():
-            norms = {name: form.norms(budget) for name, form in self.items()}
             if per_parameter:
+                norms = {name: form.norms(budget) for name, form in self.items()}
                 return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
+            plain = {name: unscaled(form) for name, form in self.items()}
+            factors = {factor for _, factor in plain.values()}
+            shared = factors.pop() if len(factors) == 1 else 1.0  # as of a mean: multiplied by once
+            norms = {n: (f if shared != 1 else self[n]).norms(budget) for n, (f, _) in plain.items()}
             joined = whole_norms(norms, self.cuts, lambda own: matrix.joint_norms(own.values(), self._row_count))
-            return self._placed(joined)
+            return self._placed(joined if shared == 1 else joined * abs(shared))
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...
@@ -107,9 +112,16 @@ class PerSampleGrads(Matrix):
         """
         with self.summing(lambda: self._by_row(w, several=True)) as (w, _):
             # Weights in what a form adds up in, or better.
-            kinds = {n: (form.like.device, form.sum_dtype) for n, form in self.items()}
-            weights = {kind: w.to(kind[0], torch.promote_types(w.dtype, kind[1])) for kind in {*kinds.values()}}
-            sums = ((n, form.weighted_sum(weights[kinds[n]], budget).to(form.like.dtype)) for n, form in self.items())
+            weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
+
+            def total(form: Form) -> Tensor:
+                plain, factor = unscaled(form)
+                like, dtype = plain.like, plain.sum_dtype
+                if (kind := (like.device, dtype, factor)) not in weights:
+                    weights[kind] = w.to(like.device, torch.promote_types(w.dtype, dtype)) * factor
+                return plain.weighted_sum(weights[kind], budget).to(like.dtype)
+
+            sums = ((name, total(form)) for name, form in self.items())
             return self.spread.settled(sums)
 
     @overload
