@@ -50,6 +50,7 @@ class Backward:
         self.record, self.reduction = record, reduction
         self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
         self.attached = True  # whether the hooks are there; graphs may outlive them
+        self.is_behind = False  # whether parameters have hooks also behind the accumulation of ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.running: Pass | None = None
         self.answered = False  # whether a pass has come since the last forward began
@@ -93,10 +94,20 @@ class Backward:
         """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
-            self.watched[parameter] = (
-                parameter.register_hook(partial(_arrive, weakref.ref(self), weakref.ref(parameter))),
-                parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self))),
-            )
+            self.watched[parameter] = (parameter.register_hook(_Arrival(self, parameter)),)
+            self._watch_behind(parameter)
+
+    def watch_behind(self) -> None:
+        """Asks for word of each gradient that is in its ``.grad``, where something has to be done with it there."""
+        if not self.is_behind:
+            self.is_behind = True
+            for parameter in list(self.watched.keys()):
+                self._watch_behind(parameter)
+
+    def _watch_behind(self, parameter: Tensor) -> None:
+        if self.is_behind and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
+            hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
+            self.watched[parameter] = (*handles, hook)
 
     def watch_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
@@ -143,8 +154,11 @@ class Backward:
         """Notes the gradients that the running pass brings to a use; see `Receive`."""
         if not (Switch.on() and self.attached) or is_transformed():
             return
-        if self.is_silent or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched: many passes in one
+        if self.is_silent:
             return
+        for g in grads:
+            if g is not None and is_batched(g):  # is_grads_batched: many passes in one
+                return
         if self.inner is not None:
             if (use, slot) in self.inner.filed:
                 return
@@ -175,10 +189,11 @@ class Backward:
 
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
         # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
-        inner = self.inner
-        found = {own: reach_of(edge.node) if inner is None else inner.ways.get(edge.name) for own, edge in use.edges.items()}
-        ways = {local: way for local, way in found.items() if way}
-        if all(grad is None for grad in grads) or not ways:
+        inner, ways = self.inner, dict[str, str]()
+        for local, edge in use.edges.items():
+            if way := reach_of(edge.node) if inner is None else inner.ways.get(edge.name):
+                ways[local] = way
+        if not ways or all(grad is None for grad in grads):
             return None
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
         if captures and use.is_own and inner is None:
@@ -208,10 +223,10 @@ class Backward:
         received.live = live or received.live
         if inner is None and self.wants_grad is False:
             current.brought.update(use.edges[local].name for local in ways)
-        new = [local for local in ways if local not in received.reached]
-        received.reached += tuple(new)
-        for local in new:
-            current.calls_of.setdefault(use.edges[local].name, []).append(use)
+        for local in ways:
+            if local not in received.reached:
+                received.reached += (local,)
+                current.calls_of.setdefault(use.edges[local].name, []).append(use)
         self.answered = True
         return received
 
@@ -363,6 +378,14 @@ def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
             heard_by.reduction.accumulated()
 
 
-def _arrive(backward: weakref.ref[Backward], parameter: weakref.ref[Tensor], grad: Tensor | None) -> Tensor | None:
-    heard_by, at = backward(), parameter()
-    return None if heard_by is None or at is None else heard_by.arrive(at, grad)
+class _Arrival:
+    """A hook on a parameter."""
+
+    __slots__ = ("backward", "parameter")
+
+    def __init__(self, backward: Backward, parameter: Tensor) -> None:
+        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        heard_by, at = self.backward(), self.parameter()
+        return None if heard_by is None or at is None else heard_by.arrive(at, grad)

@@ -77,6 +77,8 @@ class Recorder:
     def attach(self) -> None:
         """Begins to record, and asks torch for word of each optimizer's step where backward passes fill no ``.grad``."""
         self.backward.attached = True
+        if not self.backward.wants_grad:
+            self.backward.watch_behind()
         if self._steps is None and not self.backward.wants_grad:
             handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             self._steps = weakref.finalize(self, handle.remove)
@@ -149,6 +151,8 @@ class Recorder:
                 self._look(path, model, args, kwargs)
         # The model's own code begins, and its gradients may be reduced over processes.
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
+        if self.reduction.reducing:
+            self.backward.watch_behind()
         self.record.stage = running_stage()
         self.forward.running = path if is_on else None
 

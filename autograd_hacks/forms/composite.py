@@ -158,8 +158,9 @@ class Scaled(Composite):
     """
 
     def __init__(self, form: Form, factor: float | Tensor) -> None:
-        super().__init__((form,), form.samples, form.shape)
-        self.form, self.factor, self.writes_in_place = form, factor, form.writes_in_place
+        self.parts, self.samples, self.shape = (form,), form.samples, form.shape
+        self.cuts_well, self.sums_cheaply, self.writes_in_place = form.cuts_well, form.sums_cheaply, form.writes_in_place
+        self.form, self.factor = form, factor
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values

@@ -1,5 +1,6 @@
 """The plans of one hooked model, by signature, and how many samples a forward is given."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ class Planner:
         signature = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
         plan = self.plans.setdefault((signature, self._few(signature, batch.numbers())), Plan())
         plan.forwards += not again
-        time_first = _has_time_first(model) and not any(map(is_packed, batch.leaves))
+        time_first = _has_time_first(modules) and not any(map(is_packed, batch.leaves))
         # A layer by itself says so of its own input; of what is in a model nobody knows.
         order = (1, axis) if getattr(model, "batch_first", True) is False else (axis, 1)
         axes = order if axis == 0 and self.learnt is None and time_first else (axis,)
@@ -121,6 +122,6 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
     return len(vectors) > 1 and batch.axes is None and any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
 
 
-def _has_time_first(model: nn.Module) -> bool:
+def _has_time_first(modules: Iterable[nn.Module]) -> bool:
     """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    return any(getattr(module, "batch_first", True) is False for module in model.modules())
+    return any(vars(module).get("batch_first", getattr(type(module), "batch_first", True)) is False for module in modules)
