@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
+from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.nodes import NODES, Kept, Met, by_node, carried_back
 from autograd_hacks.rules.rule import Call, Rule
@@ -63,9 +64,7 @@ class OutputGrads:
     @property
     def length(self) -> float:
         """The 2-norm of them all."""
-        return (
-            sum(float(part_of(grad).detach().abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
-        )
+        return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
 
 
 @dataclass(eq=False, kw_only=True)
@@ -102,10 +101,6 @@ class Use(ABC):
     def batch_size(self, grads: OutputGrads) -> int:
         """How many samples there were: as many as the model was given, or else as many as there are rows."""
 
-    def size(self, grads: OutputGrads) -> float:
-        """About how large the rows are that a pass brings."""
-        return grads.length
-
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
 
@@ -120,14 +115,9 @@ class Use(ABC):
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether no gradient came to a use where none had come before, or one within what rounding leaves of a zero beside
-        the gradients of its parameters' other uses.  Raises ProbeFailed where more came."""
-        if not any(bool(part_of(g).any()) for g in grads.at if g is not None):
-            return True
-        size, names = self.size(grads), {edge.name for edge in self.edges.values()}
-        others = [use for use in received if use is not self and names & {edge.name for edge in use.edges.values()}]
-        rounding = 16 * torch.finfo(grads.first.dtype).eps
-        if size <= rounding * max((use.size(received[use]) for use in others), default=0.0):
+        """Whether no gradient came to a use where none had come before, or what rounding leaves of a zero.  Raises
+        ProbeFailed where more came."""
+        if not any(bool(part_of(g).any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
         if self.plan is not None:
             self.plan.pending = True
@@ -136,6 +126,26 @@ class Use(ABC):
             "the forward pass was proven (a branch times zero, say), and now they are not. The next forward pass is proven "
             "anew: repeat the step. Calling verify(model) when such a branch opens avoids this error."
         )
+
+    def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
+        """Whether what came is no more than rounding for any sample: beside the smallest row that another use brings the
+        parameter, whosever each position is."""
+        eps = torch.finfo(grads.first.dtype).eps
+        for local, form in self._forms(grads).items():
+            name = self.edges[local].name
+            lengths = [
+                use._forms(at)[own].norms()
+                for use, at in received.items()
+                if use is not self and not use.is_unseen
+                for own in at.reached
+                if use.edges[own].name == name
+            ]
+            if not lengths or len({len(x) for x in lengths}) > 1:
+                return False
+            least = torch.stack([x.detach() for x in lengths]).amax(0).min()
+            if not bool(magnitudes(form).norms().detach().max() <= 128 * eps * least):
+                return False
+        return True
 
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,10 +175,6 @@ class LayerCall(Use, Call):
     def given(self) -> list[Tensor]:
         """The tensors that the layer was given."""
         return [x for x, _ in self.versions]
-
-    def size(self, grads: OutputGrads) -> float:
-        given = [x for x in self.given if x.is_floating_point()]
-        return grads.length * (OutputGrads(list(given), []).length if given else 1)
 
     def batch_size(self, grads: OutputGrads) -> int:
         return self._rows(grads) if self.samples is None else self.samples

@@ -389,6 +389,7 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
                 at = [passes.grads.get((noted.call, slot)) for slot in range(noted.call.slots)]
                 if place.kind in (AXES, ROWS) and not noted.is_empty and any(g is not None for g in at):
                     call = replace(noted.call, samples=samples, layouts=place.layouts, labels=ran.labels.get(noted.call))
+                    call.is_unseen = place.is_unseen  # and not what the plan before said
                     note(call, OutputGrads(at, [0] * len(at), tuple(call.edges)))
             for node, use in OffGraph(ran, plan, samples).find().uses(ran.edge_of, 0):
                 grads = [passes.grads.get((node, n)) for n in range(use.slots)]

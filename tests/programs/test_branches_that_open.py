@@ -107,6 +107,34 @@ def test_what_rounding_leaves_of_a_zero_opens_no_branch() -> None:
             assert_rows(model, one_loss_at_a_time(twin, lambda x=x: squares(twin(x))))
 
 
+class Outlier(nn.Module):
+    """The same layer with and without a gate, which opens for all samples but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(6, 4), torch.zeros(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.gate * self.inner(x.tanh())
+
+
+def test_an_outlier_hides_no_branch_that_opens_for_others() -> None:
+    model, weights = Outlier(), torch.tensor([1e17, 1, 1, 1, 1])
+    twin, refused = copy.deepcopy(model), 0
+    with autograd_hacks.add_hooks(model):
+        for step in range(8):
+            model.gate = twin.gate = torch.tensor([[0.0], [1], [1], [1], [1]]) * (step > 4)
+            x = torch.randn(5, 6)
+            (squares(model(x)) * weights).sum().backward()
+            try:
+                autograd_hacks.compute_grad1(model, "sum")
+            except ProbeFailed:
+                refused += 1
+            else:
+                assert_rows(model, one_loss_at_a_time(twin, lambda x=x: squares(twin(x)) * weights))
+    assert refused == 1
+
+
 class Exits(nn.Module):
     """Samples leave at the first exit that is sure of them.  left: how many stay, exit by exit"""
 
