@@ -110,7 +110,7 @@ def attach(
     it    live: the arguments in their graph    inputs: what made these
     """
     outputs = tensors_of(output)
-    if len(outputs) > 1 or is_compared or not all(x._base is None or _keeps_its_node(x) for x in outputs):
+    if len(outputs) > 1 or is_compared or not all(x._base is None or keeps_its_node(x) for x in outputs):
         # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
         # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
         # view's node would be lost.
@@ -126,7 +126,7 @@ def attach(
     return output, hooked
 
 
-def _keeps_its_node(output: Tensor) -> bool:
+def keeps_its_node(output: Tensor) -> bool:
     """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
     if output._base is None or output.grad_fn is None:
         return True

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, node_of
+from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, node_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.by_part import PartCall, check_cut
 from autograd_hacks.capture.records import Record
@@ -42,7 +42,7 @@ class Noted(NamedTuple):
         return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
 
 
-class Like(NamedTuple):
+class Repeated(NamedTuple):
     """What stays as it is from forward to forward in a call of a layer: of most calls all but the tensors."""
 
     fields: dict[str, Any]  # of `LayerCall`
@@ -52,7 +52,7 @@ class Like(NamedTuple):
     owned: tuple[tuple[str, Tensor, bool, tuple[torch.dtype, torch.device]], ...]  # parameters: name, whether they train
 
     @classmethod
-    def of(cls, noted: Noted) -> "Like | None":
+    def of(cls, noted: Noted) -> "Repeated | None":
         """None for a call that has anything out of the ordinary."""
         call, place, rule = noted.call, None, rule_for(noted.call.layer)
         if call.plan is not None:
@@ -76,7 +76,7 @@ class Like(NamedTuple):
         fields = self.fields
         if fields["layer"] is not layer or fields["training"] is not layer.training or fields["samples"] != samples:
             return False
-        if output.shape != self.shape or output.grad_fn is None or output._base is not None:
+        if output.shape != self.shape or output.grad_fn is None or not keeps_its_node(output):
             return False
         own = layer._parameters
         for name, p, trains, kind in self.owned:
@@ -221,7 +221,7 @@ class Forward:
         own["forward"], own["is_first"], own["precision"] = self.record.forwards, is_first, autocast_dtype(x.device)
         made_of = _NONE if args[0].grad_fn is None else frozenset([args[0].grad_fn])
         hook = AtOutput(call, graph, backward.receive, 0, output, (args, {}), made_of)
-        node: Any = output.grad_fn
+        node: Any = output.grad_fn if output._base is None else output._base.grad_fn
         node.register_prehook(hook)
         self.noted.append(Noted(call, key[1], [(node, hook)], made_of, steady.place))
         return True
@@ -231,7 +231,7 @@ class Forward:
         for noted in calls:
             if noted.place is None:
                 key = noted.call.path, noted.number
-                steady = Like.of(noted) if noted.call.plan is plan else None
+                steady = Repeated.of(noted) if noted.call.plan is plan else None
                 if steady is not None:
                     plan.steady[key] = steady
                 else:

@@ -248,6 +248,7 @@ class Recorder:
             if known is None or prove is None:
                 return
             self.pool.clear()
+            plan.steady.clear()  # which may be told other places
             began, run = perf_counter(), partial(prove, self, known, ran)
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
