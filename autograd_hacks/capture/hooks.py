@@ -205,7 +205,8 @@ def recorder_of(model: nn.Module) -> Recorder:
     if recorder is None:
         raise NothingRecorded(
             f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks on this very object, before the "
-            "forward pass; a copy of a hooked model, a part of it or a wrapper around it counts as another." + ON_HOOKS
+            "forward pass, or hooks.on() where they are off; a copy of a hooked model, a part of it or a wrapper around it "
+            "counts as another." + ON_HOOKS
         )
     return recorder
 
@@ -243,7 +244,7 @@ class Hooked(Shown):
     def _table(self) -> Table:
         recorder, kind = _recorder_of(self._model), type(self._model).__name__
         if recorder is None:
-            return Table(f"<hooks of a {kind}, removed>")
+            return Table(f"<hooks of a {kind}, {'off' if self._resting is not None else 'removed'}>")
         layers, batch_dim, wanted = len(recorder.layers), recorder.planner.batch_dim, recorder.backward.wants_grad
         title = f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={wanted}>"
         rows = [("setting", "value"), ("modules", str(layers))]

@@ -1,7 +1,7 @@
 """Forms that are made of others: scaled, added up, relabelled, or below each other."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -29,6 +29,13 @@ def unscaled(form: Form) -> tuple[Form, float]:
     if type(form) is Scaled and not isinstance(form.factor, Tensor):
         return form.form, form.factor
     return form, 1.0
+
+
+def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
+    """Forms, and the number that the rows of all of them are to be multiplied by; themselves and 1 where they have several."""
+    plain = {name: unscaled(form) for name, form in forms.items()}
+    factors = {factor for _, factor in plain.values()}
+    return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 
 def add(forms: Sequence[Form]) -> Form:

@@ -35,10 +35,11 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
     single = not looks_free(form.like) and form.sum_dtype == torch.float32
     if by_products(pairs) * (double_costs(form.like.device) if single else 1) > by_writing(pairs):
         return Form.norms(form, budget)
-    memory = memory_of_products(pairs)
+    # In float64 products are twice as large, and factors are copied.
+    memory = memory_of_products(pairs) if not single else 2 * (memory_of_products(pairs) + form.held_size())
     if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # they can't be taken in pieces
         return Form.norms(form, budget)
-    for _, part in form.chunks(budget // 2 if single else budget, memory):
+    for _, part in form.chunks(budget, memory):
         pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
         if single:
             found.append(norms_in_double(pairs, budget).to(torch.float32))

@@ -40,14 +40,6 @@ def row_norms(rows: Tensor) -> Tensor:
     return norms.index_put((again,), torch.linalg.vector_norm(rows[again] / scale[:, None], dim=1) * scale)
 
 
-def product_of_norms(left: Tensor, right: Tensor) -> Tensor:
-    """row_norms(left) · row_norms(right), N."""
-    if left.dtype == torch.float32 and left.numel() + right.numel() <= SMALL and left.shape[1] and right.shape[1]:
-        lengths = (torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in (left, right))
-        return torch.mul(*lengths).to(left.dtype)
-    return row_norms(left).mul(row_norms(right))
-
-
 def smallest(dtype: torch.dtype) -> float:
     """What a sum has all its digits above."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps

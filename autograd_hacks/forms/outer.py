@@ -10,7 +10,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.cost import saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
-from autograd_hacks.forms.numerics import pairs_of, product_of_norms, row_norms
+from autograd_hacks.forms.numerics import pairs_of, row_norms
 from autograd_hacks.forms.positions import Positions
 
 
@@ -75,9 +75,9 @@ class Outer(Paired):
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if self._flat is not None and total is None and w.ndim == 1 and self.left.dtype == w.dtype == self.sum_dtype:
             left, right = self._flat  # the usual case in few calls
-            if self.smallest == 0:
-                return torch.mm(left.mT * w, right).view(self.shape)
-            return torch.mm(left.mT, right * w[:, None]).view(self.shape)
+            if self._flat[self.smallest].nbytes <= budget:
+                factors = (left.mT * w, right) if self.smallest == 0 else (left.mT, right * w[:, None])
+                return torch.mm(*factors).view(self.shape)
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
             return super().weighted_sum(w, budget, total)
@@ -109,7 +109,7 @@ class Outer(Paired):
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1 and self.left.dtype == self.sum_dtype:
             left, right = (self.left[:, 0], self.right[:, 0]) if self._flat is None else self._flat
-            return product_of_norms(left, right)
+            return row_norms(left).mul(row_norms(right))
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]

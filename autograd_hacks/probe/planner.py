@@ -124,4 +124,6 @@ def _is_ragged(model: nn.Module, batch: Batch) -> bool:
 
 def _has_time_first(modules: Iterable[nn.Module]) -> bool:
     """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    return any(vars(module).get("batch_first", getattr(type(module), "batch_first", True)) is False for module in modules)
+    # Asked first where it is: torch takes long to say that a module has no such attribute.
+    having = (m for m in modules if "batch_first" in vars(m) or hasattr(type(m), "batch_first"))
+    return any(getattr(module, "batch_first", True) is False for module in having)

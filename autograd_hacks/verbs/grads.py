@@ -13,7 +13,7 @@ from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge, NothingRecorded, needed
 from autograd_hacks.forms import BUDGET, Dense, Form, group, scale
-from autograd_hacks.forms.composite import unscaled
+from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
 from autograd_hacks.verbs import arguments, matrix, statistics
@@ -73,12 +73,10 @@ class PerSampleGrads(Matrix):
             if per_parameter:
                 norms = {name: form.norms(budget) for name, form in self.items()}
                 return {name: self._placed(x) for name, x in each_norms(norms, self.cuts).items()}
-            plain = {name: unscaled(form) for name, form in self.items()}
-            factors = {factor for _, factor in plain.values()}
-            shared = factors.pop() if len(factors) == 1 else 1.0  # as of a mean: multiplied by once
-            norms = {n: (f if shared != 1 else self[n]).norms(budget) for n, (f, _) in plain.items()}
+            forms, factor = without_factor(self)
+            norms = {name: form.norms(budget) for name, form in forms.items()}
             joined = whole_norms(norms, self.cuts, lambda own: matrix.joint_norms(own.values(), self._row_count))
-            return self._placed(joined if shared == 1 else joined * abs(shared))
+            return self._placed(joined * abs(factor))
 
     @overload
     def dot(self, v: Mapping[str, Tensor], budget: int = BUDGET) -> Tensor: ...

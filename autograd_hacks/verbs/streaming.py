@@ -115,15 +115,16 @@ def during_backward(
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     check_scale(scale)
     if project is not None:
-        check_count("streaming was given project", project, "coordinates", ON_VERBS)
+        check_count("during_backward was given project", project, "coordinates", ON_VERBS)
         verbs["projection"] = lambda name, form: form.project(
             random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
         )
     if record.on_arrival is not None:
-        raise RuntimeError("streaming(model) is open already, for this model; leave that context first" + ON_STREAMING)
+        raise RuntimeError("during_backward is open already for this model; leave that context first" + ON_STREAMING)
     if record.accumulating:
         raise RuntimeError(
-            "streaming is for one backward pass, and this model is accumulating several; leave that context first"
+            "during_backward and streaming are for one backward pass, and this model is accumulating several; leave that "
+            "context first"
             + ON_PASSES
         )
     record.clear()
@@ -131,7 +132,7 @@ def during_backward(
 
     def undo() -> None:
         record.on_arrival = None
-        record.clear("its rows were streamed; run a forward and a backward pass outside of `streaming`")
+        record.clear("its rows were taken as they arrived; run a forward and a backward pass outside of `during_backward`")
         if not stream.has_ended:  # an earlier step's rows must not be taken for this one's, nor some of both be there
             drop_rows(model.parameters() if "grad1" in what else ())
 
@@ -149,12 +150,12 @@ class Streamed(Shown):
 
     def _table(self) -> Table:
         found = [f"{name} of shape {tuple(x.shape)}" for name, x in vars(self).items()]
-        return Table(f"<streaming has taken {', '.join(found) or 'nothing yet'}>")
+        return Table(f"<during the backward pass were taken: {', '.join(found) or 'nothing yet'}>")
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ("norms", "dot", "gram", "projection"):
             raise NothingRecorded(
-                f"streaming has taken no {name}: no backward pass has ended inside the context, the context has not ended, "
+                f"{name} were not taken: no backward pass has ended inside the context, the context has not ended, "
                 "or it was not asked for."
             )
         raise AttributeError(name)
@@ -195,18 +196,18 @@ class _Stream:
         computed"""
         if current.is_hess:
             raise RuntimeError(
-                "backprop_hess has begun inside streaming(model), which is for one ordinary backward pass" + ON_STREAMING
+                "backprop_hess has begun inside during_backward, which is for one ordinary backward pass" + ON_STREAMING
             )
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
         if self._gate.segment.passes[0] is not current:
-            raise RuntimeError("a second backward pass has begun inside streaming(model), which is for one" + ON_PASSES)
+            raise RuntimeError("a second backward pass has begun inside during_backward, which is for one" + ON_PASSES)
         if current.higher_order:
-            raise HigherOrderError("streaming takes no quantities of a backward pass with create_graph=True")
+            raise HigherOrderError("during_backward takes no quantities of a backward pass with create_graph=True")
         if name in self._taken:
             raise RuntimeError(
                 f"gradient has come to {self.names.get(name, name)} a second time in one backward pass, from a layer that "
-                "reentrant checkpoints share, and streaming had taken its rows. Use use_reentrant=False, or read after the "
+                "reentrant checkpoints share, and its rows were taken already. Use use_reentrant=False, or read after the "
                 "pass." + ON_STREAMING
             )
         self._taken.add(name)

@@ -55,6 +55,10 @@ def test_products_of_windows_are_those_of_pixels(data: st.DataObject, seed: int,
         for form in (one, add([one, other]), add([one, other, one])):
             for budget in (2**20, 4000, 1):
                 assert_close(form.norms(budget), written(form))
+            single = form.to(torch.float32)
+            with mock.patch.object(factored, "looks_free", return_value=False):  # as on a GPU
+                for budget in (2**20, 4000, 1):
+                    assert_close(single.norms(budget), written(form).float(), rtol=1e-4, atol=1e-5)
     found, exact = norms_of_pairs([one.pair, other.pair], 2**20)
     assert_close(found[exact], written(add([one, other]))[exact])
 
