@@ -32,7 +32,7 @@ def unscaled(form: Form) -> tuple[Form, float]:
 
 
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
-    """Forms, and the number that the rows of all of them are to be multiplied by; themselves and 1 where they have several."""
+    """Forms, and the number that all their rows are to be multiplied by; themselves and 1 where they have several."""
     plain = {name: unscaled(form) for name, form in forms.items()}
     factors = {factor for _, factor in plain.values()}
     return ({name: form for name, (form, _) in plain.items()}, factors.pop()) if len(factors) == 1 else (forms, 1.0)

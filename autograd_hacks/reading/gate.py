@@ -40,7 +40,7 @@ def read(
     check_scale(scaling)
     if record.on_arrival is not None:
         raise NothingRecorded(
-            "inside during_backward, or streaming, each layer's record is freed as the pass goes on. Read after that context."
+            "inside during_backward, or streaming, each layer's record is freed as the pass runs. Read after that context."
         )
     for segment in record.segments:
         segment.read = True  # or tried to be

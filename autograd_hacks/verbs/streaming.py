@@ -124,8 +124,7 @@ def during_backward(
     if record.accumulating:
         raise RuntimeError(
             "during_backward and streaming are for one backward pass, and this model is accumulating several; leave that "
-            "context first"
-            + ON_PASSES
+            "context first" + ON_PASSES
         )
     record.clear()
     streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale)
@@ -155,7 +154,7 @@ class Streamed(Shown):
     def __getattr__(self, name: str) -> Tensor:
         if name in ("norms", "dot", "gram", "projection"):
             raise NothingRecorded(
-                f"{name} were not taken: no backward pass has ended inside the context, the context has not ended, "
+                f"there are no {name}: no backward pass has ended inside the context, the context has not ended, "
                 "or it was not asked for."
             )
         raise AttributeError(name)
