@@ -42,7 +42,7 @@ class Behind:
         self.parameters: dict[str, Any] = {name: leaf for leaf, name in leaves.items() if is_own(leaf.variable)}
         # Leaves that aren't the model's, and what made its arguments: gradients go on from there.
         own = set(self.parameters.values())
-        self.others = [leaf for leaf in ran.graph.leaves if leaf not in own]
+        self.others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
         given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.graph.nodes}
         self.inputs: list[Tensor] = [*(leaf.variable for leaf in self.others), *given.values()]
         self.edges = [GradientEdge(leaf, 0) for leaf in self.others]

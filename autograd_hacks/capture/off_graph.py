@@ -77,7 +77,12 @@ class Ran:
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by where they end the graph."""
         names = {id(p): name for name, p in self.parameters.items()}
-        return {leaf: names[id(leaf.variable)] for leaf in self.graph.leaves if id(leaf.variable) in names}
+        return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
+
+    @cached_property
+    def ends_of_graph(self) -> list[Any]:
+        """All leaves, those of parameters and others."""
+        return self.graph.leaves
 
     @cached_property
     def given(self) -> set[int]:
@@ -281,7 +286,7 @@ class OffGraph:
         names, is_complex = sorted(self.keys.below(value.node)), dtype_of(value).is_complex
         if type(value.node) is Leaf:
             return ValueUse(taker.place, shape_of(value), {names[0]: None}, is_complex)
-        leaves = {self.ran.leaves[leaf]: leaf for leaf in self.ran.graph.leaves if self.ran.leaves.get(leaf) in names}
+        leaves = {name: leaf for leaf, name in self.ran.leaves.items() if name in names}
         if len(leaves) == 1 and (steps := _steps(value)) is not None:
             return ValueUse(taker.place, shape_of(value), dict.fromkeys(leaves, partial(_stepwise, steps)), is_complex)
         transposed = Transposed(value, leaves)

@@ -23,13 +23,14 @@ from autograd_hacks.capture.forward import Forward
 from autograd_hacks.capture.lean import may_stand_behind, without_grad
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.records import Record
+from autograd_hacks.capture.same_graph import recall, remember
 from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import Known, Planner
-from autograd_hacks.probe.routes import has_moving, places_left
+from autograd_hacks.probe.routes import has_choosing, places_left
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.layout import Layout, Layouts
@@ -249,6 +250,7 @@ class Recorder:
                 return
             self.pool.clear()
             plan.steady.clear()  # which may be told other places
+            plan.graphs.clear()
             began, run = perf_counter(), partial(prove, self, known, ran)
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
@@ -274,7 +276,8 @@ class Recorder:
         """Tells calls where their samples are.  Returns whether the plan knows all of the forward."""
         routes = None
         moves_nothing = not plan.places_left and not plan.names and ran.spans == plan.spans  # told without a walk
-        is_known = bool(plan.mixing) or moves_nothing or places_left(ran.graph, samples or 0) == plan.places_left
+        is_same = not moves_nothing and recall(ran, plan, samples or 0)
+        is_known = bool(plan.mixing) or moves_nothing or is_same or places_left(ran.graph, samples or 0) == plan.places_left
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:
@@ -296,14 +299,19 @@ class Recorder:
                 routes = routes or ran.routes(plan, samples or 0)
                 call.labels = ran.labels[call] if call in ran.labels else ran.rows_of(noted, routes)
                 is_known &= call.labels is not None
-        is_known &= moves_nothing or len(plan.checkpoints) == len(ran.checkpoints)
+        if moves_nothing or is_same:
+            return is_known
+        is_known &= len(plan.checkpoints) == len(ran.checkpoints)
         is_unseen = any(noted.call.is_unseen for noted in ran.noted)
         if plan.names:
             ran.off = OffGraph(ran, plan, samples or 0).find()
             is_known = is_known and ran.off.is_known and ran.off.is_told
             is_unseen |= ran.off.is_unseen
         # Where values choose rows each batch may be the first that brings a gradient to some use.
-        return is_known and not (is_unseen and not moves_nothing and has_moving(ran.graph, samples or 0))
+        is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
+        if is_known and routes is None:
+            remember(ran, plan, ran.off, samples or 0)
+        return is_known
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)

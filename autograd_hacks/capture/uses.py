@@ -17,7 +17,7 @@ from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, Uns
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
 from autograd_hacks.forms.composite import magnitudes
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.rules.nodes import NODES, Kept, Met, by_node, carried_back
+from autograd_hacks.rules.nodes import BY_OWNERS, NODES, Kept, Met, by_node, carried_back
 from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
@@ -317,8 +317,8 @@ class NodeUse(Use):
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:
         """None where no formula covers it."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, samples = NODES.get(self.node), self.samples or 0
-        if formula is None or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
+        formula, by_owners, samples = NODES.get(self.node), BY_OWNERS.get(self.node), self.samples or 0
+        if not (formula or by_owners) or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
             return None
         ((slot, g),) = arrived
         layout = Layout() if self.labels is not None else self.layouts[slot]
@@ -328,7 +328,10 @@ class NodeUse(Use):
         is_live = torch.is_grad_enabled()  # in a pass of which a graph is made
         kept = Kept(node, lambda x: ready(x if is_live else x.detach(), dtype))
         met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
-        form = formula(met)
+        form = formula(met) if formula else None
+        if by_owners and layout.axis == 0:
+            owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
+            return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex() and not value.is_complex:
             form = Dense(form.dense().real)
         return form if form is None or self.labels is None else gathered(form, self.labels, samples)

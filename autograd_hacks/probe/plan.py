@@ -34,8 +34,8 @@ class Place:
     is_unseen: bool = False
 
 
-class Steady(dict[tuple[str, int], Any]):
-    """What is at hand only, and left out of copies: it holds nodes of the graph."""
+class Steady(dict[Any, Any]):
+    """What is at hand only, and left out of copies: it holds kinds of nodes."""
 
     def __reduce__(self) -> tuple[type[Steady], tuple[()]]:
         return Steady, ()
@@ -89,6 +89,8 @@ class Plan:
     summed: set[str] = field(default_factory=set)
     # Of layers' calls, by path and number, what the next forward is expected to repeat: see `capture/forward.py`.
     steady: Steady = field(default_factory=Steady)
+    # By the sizes of batches, graphs in which all was found: see `capture/same_graph.py`.
+    graphs: Steady = field(default_factory=Steady)
 
     def place_of(self, path: str, number: int) -> Place | None:
         """Of a call of a layer with a rule; None where it isn't known."""

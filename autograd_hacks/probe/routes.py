@@ -152,16 +152,21 @@ _CHOOSING: dict[str, tuple[str, str | None]] = {
 def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
     """For each node that may move samples whether it leaves them where they were, or how it moves them, in the order of the
     graph."""
-    found: list[bool | int] = []
-    for node in graph.nodes:
-        if type(node) is not Leaf and node.name() not in _LOSSES:
-            found += _MOVING.get(node.name(), _of_function if is_users(node) else _by_operands)(node, samples)
-    return tuple(found)
+    return tuple([own for node in graph.nodes for own in moved_by(node, samples) or ()])
 
 
-def has_moving(graph: Graph, samples: int) -> bool:
-    """Whether a node of a kind that moves samples is there."""
-    return any(node.name() in _MOVING and _MOVING[node.name()](node, samples) for node in graph.nodes)
+def moved_by(node: Any, samples: int) -> list[bool | int] | None:
+    """The same of one node; None for one that moves nothing, whatever the values are."""
+    if type(node) is Leaf or (name := node.name()) in _LOSSES:
+        return None
+    if (moving := _MOVING.get(name)) is not None:
+        return moving(node, samples)
+    return _of_function(node, samples) if is_users(node) else _by_operands(node, samples) or None
+
+
+def has_choosing(graph: Graph, samples: int) -> bool:
+    """Whether a node is there that moves samples by the values of what it was given."""
+    return any(node.name() in _BY_VALUES and _MOVING[node.name()](node, samples) for node in graph.nodes)
 
 
 _LOSSES = frozenset(("NllLossBackward0", "NllLoss2DBackward0", "CtcLossBackward0"))
@@ -305,6 +310,9 @@ _MOVING: dict[str, Callable[[Any, int], list[bool | int]]] = {
     "ViewBackward0": _dealt,
     **{kind: partial(_keeps_places, name=name, dim=dim) for kind, (name, dim) in _CHOOSING.items()},
 }
+
+
+_BY_VALUES = frozenset((*_CHOOSING, "MmBackward0", "BmmBackward0", "WhereBackward0"))
 
 
 def _indexed(rows: Tensor | None, indices: Any) -> Tensor | None:

@@ -20,7 +20,7 @@ from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.plan import MIXING, Plan
-from autograd_hacks.probe.routes import has_moving
+from autograd_hacks.probe.routes import has_choosing
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
 from autograd_hacks.support.restored import kept as kept_as_is
@@ -54,7 +54,7 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values go through kernels with others, which may round in other ways.
-    has_changed, rounds = False, has_moving(ran.graph, samples)
+    has_changed, rounds = False, has_choosing(ran.graph, samples)
     every = kept_samples(samples, draws)
     if was_shown:
         half = torch.randperm(samples, generator=draws.manual_seed(plan.forwards), device="cpu") < samples // 2

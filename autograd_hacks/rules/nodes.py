@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Dense, Form, gathered
+from autograd_hacks.forms import Dense, Form, Placed, Zero, gathered
 from autograd_hacks.rules.conv import convolution, transposed_convolution
 from autograd_hacks.rules.embedding import lookup, refuse_scaling_by_frequency
 from autograd_hacks.rules.linear import added, product
@@ -218,6 +218,21 @@ def repeat(met: Met) -> Form | None:
     return Dense((rows.sum(over) if over else rows).reshape(met.samples, *met.shape))
 
 
+def grouped_product(met: Met, owners: Tensor) -> Form | None:
+    """y = x W[e], where expert e has the rows between offs[e - 1] and offs[e].  x: M I    W: E I O"""
+    x, g, ends = met.kept["self"].conj(), met.grad, met.kept["offs"]
+    if met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None:
+        return None
+    parts, begin = dict[tuple[int, int], Form](), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            rows = slice(begin, end)
+            own = product(x[rows, None], g[rows, None], torch.Size((1, *met.shape[1:])))
+            parts[expert, expert + 1] = gathered(own, owners[rows], met.samples)
+        begin = end
+    return Placed(parts, met.shape) if parts else Zero(met.samples, met.shape, g)
+
+
 def divided(met: Met) -> Form | None:
     other = met.kept["other"].conj()
     return met.summed(met.grad / other if met.place == 0 else -met.grad * met.kept["self"].conj() / other.square())
@@ -245,6 +260,9 @@ NODES: dict[str, Formula] = {
     "PreluKernelBackward0": prelu,
 }
 """{a node's name: its formula}"""
+
+BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": grouped_product}
+"""Formulas that are told whose each row of the gradient is, M, and give rows by sample."""
 
 
 def by_node(

@@ -14,10 +14,14 @@ Step = Callable[[Form], Form]
 
 def _transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     """The form of a parameter of which the other is the transpose.  dims: the axes that were exchanged"""
-    if isinstance(form, Outer) and len(form.shape) == 2 and form.shape == (form.fan_out, form.fan_in):
-        return Outer(form.right, form.left)
-    first, second = (dim % len(shape) + 1 for dim in dims)
-    return Dense(form.dense().transpose(first, second))
+    first, second = sorted(dim % len(shape) for dim in dims)
+    if isinstance(form, Placed) and first:
+        cut = {at: torch.Size((at[1] - at[0], *shape[1:])) for at in form.entries}
+        return Placed({at: _transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
+    is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
+    if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
+        return Outer(form.right, form.left, shape)
+    return Dense(form.dense().transpose(first + 1, second + 1))
 
 
 def _reshaped(form: Form, shape: torch.Size) -> Form:

@@ -1,0 +1,58 @@
+"""Experts in one stack, all applied by one grouped product."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows, one_loss_at_a_time, squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+if not hasattr(F, "grouped_mm"):
+    pytest.skip("this torch has no grouped product", allow_module_level=True)
+
+EXPERTS, WIDTH, OUT = 4, 8, 12
+
+
+class Routed(nn.Module):
+    """Each token goes to one expert, and expert 3 gets none."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        shape = (OUT, WIDTH) if transposed else (WIDTH, OUT)
+        self.before, self.gate = nn.Linear(5, WIDTH), nn.Linear(5, EXPERTS - 1)
+        self.stack, self.transposed = nn.Parameter(torch.randn(EXPERTS, *shape)), transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        score, expert = self.gate(tokens).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = torch.bincount(expert, minlength=EXPERTS).cumsum(0).int()
+        weight = self.stack.transpose(-2, -1) if self.transposed else self.stack
+        y = F.grouped_mm(self.before(tokens)[order], weight, offs=ends)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return (y[back] * score[:, None]).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("samples", "tokens"), [(5, 3), (4, 4), (1, 6), (6, 1)])
+def test_rows_of_a_stack(samples: int, tokens: int, transposed: bool, param_grad: bool) -> None:
+    model = Routed(transposed)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for _ in range(4):
+            x = torch.randn(samples, tokens, 5)
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
+            squares(model(x)).mean().backward()
+            grads = autograd_hacks.per_sample_grads(model)
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, expected, torch.float32)
+            rows = model.stack.grad1.flatten(1)
+            assert_close(grads.norms(per_parameter=True)["stack"], rows.norm(dim=1))
+            assert_close(
+                grads.weighted_sum(torch.arange(samples).float())["stack"].flatten(), torch.arange(samples).float() @ rows
+            )
+            assert_close(grads.gram(per_parameter=True)["stack"], rows @ rows.T, rtol=1e-4, atol=1e-4)
