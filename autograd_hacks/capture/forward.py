@@ -249,8 +249,9 @@ class Forward:
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
         """Where those of a module's parameters end the graph that ask for gradients, by their names in it."""
         found = {}
+        left_out = self.record.left_out
         for local, p in parameters.items():
-            if p.requires_grad:
+            if p.requires_grad and not (left_out and self.record.name_of(p, path, local) in left_out):
                 edge = self._edges_now.get(id(p)) or self._edges_before.get(id(p))
                 if edge is None or edge.kind != (p.dtype, p.device) or edge.parameter is not p:
                     self.backward.watch(p)

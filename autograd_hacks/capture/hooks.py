@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.planner import ONCE, Planner, uncovered
-from autograd_hacks.rules.table import parts_of_composites, rule_for
+from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
@@ -29,8 +29,8 @@ HOOKS = "hooks"
 MODES = HOOKS, "derivatives", "expand"
 """Names of one thing: losses may have derivatives in them."""
 
-Settings = tuple[Planner, bool, bool]
-"""What `add_hooks` was told: how plans are made, ``param_grad`` and ``reuse``."""
+Settings = tuple[Planner, bool, bool, frozenset[str]]
+"""What `add_hooks` was told: how plans are made, ``param_grad``, ``reuse``, and the names of left out parameters."""
 
 
 def add_hooks(
@@ -41,6 +41,7 @@ def add_hooks(
     reuse: bool = True,
     mode: str = HOOKS,
     independent: bool = False,
+    left_out: Collection[str] = (),
 ) -> Hooked:
     """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
 
@@ -58,6 +59,9 @@ def add_hooks(
     for them
     reuse: whether rows are written into the memory of an earlier step's, where nobody else holds that
     mode: no longer needed: losses may have derivatives in them, of any order
+    only: names of the parameters whose per-sample gradients are wanted, or patterns as in `per_sample_grads`; the others
+    train as ever, and their layers have no hooks. 'norms' stands for the parameters of norm layers and all biases: they are
+    cheap, and their noise scale tells that of the model (Gray et al. 2024, arXiv:2411.00999)
     independent: whether it is also shown that no sample's outputs depend on the values of others, by a way without a
     gradient, as in ``h - h.mean(0).detach()``: the model is run again with other samples replaced, on the first forward of
     each kind and ever more rarely. Reading then raises where it was not shown: for private training
@@ -71,7 +75,8 @@ def add_hooks(
     Outputs, gradients and ``state_dict`` stay as they are.  Copies of the
     model (deepcopy, pickle) have no hooks.
 
-    Raises ValueError for another mode; TypeError where ``model`` is no module, or a scripted or DataParallel one.  With
+    Raises ValueError for another mode, for a pattern that matches no parameter, and for ``only`` with ``param_grad=False``;
+    TypeError where ``model`` is no module, or a scripted or DataParallel one.  With
     ``param_grad=False`` ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward
     then raises ValueError for a tree of axes that doesn't fit its arguments, ProbeFailed where it can't be run again for
     ``independent``, and ShardedParameters.
@@ -95,9 +100,16 @@ def add_hooks(
         )
     if probe not in (True, False, ONCE):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
+    if left_out and not param_grad:
+        raise ValueError(
+            "add_hooks was given only=... with param_grad=False, after which nothing would bring the gradients of the "
+            f"{len(left_out)} parameters that are left out. Leave param_grad out." + ON_HOOKS
+        )
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
-    before = None if known is None else (known.planner, known.backward.wants_grad, known.pool.reuse)
+    record = recorder.record
+    before = None if known is None else (known.planner, known.backward.wants_grad, known.pool.reuse, record.left_out)
+    record.left_out = frozenset(left_out)
     try:
         _hook_all(recorder, model)
         recorder.plan_by(Planner(model, batch_dim, probe, independent))
@@ -106,6 +118,8 @@ def add_hooks(
     except BaseException:
         if known is None:
             _take_off(recorder, model)
+        elif before is not None:
+            record.left_out = before[3]
         raise
     return Hooked(model, before)
 
@@ -115,6 +129,8 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     parts, forward = parts_of_composites(model), recorder.forward
     forward.forget_edges()
     # Modules that read parameters which no layer's rule covers may be called by themselves.
+    left_out = recorder.record.left_out
+    asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -123,6 +139,7 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         for own in there:
             own.path = path  # which may be another than it was
         by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
+        by_rule = by_rule if asked is None or any(id(p) in asked for p in covered(layer).values()) else None
         if by_rule and isinstance(getattr(layer, "dropout", None), int | float) and forward.begin_layer not in does:
             layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
         if by_rule and forward.end_layer not in does:
@@ -136,7 +153,10 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         recorder.layers.add(layer)
     for name, parameter in model.named_parameters():
         recorder.record.names[parameter] = name
-        recorder.backward.watch(parameter)
+        if name not in left_out:
+            recorder.backward.watch(parameter)
+        else:  # of an earlier step, when they were asked for
+            vars(parameter).pop("grad1", None)
     put_around_all(model, recorder)
 
 
@@ -250,6 +270,8 @@ class Hooked(Shown):
         rows = [("setting", "value"), ("modules", str(layers))]
         for what, own in (("trained", True), ("frozen", False)):
             rows.append((what, _counted([p for p in self._model.parameters() if p.requires_grad == own])))
+        if left_out := recorder.record.left_out:
+            rows.append(("left out", _counted([p for n, p in self._model.named_parameters() if n in left_out])))
         rows += [("batch_dim", repr(batch_dim)), ("param_grad", str(wanted)), *recorder.record.cells()]
         return Table(title, rows)
 
@@ -264,7 +286,8 @@ class Hooked(Shown):
         if self._before is None:
             remove_hooks(self._model)
         else:
-            planner, recorder.backward.wants_grad, recorder.pool.reuse = self._before
+            planner, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out = self._before
+            _hook_all(recorder, self._model)  # of parameters that were left out since
             recorder.plan_by(planner)
 
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -23,6 +23,7 @@ from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import parameters_of, version_of
 
 NO_GRAD = 0, 0
+P = TypeVar("P", bound=Tensor)
 
 
 @dataclass(eq=False)
@@ -164,6 +165,7 @@ class Record:
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
+    left_out: frozenset[str] = frozenset()  # names of parameters that nobody asks for: see `add_hooks(only=...)`
     gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
     cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and what is whole
     mesh: Any = None  # of the processes that hold them
@@ -246,13 +248,18 @@ class Record:
         return x in self.names or any(x is other for other in self.gathered.values())
 
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's parameters by name, as layers see them: whole, where processes hold shards."""
-        return {name: self.gathered.get(name, p) for name, p in parameters_of(model).items()}
+        """The model's parameters by name, but for those left out, as layers see them: whole, where processes hold shards."""
+        own = self.asked(parameters_of(model))
+        return {name: self.gathered.get(name, p) for name, p in own.items()}
 
     def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
         """The same of those that train, of a part at a path too, by the names that they have here."""
         named = {self.name_of(p, path, name): p for name, p in parameters_of(module).items() if p.requires_grad}
-        return {name: self.gathered.get(name, p) for name, p in named.items()}
+        return {name: self.gathered.get(name, p) for name, p in self.asked(named).items()}
+
+    def asked(self, named: dict[str, P]) -> dict[str, P]:
+        """Of parameters by name those that aren't left out."""
+        return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of parameters by name, as layers see them, what this process holds now: its shards, where there are any."""

@@ -161,7 +161,8 @@ class _Accumulator:
         self.shares = kfac_bias == "shared"
         self.model, self.kfac_approx, self.limit = model, kfac_approx, limit
         self.asked, self.kind = kind, "kfac" if kind == "ekfac" else kind
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        every = recorder_of(model).record.parameters_of(model)
+        trained = [name for name, p in every.items() if p.requires_grad]
         self.names = trained if parameters is None else _chosen(model, trained, parameters)
         self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
         # By parameter: A and B, or the block alone; and how many positions A was added up over.

@@ -126,7 +126,7 @@ def _settings(model: nn.Module, recorder: Recorder) -> str:
     planner = recorder.planner
     return (
         f"probe={planner.probes}, independent={planner.independent}, param_grad={recorder.backward.wants_grad}, "
-        f"{len(trained)} parameters that train, {trained[-1:]} the last"
+        f"{len(trained)} parameters that train, {trained[-1:]} the last, {len(recorder.record.left_out)} left out"
     )
 
 

@@ -1,5 +1,6 @@
 """skorch: a callback that measures steps, and clips them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,17 +29,21 @@ class GradsCallback(Callback):
         loss_type: str = "mean",
         batch_dim: int = 0,
         scaler: torch.amp.GradScaler | None = None,
+        every: int = 1,
+        only: str | Iterable[str] | None = None,
     ) -> None:
         # Parameters as they were given, which skorch sets and clones.
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim, self.scaler = smoothing, loss_type, batch_dim, scaler
+        self.every, self.only = every, only
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         if isinstance(before := vars(self).get("steps_"), Steps):
             before.detach()  # a training that was interrupted
         self.steps_ = Steps(
-            self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim
-        )
+            self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim, self.every,
+            self.only,
+        )  # fmt: skip
         self.steps_.attach(net.module_, *([net.optimizer_] if hasattr(net, "optimizer_") else []))
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:

@@ -1,6 +1,6 @@
 """What trainers' callbacks share: a step's per-sample gradients, of all its micro-batches, just before the step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 from typing import Any
 
@@ -27,6 +27,7 @@ class Steps:
     noise_scale: whether to estimate the gradient noise scale    per_parameter: also of each parameter
     smoothing: share of the past in the running means of noise and signal, of which it is the ratio; in [0, 1)
     loss_type: how the loss was reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
+    only: as in `add_hooks`: 'norms' measures norm layers and biases alone, which are cheap and tell the noise scale
     every: measures the first of so many steps; the others run without hooks, and cost what they cost without the library
 
     A *row* is what a sample brings to the step's gradient, times the number of samples for a mean.  However the trainer
@@ -44,6 +45,7 @@ class Steps:
         loss_type: str = "mean",
         batch_dim: BatchDim = 0,
         every: int = 1,
+        only: str | Iterable[str] | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
@@ -56,7 +58,12 @@ class Steps:
                 f"every={every} was given with max_norm={max_norm}: steps that aren't measured would not be clipped. Leave "
                 "every out to clip, or max_norm to measure." + ON_STEPS
             )
-        self.every, self._count = every, 0
+        if only is not None and max_norm is not None:
+            raise ValueError(
+                f"only={only!r} was given with max_norm={max_norm}: other parameters would not be clipped. Leave only out "
+                "to clip, or max_norm to measure." + ON_STEPS
+            )
+        self.every, self.only, self._count = every, only, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
         self.norms: Tensor | None = None
@@ -78,7 +85,8 @@ class Steps:
         """
         self._check_covers(model, optimizers)
         self.detach()
-        self._hooked, self._model = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None), model
+        hooked = add_hooks(model, batch_dim=self.batch_dim, independent=self.max_norm is not None, only=self.only)
+        self._hooked, self._model = hooked, model
         self._count = 0
         accumulate(model).start()
 

@@ -29,13 +29,15 @@ def read(
     loss_type: str | None,
     scaling: float | Tensor = 1.0,
 ) -> dict[str, Form | None]:
-    """{name: form} over the parameters that train, in the order of ``named_parameters``; None where no loss arrived.
+    """{name: form} over the parameters that train, in the order of ``named_parameters``, but for those that are left out;
+    None where no loss arrived.
 
     parameters: the model's, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     scaling: what the loss was multiplied by
     """
     record = recorder.record
+    parameters = record.asked(dict(parameters))
     check_loss_type(loss_type)
     check_scale(scaling)
     if record.on_arrival is not None:

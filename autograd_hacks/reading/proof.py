@@ -115,7 +115,8 @@ def kept_where_open(places: Sequence[Place], before: Sequence[Place | None]) -> 
 def grads_kept(ran: Ran) -> Iterator[None]:
     """A context after which ``.grad`` is as it was: a user's function may run a backward pass of its own in its backward."""
     has_functions = any(map(is_users, ran.graph.nodes))
-    grads = {p: p.grad for p in ran.parameters.values() if p.is_leaf} if has_functions else {}
+    every = [*ran.parameters.values(), *(p for module in ran.modules for p in module.parameters())]
+    grads = {p: p.grad for p in every if p.is_leaf} if has_functions else {}
 
     def undo() -> None:
         for p, grad in grads.items():

@@ -8,12 +8,14 @@ from math import isfinite
 from typing import Any, SupportsFloat
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CURVATURE, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import Form
 from autograd_hacks.support.kinds import is_number, is_whole
 
+NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 LIMIT = 2**30
 """Bytes that a block, or other processes' rows, may have, unless told another number."""
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
@@ -136,12 +138,17 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
     raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
 
 
-def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> list[str]:
-    """Which of the parameters that train are meant by patterns, '*' and '?' being for any text and any character.
+NORMS = "norms"
+"""Stands for the parameters of norm layers and all biases, among patterns of names."""
 
-    named: all names of a model's parameters
+
+def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collection[str]) -> list[str]:
+    """Which of a model's parameters that train are meant by patterns, '*' and '?' being for any text and any character.
+
     Raises ValueError for a pattern that matches none.
     """
+    named = list(model.named_parameters(remove_duplicate=False))
+    of_norms = {id(p) for m in model.modules() if isinstance(m, NORM_LAYERS) for p in m._parameters.values()}
     patterns = [only] if isinstance(only, str) else list(only)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -151,7 +158,10 @@ def names_matching(only: str | Iterable[str], named: Sequence[tuple[str, Tensor]
     first = {id(p): name for name, p in reversed(named) if name in trained}  # of those that have several
     chosen = set[str]()
     for pattern in patterns:
-        matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
+        if pattern == NORMS:
+            matching = [(name, p) for name, p in named if p.ndim < 2 or id(p) in of_norms]
+        else:
+            matching = [(name, p) for name, p in named if any(fnmatchcase(n, pattern) for n in (name, unwrapped(name)))]
         meant = {first[id(p)] for _, p in matching if id(p) in first}
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]

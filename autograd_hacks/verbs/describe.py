@@ -68,9 +68,9 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
     """
     forms, note = _forms(model)
     try:
-        plan = recorder_of(model).record.plan
+        plan, left_out = recorder_of(model).record.plan, recorder_of(model).record.left_out
     except NothingRecorded:
-        plan = Plan()
+        plan, left_out = Plan(), frozenset()
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in model.named_modules():
         for name, parameter in covered(layer).items():
@@ -81,7 +81,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
             continue
         readers, form = owners[parameter], forms.get(name)
         layer = next((layer for _, layer in readers if rule_for(layer)), readers[0][1])
-        how = _how(name, parameter, layer, plan)
+        how = "left out by only=" if name in left_out else _how(name, parameter, layer, plan)
         if form is None and name in forms:
             how += ", not reached by the last backward pass"
         others = [place for place, _ in readers if place != name]

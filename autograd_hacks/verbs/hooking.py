@@ -1,6 +1,7 @@
 """`add_hooks`, with the proof of plans, and what processes agree on, handed down to where forwards begin."""
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 
 import torch.nn as nn
@@ -13,6 +14,7 @@ from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
 from autograd_hacks.reading.proof import prove
+from autograd_hacks.verbs.arguments import names_matching
 
 
 def add_hooks(
@@ -23,8 +25,13 @@ def add_hooks(
     reuse: bool = True,
     mode: str = HOOKS,
     independent: bool = False,
+    only: str | Iterable[str] | None = None,
 ) -> Hooked:
-    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent)
+    left_out: set[str] = set()
+    if only is not None and isinstance(model, nn.Module):
+        names = [name for name, _ in model.named_parameters()]
+        left_out = set(names).difference(names_matching(only, model, names))
+    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside = look_inside

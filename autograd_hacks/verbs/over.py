@@ -248,8 +248,7 @@ class _Step:
         if self.only is None or has_processes():
             return None
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        return [trained[name] for name in names_matching(self.only, named, list(trained))]
+        return [trained[name] for name in names_matching(self.only, self.model, list(trained))]
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import ON_PASSES, ON_PROCESSES, ON_SCALERS, NothingRecorded
+from autograd_hacks.errors import ON_HOOKS, ON_PASSES, ON_PROCESSES, ON_SCALERS, NothingRecorded
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
@@ -38,7 +38,8 @@ def per_sample_grads(
     loss_type, scale: as in `compute_grad1`    process_group: the processes that have the other samples of the batch, a
     ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; None for those of DistributedDataParallel or ``fully_shard``, False
     for this process alone
-    only: names of some parameters, or patterns: ``'8.*'``, ``['*.weight', 'head.bias']``. Verbs are then of these alone
+    only: names of some parameters, or patterns: ``'8.*'``, ``['*.weight', 'head.bias']``; 'norms' for those of norm layers
+    and all biases. Verbs are then of these alone
 
     Raises what `compute_grad1` raises, and ValueError for a group beside ``fully_shard``, and for a pattern that matches no
     parameter that trains.
@@ -64,7 +65,7 @@ def grads_of(
     samples = _samples(forms.values())
     names = list(forms)
     if only is not None:
-        names = names_matching(only, list(model.named_parameters(remove_duplicate=False)), names)
+        names = names_matching(only, model, names)
     reached = frozenset(name for name in names if forms[name] is not None)
     like = {name: part_of(parameters[name]) for name in names}
     filled = {name: forms[name] or Zero(samples, like[name].shape, like[name]) for name in names}
@@ -95,7 +96,7 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, None if set_grad else False)
-    parameters, seen = spread.parameters, recorder.record.parameters_of(model)
+    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.parameters_of(model)
     names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
@@ -182,6 +183,12 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
     add: whether it is to be added to    once: whether rows may be taken once alone, since that spends a budget
     """
     record = recorder.record
+    if record.left_out:
+        raise ValueError(
+            f"{what} sets .grad of all parameters, and the model was hooked by add_hooks(only=...), which leaves out "
+            f"{len(record.left_out)} of them, {min(record.left_out)} say. Call add_hooks(model) again, without only."
+            + ON_HOOKS
+        )
     check_ordinary(record, "gradient to clip")
     check_sets_all(record, what)
     if once and any(segment.replaced for segment in record.segments):

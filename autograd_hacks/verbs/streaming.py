@@ -107,7 +107,7 @@ def during_backward(
     if "norms" in what:
         verbs["norms"] = lambda name, form: form.norms(budget)
     if dot is not None:
-        check_direction(dot, {name: p.shape for name, p in model.named_parameters() if p.requires_grad})
+        check_direction(dot, {name: p.shape for name, p in record.parameters_of(model).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: form.dot(
             stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
         )
@@ -174,7 +174,7 @@ class _Stream:
         record, self.is_private = recorder.record, recorder.planner.independent
         self.pool, self.has_ended = recorder.pool, False
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
-        self._parameters = parameters_of(model)
+        self._parameters = record.asked(parameters_of(model))
         self._unwritten = set(self._parameters)  # parameters without rows yet
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None

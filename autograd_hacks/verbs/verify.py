@@ -186,8 +186,8 @@ def _with_autograd(
     """Weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     record = recorder.record
+    parameters = record.asked({name: p for name, p in model.named_parameters() if p.requires_grad})
     draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
         args, kwargs = copied(arguments)

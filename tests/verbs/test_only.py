@@ -1,0 +1,123 @@
+"""Per-sample gradients of some parameters alone; the others train as ever."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import MODELS
+from oracle import one_loss_at_a_time, squares
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.capture.hooks import Hook
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.Unflatten(1, (2, 3)), nn.GroupNorm(2, 2), nn.Flatten(), nn.Linear(6, 3)
+    ).double()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_some_are_those_of_each_loss(name: str, every: int) -> None:
+    build, batch = MODELS[name]
+    model = build().double()
+    twin = copy.deepcopy(model)
+    asked = [name for n, (name, p) in enumerate(model.named_parameters()) if p.requires_grad and n % every == 0]
+    if not asked:
+        pytest.skip("none of these train")
+    with autograd_hacks.add_hooks(model, only=asked):
+        for _ in range(4):
+            x = batch()
+            with autograd_hacks.pause_hooks():
+                expected = one_loss_at_a_time(model, lambda x=x: squares(model(x)))
+            for own in (model, twin):
+                own.zero_grad()
+                torch.manual_seed(3)
+                squares(own(x)).mean().backward()
+            assert autograd_hacks.per_sample_grads(model).keys() == set(asked)
+            autograd_hacks.compute_grad1(model)
+            for (n, p), other in zip(model.named_parameters(), twin.parameters()):
+                assert hasattr(p, "grad1") == (n in asked)
+                if n in asked:
+                    assert_close(p.grad1, expected[n])
+                assert_close(p.grad, other.grad)
+
+
+def test_norm_layers_and_biases() -> None:
+    model = tower()
+    with autograd_hacks.add_hooks(model, only="norms") as hooks:
+        assert "left out" in str(hooks)
+        hooked = [m for m in model if any(isinstance(hook, Hook) for hook in m._forward_hooks.values())]
+        assert hooked == [model[0], model[1], model[3], model[5]]
+        squares(model(torch.randn(5, 4).double())).mean().backward()
+        names = ["0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "5.bias"]
+        assert list(autograd_hacks.per_sample_grads(model)) == names
+        assert "left out by only=" in str(autograd_hacks.describe(model))
+    autograd_hacks.add_hooks(model)
+    squares(model(torch.randn(5, 4).double())).mean().backward()
+    assert list(autograd_hacks.per_sample_grads(model, only="norms")) == names
+    assert len(autograd_hacks.per_sample_grads(model)) == 8
+
+
+def test_layers_without_wanted_parameters_have_no_hooks() -> None:
+    model = tower()
+    autograd_hacks.add_hooks(model, only="5.*")
+    assert not any(isinstance(hook, Hook) for hook in model[0]._forward_hooks.values())
+    autograd_hacks.add_hooks(model)
+    assert any(isinstance(hook, Hook) for hook in model[0]._forward_hooks.values())
+
+
+def test_settings_come_back() -> None:
+    model, x = tower(), torch.randn(5, 4).double()
+    autograd_hacks.add_hooks(model)
+    squares(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    with autograd_hacks.add_hooks(model, only="0.*"):
+        assert not hasattr(model[5].weight, "grad1")  # of another step
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert not hasattr(model[5].weight, "grad1")
+    squares(model(x)).mean().backward()
+    assert len(autograd_hacks.per_sample_grads(model)) == 8
+    autograd_hacks.remove_hooks(model)
+    with autograd_hacks.add_hooks(model, only="0.*"):
+        autograd_hacks.add_hooks(model)
+        squares(model(x)).mean().backward()
+        assert len(autograd_hacks.per_sample_grads(model)) == 8
+
+
+def test_quantities_of_a_pass() -> None:
+    model, x = tower(), torch.randn(5, 4).double()
+    with autograd_hacks.add_hooks(model, only="norms"):
+        squares(model(x)).mean().backward()
+        norms = autograd_hacks.per_sample_grads(model).norms()
+        model.zero_grad()
+        with autograd_hacks.during_backward(model, "norms", "grad1") as found:
+            squares(model(x)).mean().backward()
+        assert_close(found.norms, norms)
+        assert not hasattr(model[0].weight, "grad1")
+        assert model[0].bias.grad1.shape == (5, 6)
+        autograd_hacks.verify(model, args=(x,))
+
+
+def test_what_it_refuses() -> None:
+    model, x = tower(), torch.randn(5, 4).double()
+    with pytest.raises(ValueError, match=r"0\.wieght.*0\.weight"):
+        autograd_hacks.add_hooks(model, only="0.wieght")
+    with pytest.raises(ValueError, match="param_grad"):
+        autograd_hacks.add_hooks(model, only="norms", param_grad=False)
+    with pytest.raises(TypeError, match="names of parameters"):
+        autograd_hacks.add_hooks(model, only=[model[0].weight])  # type: ignore[list-item]
+    with autograd_hacks.add_hooks(model, only="norms"):
+        squares(model(x)).mean().backward()
+        for clip in (
+            lambda: autograd_hacks.clip_grad1_norm_(model, 1.0),
+            lambda: autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 5),
+            lambda: autograd_hacks.compute_grad1(model, set_grad=True),
+        ):
+            with pytest.raises(ValueError, match="leaves out"):
+                clip()
