@@ -19,6 +19,7 @@ from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.planner import ONCE, Planner, uncovered
+from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.internals import COMPILER
@@ -139,7 +140,10 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         for own in there:
             own.path = path  # which may be another than it was
         by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
-        by_rule = by_rule if asked is None or any(id(p) in asked for p in covered(layer).values()) else None
+        if by_rule and asked is not None:
+            wanted = [p for p in covered(layer).values() if id(p) in asked]
+            # Vectors are read where autograd's own nodes are come by, which keeps neither inputs nor gradients.
+            by_rule = by_rule if wanted and not (type(layer) in OF_NODES and all(p.ndim < 2 for p in wanted)) else None
         if by_rule and isinstance(getattr(layer, "dropout", None), int | float) and forward.begin_layer not in does:
             layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
         if by_rule and forward.end_layer not in does:

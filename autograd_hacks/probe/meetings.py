@@ -113,6 +113,10 @@ class Meetings:
             return True
         return False
 
+    def open(self) -> list[Node]:
+        """The nodes of which gradients have to tell whether they follow from the batch."""
+        return [node for node, follows in self._follows.items() if follows is Follows.MAYBE]
+
     def doubtful(self) -> list[Node]:
         """The nodes that were given something of which it isn't known whether it follows from the batch, and in which its
         samples mix, if it does."""

@@ -112,7 +112,8 @@ class Passes:
         ran, found = self.ran, Found(self.hypothesis)
         covered = ran.covered(open_calls)
         calls = [noted for noted in ran.noted if noted.call not in open_calls]
-        nodes = list(dict.fromkeys([*self._meetings(covered, {}).climbed, *ran.checkpoints]))
+        first = self._meetings(covered, {})
+        nodes = list(dict.fromkeys([*first.climbed, *first.open(), *ran.checkpoints]))
         if self.looked_at is None or not self.looked_at.issuperset(nodes):
             # Positions' embeddings turn out to be open; looked at as if they were, one sweep does for both.
             bare = {noted.call for noted in ran.noted if self._is_bare(noted)} | open_calls

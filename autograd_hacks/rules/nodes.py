@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
@@ -46,9 +47,10 @@ class Met:
     place: int
     shape: torch.Size
 
-    def factor(self, name: str) -> Any:
-        """A number that the value was multiplied by, as gradients are: conjugated."""
-        return self.kept[name].conjugate()
+    def grad_times(self, name: str) -> Tensor:
+        """The gradient times a number that the value was multiplied by, which is mostly 1."""
+        factor = self.kept[name].conjugate()  # as gradients are
+        return self.grad if factor == 1 else self.grad * factor
 
     def first(self, x: Tensor) -> Tensor:
         """A tensor of the gradient's layout, samples first: N ..."""
@@ -77,14 +79,12 @@ def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
     """
     name = names[met.place]
     if name is None:
-        return met.summed(met.grad * met.factor("beta"))
+        return met.summed(met.grad_times("beta"))
     on_right = met.place == len(names) - 1
     if met.layout.axis != (0 if on_right else 1):
         return None
     other = met.kept[next(n for n in names if n not in (None, name))]
-    x, g = met.first(other).conj(), met.first(met.grad)
-    if len(names) > 2:
-        g = g * met.factor("alpha")
+    x, g = met.first(other).conj(), met.first(met.grad_times("alpha") if len(names) > 2 else met.grad)
     if on_right:
         return product(x, g, met.shape)
     x, g = (y.mT if y.ndim > 2 else y for y in (x, g))
@@ -144,6 +144,17 @@ def index_select(met: Met) -> Form | None:
     return table(met, met.kept["index"]) if met.kept["dim"] == 0 else None
 
 
+def product_of(x: Tensor, *factors: Tensor, is_new: bool = True) -> Tensor:
+    """A product of tensors of one shape, in x's memory where nobody else knows x, and nobody differentiates.
+
+    is_new: whether x was made for it
+    """
+    for factor in factors:
+        in_place = is_new and not torch.is_grad_enabled() and torch.result_type(x, factor) == x.dtype
+        x, is_new = (x.mul_(factor) if in_place else x * factor), True
+    return x
+
+
 def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
     """y = x̂ · weight + bias, on the last axes.  mean, scale: names of what x was normalised with"""
     last = len(met.kept["normalized_shape"])
@@ -151,8 +162,8 @@ def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
         return None
     if met.place == 2:
         return added(met.first(met.grad), last)
-    x = met.kept["input"]
-    return added(met.first(met.grad * ((x if mean is None else x - met.kept[mean]) * met.kept[scale])), last)
+    x = met.kept["input"] if mean is None else met.kept["input"] - met.kept[mean]
+    return added(met.first(product_of(x, met.kept[scale], met.grad, is_new=mean is not None)), last)
 
 
 def group_norm(met: Met) -> Form | None:
@@ -162,8 +173,8 @@ def group_norm(met: Met) -> Form | None:
     x, g = met.kept["input"], met.grad
     if met.place == 1:
         groups = x.reshape(len(x), met.kept["group"], -1)
-        normal = (groups - met.kept["result1"][..., None]) * met.kept["result2"][..., None]
-        g = g * normal.reshape(x.shape)
+        normal = groups - met.kept["result1"][..., None]
+        g = product_of(product_of(normal, met.kept["result2"][..., None]).reshape(x.shape), g)
     return _by_sample(met, added(g))
 
 
@@ -177,8 +188,9 @@ def batch_norm(met: Met) -> Form | None:
         )
     g, x = met.grad, met.kept["input"]
     if met.place == 1:
-        mean, var = (met.kept[name].view(1, -1, *[1] * (x.ndim - 2)) for name in ("running_mean", "running_var"))
-        g = g * (x - mean) * (var + met.kept["eps"]).rsqrt()
+        mean, var = met.kept["running_mean"], met.kept["running_var"]
+        centred = product_of(x - mean.view(1, -1, *[1] * (x.ndim - 2)), g)
+        return _by_sample(met, Dense(added(centred).dense() * (var + met.kept["eps"]).rsqrt()))
     return _by_sample(met, added(g))
 
 
@@ -244,8 +256,8 @@ NODES: dict[str, Formula] = {
     "BmmBackward0": batched_product,
     "MvBackward0": matrix_vector,
     "MulBackward0": lambda met: met.summed(met.grad * met.kept["self" if met.place else "other"].conj()),
-    "AddBackward0": lambda met: met.summed(met.grad * (met.factor("alpha") if met.place else 1)),
-    "SubBackward0": lambda met: met.summed(met.grad * (-met.factor("alpha") if met.place else 1)),
+    "AddBackward0": lambda met: met.summed(met.grad_times("alpha") if met.place else met.grad),
+    "SubBackward0": lambda met: met.summed(-met.grad_times("alpha") if met.place else met.grad),
     "DivBackward0": divided,
     "ExpandBackward0": lambda met: met.summed(met.grad),
     "RepeatBackward0": repeat,
@@ -260,6 +272,14 @@ NODES: dict[str, Formula] = {
     "PreluKernelBackward0": prelu,
 }
 """{a node's name: its formula}"""
+
+OF_NODES = frozenset(
+    (
+        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
+        nn.BatchNorm3d,
+    )
+)  # fmt: skip
+"""Layers that are one node, which has a formula here."""
 
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": grouped_product}
 """Formulas that are told whose each row of the gradient is, M, and give rows by sample."""
