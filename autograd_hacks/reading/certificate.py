@@ -1,7 +1,7 @@
 """Rows add up: the sum over the samples is the gradient that arrived at the parameter, or there is something unseen."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from math import inf, prod
 
 import torch
@@ -62,13 +62,14 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
 
     known: the parameter's name in the record    form: the rows, but for those of calls that are settled
     """
-    scales = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
+    scales: list[float] = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
+    weight = 1.0
+    if len(scales) == 1:  # the usual case: no copy of the gradient is made
+        weight, scales = 1 / max(1.0, scales[0]), [1.0]
     edges = (edge for p, _ in brought for call in p.calls_of[known] for edge in call.edges.values())
     parameter = next(edge.parameter for edge in edges if edge.name == known)
     arrived = [own_of(grad, parameter).to_dense() for _, grad in brought]
-    expected, *others = [grad * scale for grad, scale in zip(arrived, scales)]
-    for other in others:
-        expected = expected + other
+    expected = arrived[0] if len(arrived) == 1 else reduce(torch.add, map(torch.mul, arrived, scales))
     calls = [
         (call, p.received[call], scale)
         for (p, _), scale in zip(brought, scales)
@@ -78,7 +79,7 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
     # Under autocast the gradient that arrived was computed in its precision.
     used = [call.precision for call, _, _ in calls if call.precision is not None]
     with torch.no_grad():
-        return agree(form, expected.new_ones(form.samples), expected, used, partial(received_by, form, calls))
+        return agree(form, expected.new_full((form.samples,), weight), expected, used, partial(received_by, form, calls))
 
 
 def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> float:
@@ -139,12 +140,13 @@ def agree(
     """
     if not expected.numel():
         return True
-    difference = (form.weighted_sum(w).to(expected.dtype) - expected).abs()
+    difference = form.weighted_sum(w).to(expected.dtype).sub_(expected)
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
     tolerance = max(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes)
-    worst, largest = torch.stack([difference.max(), expected.abs().max()]).tolist()
+    worst, largest = torch.stack([torch.linalg.vector_norm(x, inf) for x in (difference, expected)]).tolist()
     if worst <= tolerance * largest < inf:  # the usual case
         return True
+    difference = difference.abs()
     finite = difference.isfinite()
     if not finite.any():
         return True  # there is nothing to compare

@@ -177,7 +177,7 @@ class Passes:
                     self._judge(key, x, *others)
 
         with torch.no_grad(), without_autocast(self.ran.outputs):
-            sweep(self.given, arrive, self.ran.ends)
+            sweep(self.given, arrive, self.ran.ends, to_leaves=1)
         if (mesh := mesh_of_parts(self.ran.parameters.values())) is not None:
             self.verdicts = dict(zip(self.verdicts, told_by_all(list(self.verdicts.values()), mesh)))
 

@@ -403,7 +403,8 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
             losses = [noted for noted in ran.noted if (rule := rule_for(noted.call.layer)) is not None and rule.by_input]
             inside = [noted.call for noted in losses if begun and not begun.isdisjoint(ran.inside(noted))]
             unseen = {edge.name for call in inside for edge in call.edges.values()}
-            for name, grad in passes.arrived.items():
+            for name in list(passes.arrived):
+                grad = passes.arrived.pop(name)  # which is needed no more
                 if name not in forms or name in unseen:
                     plan.unsure |= bool(grad.any())
                     continue

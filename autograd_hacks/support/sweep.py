@@ -44,14 +44,16 @@ def sweep(
     arrive: Callable[[Node, list[Grads]], None],
     ends: Collection[Node] = (),
     wanted: Collection[Node] | None = None,
+    to_leaves: int | None = None,
 ) -> None:
     """Brings the gradients of several passes down to the leaves, all passes at once.
 
     given: by value what each pass begins with    arrive: hears of each node before it is called, with what each pass has
     brought there    ends: nodes that are not called    wanted: those that are called; all unless told
+    to_leaves: the pass of which leaves alone need gradients, where one is enough; all unless told
     """
     with Switch.paused_here():  # checkpoints run the user's modules
-        as_one_pass(partial(_sweep, given, arrive, ends, wanted))
+        as_one_pass(partial(_sweep, given, arrive, ends, wanted, to_leaves))
 
 
 def _sweep(
@@ -59,6 +61,7 @@ def _sweep(
     arrive: Callable[[Node, list[Grads]], None],
     ends: Collection[Node],
     wanted: Collection[Node] | None,
+    to_leaves: int | None,
 ) -> None:
     left = _dependencies([value.node for value in given], ends, wanted)
     brought: dict[Node, list[Grads]] = {}
@@ -72,6 +75,8 @@ def _sweep(
             arrive(node, passes)
         if type(node) is Leaf or node in ends or (wanted is not None and node not in wanted):
             continue
+        if passes is not None and to_leaves is not None and all(type(a) is Leaf for a, _ in node.next_functions if a):
+            passes = [own if n == to_leaves else [None] * len(own) for n, own in enumerate(passes)]
         found = None if passes is None else _call(node, passes)
         for place, (ahead, number) in enumerate(node.next_functions):
             if ahead is None:

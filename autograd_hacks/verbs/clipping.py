@@ -20,7 +20,7 @@ from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.per_sample import check_may_set, grads_of, set_grads
+from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 from autograd_hacks.verbs.verify import ask_independent
 
 BUDGET = 256 * 2**20
@@ -98,6 +98,8 @@ def clip_grad1_norm_(
             weights = weights / float(batch_size)
         elif grads.loss_type == "mean":
             weights = weights / max(1, samples)
+        if not add:
+            drop_grads(model)  # before there are others: two sets of gradients are never alive together
         sums = grads.weighted_sum(weights, budget // 4)
     set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
     _give_back(written, recorder)
@@ -168,6 +170,8 @@ def clip_and_noise_(
         (norms, kept, kept_norms), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
         _check_apart(spread, groups, grouped, processes)
         weights = (float(max_norm) / kept_norms).clamp(max=1) / float(expected_batch_size)
+        if not add:
+            drop_grads(model)
         sums = kept.weighted_sum(weights, budget // 4)
     set_grads(model, sums, set(kept), add, recorder)
     _give_back(written, recorder)

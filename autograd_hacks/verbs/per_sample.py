@@ -249,6 +249,13 @@ def set_grads(
         mark_set(recorder)
 
 
+def drop_grads(model: nn.Module) -> None:
+    """Frees the gradients that `set_grads` would put others in the place of."""
+    for parameter in parameters_of(model).values():
+        if parameter.requires_grad and parameter.grad is not None and not _is_part(parameter.grad):
+            parameter.grad = None
+
+
 def mark_set(recorder: Recorder) -> None:
     """Notes that ``.grad`` was set from the rows of the passes that are recorded."""
     for segment in recorder.record.segments:
