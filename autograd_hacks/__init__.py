@@ -11,6 +11,8 @@ from autograd_hacks import errors, forms, rules
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
+from autograd_hacks.compiled.face import compile
+from autograd_hacks.compiled.labels import register_operation
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.curvature.ekfac import ekfac_solve
@@ -57,6 +59,8 @@ __all__ = [
     "NormsInside",
     "describe",
     "verify",
+    # In the compiler.
+    "compile",
     # Curvature.
     "backprop_hess",
     "compute_hess",
@@ -65,6 +69,7 @@ __all__ = [
     # Extend it.
     "is_supported",
     "register_rule",
+    "register_operation",
     "forms",
     "rules",
     "errors",

@@ -36,6 +36,7 @@ ON_STEPS = see("Whole steps", "integrations/index.rst")
 ON_OPACUS = see("Opacus", "integrations/opacus.rst")
 ON_TORCHJD = see("TorchJD", "integrations/torchjd.rst")
 ON_LAPLACE = see("laplace-torch", "integrations/laplace.rst")
+ON_COMPILING = see("Compiled steps", "compiled.rst")
 ON_DATA_SETS = see("A whole data set", "reductions.rst")
 
 
@@ -61,6 +62,10 @@ class NothingRecorded(PerSampleGradientError):
 
 class UnsupportedLayer(PerSampleGradientError, section="No rule for a layer"):
     """A trainable parameter belongs to a layer that no rule covers."""
+
+
+class UnsupportedOperation(PerSampleGradientError, section="A model that can't be compiled"):
+    """`compile` has met an operation without a rule, or a model that can't be one graph."""
 
 
 class BatchSizeError(PerSampleGradientError, section="Another number of samples"):

@@ -5,7 +5,6 @@ cancel, rows are written out, which depends on the values.  All else is a few su
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,64 +12,16 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, where
-from autograd_hacks.forms import Convolution, Form, Lookup, Outer
+from autograd_hacks.forms.opaque import squares as squares_of
 from autograd_hacks.rules.norm import why_norm_mixes
 from autograd_hacks.rules.rule import Call, Formula
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.contexts import without_autocast
 
 
 def formula_inside(layer: nn.Module) -> Formula | None:
     """The formula of the layer's rule, or None where its norms can't be taken inside."""
     rule = rule_for(layer)
     return rule.formula if rule is not None and rule.inside else None
-
-
-_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
-
-
-@_operation("autograd_hacks::squares_of_products")
-def _of_products(left: Tensor, right: Tensor) -> Tensor:
-    return _norms(Outer(left, right))
-
-
-@_operation("autograd_hacks::squares_of_lookups")
-def _of_lookups(g: Tensor, index: Tensor, entries: int) -> Tensor:
-    return _norms(Lookup(index, g, entries))
-
-
-@_operation("autograd_hacks::squares_of_windows")
-def _of_windows(
-    g: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    return _norms(Convolution(x, g, torch.Size(shape), stride, padding, dilation, groups))
-
-
-for _known in (_of_products, _of_lookups, _of_windows):
-    _known.register_fake(lambda g, *_: g.new_empty(g.shape[0]))
-
-
-def _norms(form: Form) -> Tensor:
-    with without_autocast([form.like]):
-        return form.norms().square()
-
-
-def _squares(form: Form) -> Tensor:
-    """The rows' squared norms, N."""
-    if isinstance(form, Outer):
-        return _of_products(form.left, form.right)
-    if isinstance(form, Lookup):
-        return _of_lookups(form.g, form.index, form.entries)
-    if isinstance(form, Convolution):
-        settings = [list(x) for x in (form.shape, form.stride, form.padding, form.dilation)]
-        return _of_windows(form.g, form.x, *settings, form.groups)
-    return form.matrix().square().sum(1)
 
 
 class Basin:
@@ -119,7 +70,7 @@ class _Tapped(torch.autograd.Function):
         forms = ctx.tap.formula(ctx.layer, _Inside(ctx.tap.path, ctx.layer, (x,), {}, ctx.layer.training, (wide,)))
         squares = wide.new_zeros(wide.shape[0])
         for name in ctx.trains:
-            squares = squares + _squares(forms[name])
+            squares = squares + squares_of(forms[name])
         uses = (torch.arange(ctx.count, device=g.device) == ctx.tap.place).to(ctx.dtype)
         return g, None, squares, uses, None, None, None
 

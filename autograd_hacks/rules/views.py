@@ -12,31 +12,31 @@ from autograd_hacks.support.graph import kept_by, number_of
 Step = Callable[[Form], Form]
 
 
-def _transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
+def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
     """The form of a parameter of which the other is the transpose.  dims: the axes that were exchanged"""
     first, second = sorted(dim % len(shape) for dim in dims)
     if isinstance(form, Placed) and first:
         cut = {at: torch.Size((at[1] - at[0], *shape[1:])) for at in form.entries}
-        return Placed({at: _transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
+        return Placed({at: transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
         return Outer(form.right, form.left, shape)
     return Dense(form.dense().transpose(first + 1, second + 1))
 
 
-def _reshaped(form: Form, shape: torch.Size) -> Form:
+def reshaped(form: Form, shape: torch.Size) -> Form:
     if isinstance(form, Outer):
         return Outer(form.left, form.right, shape)
     return Dense(form.dense().reshape(form.samples, *shape))
 
 
 def _placed(form: Form, start: int, stop: int, shape: torch.Size) -> Form:
-    return Placed({(start, stop): _reshaped(form, torch.Size((stop - start, *shape[1:])))}, shape)
+    return Placed({(start, stop): reshaped(form, torch.Size((stop - start, *shape[1:])))}, shape)
 
 
 def _swap(node: Any, number: int, shape: torch.Size) -> Step:
     dims = (0, 1) if node.name() == "TBackward0" else (number_of(node, "dim0") or 0, number_of(node, "dim1") or 0)
-    return partial(_transposed, dims=dims, shape=shape)
+    return partial(transposed, dims=dims, shape=shape)
 
 
 def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
@@ -63,7 +63,7 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
             "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
             "SqueezeBackward1", "AliasBackward0",
         ),
-        lambda node, number, shape: partial(_reshaped, shape=shape),
+        lambda node, number, shape: partial(reshaped, shape=shape),
     ),
     "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
     **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),

@@ -1,0 +1,271 @@
+"""A backend of torch.compile whose backward graph also makes rows, norms or weighted sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor, fx
+
+from autograd_hacks.compiled import operations as operations  # which register rules
+from autograd_hacks.compiled import products as products
+from autograd_hacks.compiled.labels import At, Joint, Labels, labelled, size
+from autograd_hacks.compiled.proofs import Certificate
+from autograd_hacks.compiled.taken_apart import TakenApart
+from autograd_hacks.compiled.torch_names import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+    aot_autograd,
+    compile_fx_inner,
+    decompositions,
+    lowered,
+    make_fx,
+    min_cut_rematerialization_partition,
+    recurrent_layers_unrolled,
+)
+from autograd_hacks.errors import ON_COMPILING, UnsupportedOperation
+
+Axes = Mapping[int, int]
+"""The axis of the samples in tensors among a forward's arguments, by id."""
+
+
+@dataclass
+class Made:
+    """What a verb makes of a graph.
+
+    gradients: those that ``.grad`` gets, of parameters for which it isn't the ordinary one; None for no gradient
+    results: what else the backward returns, by name: a parameter's, or of all
+    """
+
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+
+Verb = Callable[[TakenApart, Mapping[str, fx.Node]], Made]
+"""Of a graph taken apart, and the gradients in it by the parameters' names."""
+Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
+"""Hears what a backward pass has made: results by name, and the gradients that are about to arrive, by parameter."""
+
+
+class Backend:
+    """Called by torch.compile with the whole graph of a model.
+
+    model: whose parameters these are    axes: gives the samples' axes in the arguments of the forward that is traced
+    verb: what is made    deliver: hears of it in each backward pass    compiles: whether inductor compiles graphs
+    """
+
+    def __init__(self, model: nn.Module, axes: Callable[[], Axes], verb: Verb, deliver: Deliver, compiles: bool) -> None:
+        self.model, self.axes, self.verb, self.deliver, self.compiles = model, axes, verb, deliver, compiles
+        self.compilations = 0
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        self.compilations += 1
+        one = _Compilation(self, list(examples), [_name_of(node) for node in module.graph.find_nodes(op="placeholder")])
+        made = aot_autograd(
+            fw_compiler=one.forward, bw_compiler=one.backward, partition_fn=one.partition, decompositions=decompositions()
+        )
+        with recurrent_layers_unrolled():
+            compiled: Callable[..., Any] = made(module, examples)
+        return compiled
+
+
+def _name_of(node: fx.Node) -> str:
+    """An input of the graph, for people."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name or node.name)
+
+
+class _Compilation:
+    """One graph."""
+
+    def __init__(self, backend: Backend, examples: list[Any], names: list[str]) -> None:
+        self.backend, self.examples, self.names = backend, examples, names
+        first = {id(p): name for name, p in reversed(list(backend.model.named_parameters(remove_duplicate=False)))}
+        self.parameters = {n: first[id(x)] for n, x in enumerate(examples) if id(x) in first}
+        buffers = {id(b) for b in backend.model.buffers()}
+        self.is_buffer = {n for n, x in enumerate(examples) if id(x) in buffers}
+        self.axes = backend.axes()
+        self.full: fx.GraphModule | None = None  # the backward with all that is made
+        self.results: list[str] = []
+        self.places: dict[str, int] = {}  # of parameters' gradients in what the backward returns
+        self.certificate: Certificate | None = None
+
+    # 1. The joint graph.
+
+    def _joint(self, graph: fx.Graph, outputs: int) -> tuple[Joint, dict[str, fx.Node], list[Any], list[Any]]:
+        """The joint graph; the gradients in it by the parameters' names; its outputs, and what each is."""
+        last = graph.output_node()
+        flat, kinds = list(last.args[0]), list(last.meta["desc"])  # type: ignore[arg-type]
+        axes, tangents, gradients = dict[fx.Node, int](), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
+        made = {kind.idx: node for node, kind in zip(flat[:outputs], kinds) if isinstance(kind, PlainAOTOutput)}
+        samples = self._samples()
+        for node in graph.find_nodes(op="placeholder"):
+            kind = node.meta["desc"]
+            if isinstance(kind, TangentAOTInput):
+                tangents[node] = made[getattr(kind.output, "idx", 0)]
+            elif isinstance(kind, PlainAOTInput):
+                axis = self._axis(kind.idx, samples)
+                if axis is not None:
+                    axes[node] = axis
+            else:
+                raise UnsupportedOperation(f"the graph has an input of an unknown kind, {kind}." + ON_COMPILING)
+        for place, (node, kind) in enumerate(zip(flat[outputs:], kinds[outputs:])):
+            of = kind.grad_of.idx if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput) else None
+            if node is not None and of in self.parameters:
+                if (name := self.parameters[of]) in gradients:
+                    raise UnsupportedOperation(f"the parameter {name} is in the graph several times." + ON_COMPILING)
+                gradients[name] = node
+                self.places[name] = place
+        others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
+        return Joint(graph, samples, axes, tangents, gradients, others), gradients, flat, kinds
+
+    def _samples(self) -> int:
+        sizes = {size(x.shape[self.axes[id(x)]]) for x in self.examples if id(x) in self.axes}
+        if len(sizes) != 1:
+            raise UnsupportedOperation(
+                "the graph has no argument with samples: the model's outputs don't depend on its arguments, or batch= names "
+                "none that it reads." + ON_COMPILING
+            )
+        return sizes.pop()
+
+    def _axis(self, place: int, samples: int) -> int | None:
+        """Of the samples in an input of the graph; None where it is the same for all."""
+        x = self.examples[place]
+        if id(x) in self.axes:
+            return self.axes[id(x)]
+        is_state = place in self.parameters or place in self.is_buffer or not isinstance(x, Tensor)
+        name = self.names[place]
+        if not is_state and "['args']" not in name and "['kwargs']" not in name and samples in x.shape and samples > 1:
+            raise UnsupportedOperation(
+                f"the model reads the tensor {name} of shape {tuple(x.shape)}, which is neither an argument nor a parameter "
+                "nor a buffer, so that it isn't known whether it has samples. Give it as an argument, named in batch=, "
+                "or register it as a buffer." + ON_COMPILING
+            )
+        return None
+
+    # 2. The joint graph with what is made in addition, cut in two.
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint, gradients, flat, kinds = self._joint(module.graph, num_fwd_outputs)
+        labels = labelled(joint)
+        numbers = {name: num_fwd_outputs + place for name, place in self.places.items()}
+        ordinary = [n for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in numbers.values()]
+        made_of: list[Made] = []
+
+        def run(*values: Any) -> list[Any]:
+            with torch.no_grad():
+                apart = TakenApart(joint, labels, values)
+                made = self.backend.verb(apart, gradients)
+                made_of.append(made)
+                found: list[Any] = [None] * len(flat)
+                plain = {name for name in gradients if name not in made.gradients}
+                is_summed = plain or any(flat[n] in apart.forms for n in ordinary)
+                sums = apart.weighted(torch.ones(apart.samples, device=_device(flat[0]))) if is_summed else {}
+                for n in ordinary:
+                    found[n] = sums[flat[n]] if flat[n] in apart.forms else apart.values[flat[n]]
+                for name, n in numbers.items():
+                    found[n] = made.gradients[name] if name in made.gradients else sums.get(gradients[name])
+                return [*found, *made.results.values()]
+
+        placeholders = module.graph.find_nodes(op="placeholder")
+        fakes = [node.meta["val"] for node in placeholders]
+        is_symbolic = any(isinstance(s, torch.SymInt) for x in fakes if isinstance(x, Tensor) for s in x.shape)
+        traced = make_fx(
+            torch.func.functionalize(run),  # forms write into memory of their own, of which partitions know nothing
+            tracing_mode="symbolic" if is_symbolic else "fake",
+            _allow_non_fake_inputs=True,
+            decomposition_table=lowered(),
+        )(*fakes)
+        for own, before in zip(traced.graph.find_nodes(op="placeholder"), placeholders):
+            own.target = own.name = before.target
+            own.meta["desc"] = before.meta["desc"]
+        traced.graph.eliminate_dead_code()
+        traced.recompile()
+        self.results = list(made_of[-1].results)
+        last = traced.graph.output_node()
+        last.meta["desc"] = [*kinds, *(PlainAOTOutput(idx=10**6 + n) for n in range(len(self.results)))]
+        last.args = (tuple(last.args[0]),)  # type: ignore[arg-type]
+        for node in traced.graph.nodes:
+            node.meta.pop("partitioner_tag", None)
+        self.certificate = Certificate(joint, labels, gradients, len(joint.tangents))
+        forward, backward = min_cut_rematerialization_partition(traced, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self.full = backward
+        return forward, self._without_results(backward)
+
+    def _without_results(self, backward: fx.GraphModule) -> fx.GraphModule:
+        """The backward as AOTAutograd is to see it, which counts what it returns."""
+        if not self.results:
+            return backward
+        graph, last = fx.Graph(), backward.graph.output_node()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(backward.graph, copies)
+        kept = last.args[0][: -len(self.results)]  # type: ignore[index]
+        own = graph.output(tuple(copies[x] if isinstance(x, fx.Node) else x for x in kept))  # type: ignore[union-attr]
+        own.meta = dict(last.meta)
+        if "desc" in own.meta:
+            own.meta["desc"] = list(own.meta["desc"])[: -len(self.results)]
+        return fx.GraphModule(backward, graph)
+
+    # 3. Both compiled.
+
+    def forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        compiled = self._compiled(graph, inputs, is_backward=False)
+
+        def call(args: list[Any]) -> Any:
+            if self.certificate is not None:
+                self.certificate.note_forward(args)
+            return compiled(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        full = graph if self.full is None else self.full
+        compiled = self._compiled(full, inputs, is_backward=True)
+        count = len(self.results)
+
+        def call(args: list[Any]) -> Any:
+            certificate = self.certificate
+            check = certificate.begin_backward(full if self.backend.compiles else None, args) if certificate else None
+            found = list(compiled(args))
+            if check is not None:
+                check(found)
+            results, found = dict(zip(self.results, found[len(found) - count :])), found[: len(found) - count]
+            self.backend.deliver(results, {name: found[n] for name, n in self.places.items() if found[n] is not None})
+            return found
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Callable[[list[Any]], Any]:
+        if self.backend.compiles:
+            compiled: Callable[[list[Any]], Any] = compile_fx_inner(graph, inputs, is_backward=is_backward)
+            return compiled
+
+        for node in graph.graph.nodes:  # whose tensors may have other strides than those that were traced
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        graph.recompile()
+
+        def run(args: list[Any]) -> Any:
+            given = list(args)
+            args.clear()  # so that what isn't needed any more is freed on the way
+            return graph(*given)
+
+        return run
+
+
+def _device(node: fx.Node) -> torch.device:
+    device: torch.device = node.meta["val"].device
+    return device
+
+
+__all__ = ["At", "Backend", "Labels", "Made", "Verb"]

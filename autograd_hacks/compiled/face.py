@@ -1,0 +1,87 @@
+"""`compile`, which imports torch's compiler when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from autograd_hacks.errors import ON_COMPILING
+from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.support.kinds import is_number
+
+if TYPE_CHECKING:
+    from autograd_hacks.compiled.step import CompiledStep
+
+VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot")
+"""What a compiled step can make."""
+NUMBERS = {"clip": ("max_norm",), "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size")}
+"""The numbers that a verb needs."""
+
+
+def compile(
+    model: nn.Module,
+    verb: str,
+    batch: BatchDim = 0,
+    *,
+    loss_type: str = "sum",
+    param_grad: bool = True,
+    max_norm: float | None = None,
+    noise_multiplier: float | None = None,
+    expected_batch_size: float | None = None,
+    generator: torch.Generator | None = None,
+    backend: str | None = "inductor",
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
+    """The model, with a compiled backward pass that makes what ``verb`` says::
+
+        step = autograd_hacks.compile(model, "clip", max_norm=1.0)
+        F.cross_entropy(step(x), y, reduction="none").sum().backward()
+        step.norms, model.weight.grad                  # before clipping; the sum of clipped gradients
+
+    Forward and backward become one graph.  It is shown of the graph, whatever the values are, that samples don't mix; and
+    the operations that add samples up are taken apart.  No hooks are needed, and those of `add_hooks` are not seen.
+
+    verb: what the backward pass makes.  'rows' sets ``param.grad1``, (N, *shape).  'norms' sets ``step.norms``, N.  With
+    'clip', ``.grad`` is the sum of gradients that are clipped to ``max_norm`` each, and with 'clip_and_noise' that of
+    private training, as `clip_and_noise_` has it.  With 'sum', ``.grad`` is Σₙ wₙ gₙ, of ``step.weights = w``, set before.
+    'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}
+    batch: where the samples are in the model's arguments: an axis of all tensors, or a tree as in `add_hooks`, None for an
+    argument without samples
+    loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms' and 'dot' fill
+    ``.grad``, too
+    max_norm, noise_multiplier, expected_batch_size, generator: as in `clip_and_noise_`
+    backend: 'inductor'; None runs the graph as it is, without a compiler
+    dynamic: as in ``torch.compile``    options: inductor's, ``torch._inductor.list_options()``
+
+    Returns a module that is called like the model, and holds it as ``.model``.
+
+    Calling it raises SamplesMixed, UnsupportedOperation where an operation has no rule or the model can't be one graph (an
+    ``if`` on values, say), and ValueError where an argument's samples aren't on the axis that was told.  Backward passes
+    raise VerificationFailed where proofs fail, in steps 1, 2, 16, 128, ... of each compilation.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile was given {type(model).__name__}; expected a torch.nn.Module" + ON_COMPILING)
+    check_loss_type(loss_type)
+    if verb not in VERBS:
+        raise ValueError(f"compile was given verb={verb!r}; expected one of {', '.join(map(repr, VERBS))}" + ON_COMPILING)
+    if backend not in (None, "inductor"):
+        raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
+    numbers = {"max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}
+    needed = NUMBERS.get(verb, ())
+    for name, number in numbers.items():
+        if (name in needed) != (number is not None):
+            raise TypeError(
+                f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'none'}"
+                + ON_COMPILING
+            )
+        least = 0 if name == "noise_multiplier" else None
+        if number is not None and (not is_number(number) or not (number > 0 or number == least)):
+            raise ValueError(f"compile was given {name}={number!r}; expected a number above 0" + ON_COMPILING)
+    from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
+
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, generator, backend, dynamic, options)

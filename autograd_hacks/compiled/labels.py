@@ -1,0 +1,269 @@
+"""Where the samples are in each tensor of a joint graph of forward and backward, and where they are added up.
+
+A label is None for a tensor that is the same for all samples, `At` for one that has them on an axis, and `SUM` for a sum
+over samples of what follows from one sample each.  Whatever else an operation would do with samples is an error, so that a
+graph that can be labelled has independent samples, whatever the values of weights and inputs are.
+
+Each kind of operation has one rule, by name: see `compiled/operations.py` and `compiled/products.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
+
+
+@dataclass(frozen=True)
+class At:
+    """The samples are on axis ``dim``, which is outer × N × inner: positions may be folded into it on either side."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def moved(self, dim: int) -> At:
+        """The same on another axis."""
+        return At(dim, self.outer, self.inner)
+
+
+class _Sum:
+    def __repr__(self) -> str:
+        return "SUM"
+
+
+SUM = _Sum()
+
+Label = At | _Sum | None
+Found = Label | list[Label]
+"""Of what an operation makes: one tensor, or several."""
+Rule = Callable[..., Found]
+"""``rule(labels, node, *args, **kwargs)`` of an operation some of whose tensors have samples, and none of which is a sum."""
+
+RULES: dict[str, Rule] = {}
+"""{an operation's name: its rule}; what torch tags as pointwise needs none"""
+LINEAR: set[str] = set()
+"""Operations that are linear in each of their tensors, which may follow a sum over samples."""
+
+
+def register_operation(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of an operation of torch, or of a custom one: where the samples are in what it makes::
+
+        @autograd_hacks.register_operation("mylib::scan")
+        def _(labels, node, x, length):
+            return labels.along(node, x, dim=1)   # samples stay where they are in x, unless that is axis 1
+
+    names: as in ``torch.ops``, with the namespace but for 'aten'
+    The rule gets `Labels`, the node of the graph and the operation's arguments.  It returns the label of what is made, a
+    list of labels for several tensors; or raises by ``labels.mixed(node, why)``.
+    """
+
+    def put(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return put
+
+
+def size(x: Any) -> int:
+    """A size that may be symbolic, as it is in the batch that is traced."""
+    if isinstance(x, int):
+        return x
+    hint = getattr(getattr(x, "node", None), "hint", None)
+    return int(x) if hint is None else int(hint)
+
+
+def shape(node: fx.Node) -> list[int]:
+    return [size(s) for s in node.meta["val"].shape]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A node that adds samples up.
+
+    at: where samples are in its tensors, by place among its flattened arguments    gradient: the place of the one that it is
+    linear in and that follows from the gradient    output: which of the tensors that it makes is the sum
+    """
+
+    node: fx.Node
+    at: Mapping[int, At]
+    gradient: int
+    output: int | None = None
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The graph of a forward and its backward.
+
+    samples: N    axes: of the samples in the forward's arguments, by placeholder; the others have none
+    tangents: the placeholders of the outputs' gradients, with these outputs    gradients: those of parameters, by name
+    outputs: what the model returns, and what else it leaves
+    """
+
+    graph: fx.Graph
+    samples: int
+    axes: Mapping[fx.Node, int]
+    tangents: Mapping[fx.Node, fx.Node]
+    gradients: Mapping[str, fx.Node]
+    outputs: Sequence[fx.Node]
+
+
+@dataclass
+class Labels:
+    """The labels of a graph's nodes, and the contractions among these."""
+
+    samples: int
+    found: dict[fx.Node, Found] = field(default_factory=dict)
+    contractions: dict[tuple[fx.Node, int | None], Contraction] = field(default_factory=dict)
+    after_gradients: set[fx.Node] = field(default_factory=set)  # nodes that follow from the outputs' gradients
+
+    def __getitem__(self, x: Any) -> Any:
+        """The label of a node; None for what is none."""
+        return self.found.get(x) if isinstance(x, fx.Node) else None
+
+    def contraction_of(self, node: fx.Node) -> Contraction | None:
+        if node.target is operator.getitem:
+            return self.contractions.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
+        return self.contractions.get((node, None))
+
+    # What rules say.
+
+    def mixed(self, node: fx.Node, why: str) -> Any:
+        """Raises SamplesMixed."""
+        raise SamplesMixed(f"samples mix: {why}: {place_of(node)}." + ON_COMPILING)
+
+    def unsupported(self, node: fx.Node, why: str) -> Any:
+        """Raises UnsupportedOperation."""
+        raise UnsupportedOperation(f"{why}: {place_of(node)}. Use add_hooks(model) for this model." + ON_COMPILING)
+
+    def same(self, node: fx.Node, labels: Iterable[Found]) -> At | None:
+        """The one label among some; None where none has samples."""
+        found = list(dict.fromkeys(label for label in labels if isinstance(label, At)))
+        if len(found) > 1:
+            self.mixed(node, f"samples are on different axes of what meets here, {found[0]} and {found[1]}")
+        return found[0] if found else None
+
+    def along(self, node: fx.Node, x: fx.Node, dim: int, outputs: int = 1) -> Found:
+        """The label of x for an operation along one of its axes, which must not be that of the samples."""
+        if dim % len(shape(x)) == self[x].dim:
+            self.mixed(node, "goes along the axis of samples")
+        return self[x] if outputs == 1 else [self[x]] * outputs
+
+    def contract(
+        self, node: fx.Node, at: Mapping[fx.Node, At], gradient: int | None = None, output: int | None = None
+    ) -> Label:
+        """`SUM`, of a node that adds samples up.
+
+        at: where they are, by argument    gradient, output: as `Contraction` says
+        """
+        flat, _ = tree_flatten((node.args, node.kwargs))
+        places = {n: at[x] for n, x in enumerate(flat) if isinstance(x, fx.Node) and x in at}
+        if gradient is None:
+            gradient = next((n for n in places if flat[n] in self.after_gradients), None)
+        if gradient is None or flat[gradient] not in self.after_gradients:
+            self.mixed(node, "adds up samples in the forward pass")
+        self.contractions[node, output] = Contraction(node, places, gradient, output)  # type: ignore[arg-type]
+        return SUM
+
+
+def place_of(node: fx.Node) -> str:
+    """An operation, and the line of the user's code that it comes from."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
+    files = [n for n, line in enumerate(trace) if line.startswith("File ")]
+    name = str(node.target).removeprefix("aten.")
+    return f"{name}, at {' '.join(trace[files[-1] : files[-1] + 2])}" if files else name
+
+
+def labelled(joint: Joint) -> Labels:
+    """The labels of all that parameters' gradients follow from.
+
+    Raises SamplesMixed where samples mix, with the operation and its line; UnsupportedOperation for one without a rule.
+    """
+    labels, needed = Labels(joint.samples), behind([*joint.gradients.values(), *joint.tangents.values()])
+    labels.after_gradients.update(joint.tangents)
+    nodes = [node for node in joint.graph.nodes if node in needed]
+    for node in nodes:
+        if not labels.after_gradients.isdisjoint(node.all_input_nodes):
+            labels.after_gradients.add(node)
+    for node in nodes:  # of the forward
+        if node not in labels.after_gradients:
+            axis = joint.axes.get(node)
+            labels.found[node] = _label(labels, node) if node.op == "call_function" else None if axis is None else At(axis)
+    for tangent, output in joint.tangents.items():
+        if not isinstance(labels[output], At):
+            labels.mixed(output, "an output of the model has no axis of samples")
+        labels.found[tangent] = labels[output]
+    for node in nodes:
+        if node not in labels.found:
+            labels.found[node] = _label(labels, node) if node.op == "call_function" else None
+    for name, gradient in joint.gradients.items():
+        if isinstance(labels[gradient], At):
+            labels.mixed(gradient, f"the gradient of {name} has an axis of samples")
+    return labels
+
+
+def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that some follow from, themselves among these."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def name_of(node: fx.Node) -> str:
+    """An operation's name: that of its namespace in front, unless it is torch's own."""
+    target: Any = node.target
+    return str(target._schema.name).removeprefix("aten::")
+
+
+def _label(labels: Labels, node: fx.Node) -> Found:
+    if node.target is operator.getitem:
+        found = labels[node.args[0]]
+        return found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]
+    if not isinstance(node.target, torch._ops.OpOverload):  # arithmetic of sizes
+        return None
+    given = [labels[x] for x in node.all_input_nodes]
+    if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
+        return None
+    name = name_of(node)
+    if SUM in given:
+        return _after_sum(labels, node, name)
+    if (rule := RULES.get(name)) is not None:
+        return rule(labels, node, *node.args, **node.kwargs)
+    if torch.Tag.pointwise in node.target.tags:
+        return pointwise(labels, node)
+    return labels.unsupported(
+        node, f"there is no rule for the operation {name!r} (autograd_hacks.register_operation({name!r}) adds one)"
+    )
+
+
+def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
+    """What follows from a sum over samples must be linear in it."""
+    if any(isinstance(labels[x], At) for x in node.all_input_nodes):
+        labels.mixed(node, "a sum over samples meets samples")
+    sums = [x for x in node.all_input_nodes if labels[x] is SUM]
+    if name not in LINEAR:
+        labels.mixed(node, "what follows from a sum over samples isn't linear in it")
+    if name in ("mul", "mm", "bmm", "convolution") and len(sums) > 1:
+        labels.mixed(node, "multiplies two sums over samples")
+    if name == "div" and labels[node.args[1]] is SUM:
+        labels.mixed(node, "divides by a sum over samples")
+    return SUM
+
+
+def pointwise(labels: Labels, node: fx.Node) -> At | None:
+    """Samples are where they are in what is broadcast."""
+    made = node.meta["val"]
+    axes = (made[0] if isinstance(made, tuple | list) else made).ndim
+    given = [(x, labels[x]) for x in node.all_input_nodes]
+    return labels.same(node, [at.moved(axes - len(shape(x)) + at.dim) for x, at in given if isinstance(at, At)])

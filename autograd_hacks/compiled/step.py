@@ -1,0 +1,271 @@
+"""A model whose compiled backward pass makes rows, norms, or clipped gradients."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
+
+from autograd_hacks.compiled.backend import Backend, Made
+from autograd_hacks.compiled.given import Given, given
+from autograd_hacks.compiled.taken_apart import TakenApart
+from autograd_hacks.compiled.torch_names import BackendCompilerFailed, TorchDynamoException, compiling
+from autograd_hacks.errors import (
+    ON_COMPILING,
+    NothingRecorded,
+    PerSampleGradientError,
+    UnseenGradient,
+    UnsupportedOperation,
+)
+from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.internals import current_task
+from autograd_hacks.support.switch import NO_TASK
+
+Gradients = Mapping[str, fx.Node]
+
+SLOW = 2.0
+"""Seconds of compiling that are told of on stderr."""
+
+
+class CompiledStep(nn.Module):
+    """What `autograd_hacks.compile` returns: a module that is called like the model.
+
+    model: the model itself    weights: N, for 'sum', set before the backward pass    direction: {name: shape}, for 'dot'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        verb: str,
+        batch: BatchDim,
+        loss_type: str,
+        param_grad: bool,
+        numbers: Mapping[str, float | None],
+        generator: torch.Generator | None,
+        backend: str | None,
+        dynamic: bool | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
+        self._param_grad, self._numbers, self._generator = param_grad, numbers, generator
+        self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
+        self._options = dict(options or {})
+        self._watched: ByTensor[RemovableHandle] = ByTensor()
+        self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
+        self._backend = Backend(model, lambda: self._axes, self._make, self._deliver, backend is not None)
+        # Of a code object of its own: the compiler counts how often one is compiled anew.
+        run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
+        self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
+
+    def __deepcopy__(self, memo: object) -> CompiledStep:
+        raise TypeError("a compiled step can't be copied; copy its .model, and compile that" + ON_COMPILING)
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a compiled step can't be pickled; save its .model's state_dict()" + ON_COMPILING)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._axes, self._results = self._axes_of(args, kwargs), {}
+        before, began = self._backend.compilations, perf_counter()
+        try:
+            with compiling(self._options):
+                found = self._compiled(self.model, args, kwargs)
+        except TorchDynamoException as error:
+            inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
+            if isinstance(inner, PerSampleGradientError):
+                raise inner from None
+            raise UnsupportedOperation(
+                f"{type(self.model).__name__} can't be made one graph: {_first_line(error)}. Use add_hooks(model) for it."
+                + ON_COMPILING
+            ) from error
+        self._watch()
+        took = perf_counter() - began
+        if self._backend.compilations > before and took > SLOW:
+            print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
+        return found
+
+    @property
+    def norms(self) -> Tensor:
+        """N, of the last backward pass, before clipping."""
+        return self._result("norms")
+
+    @property
+    def dot(self) -> Tensor:
+        """⟨gₙ, direction⟩, N, of the last backward pass."""
+        return self._result("dot")
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self._given.tensors.get("weights")
+
+    @weights.setter
+    def weights(self, w: Tensor) -> None:
+        self._given.tensors["weights"] = w
+
+    @property
+    def direction(self) -> dict[str, Tensor]:
+        return {name: v for name, v in self._given.tensors.items() if name != "weights"}
+
+    @direction.setter
+    def direction(self, v: Mapping[str, Tensor]) -> None:
+        shapes = {name: p.shape for name, p in self.model.named_parameters() if p.requires_grad}
+        wrong = [name for name, shape in shapes.items() if name not in v or v[name].shape != shape]
+        if wrong or v.keys() - shapes.keys():
+            raise ValueError(
+                f"direction was given {sorted(v.keys() - shapes.keys()) or 'too little'}; expected {{name: tensor}} of all "
+                f"parameters that train, of their shapes; missing or of another shape: {wrong[:5]}" + ON_COMPILING
+            )
+        self._given.tensors = {name: x.detach() for name, x in v.items()}
+
+    def _result(self, name: str) -> Tensor:
+        if name not in self._results:
+            raise NothingRecorded(
+                f"there are no {name}: no backward pass has run since the last forward, or compile was asked for "
+                f"{self.verb!r} alone." + ON_COMPILING
+            )
+        return self._results[name]
+
+    # Gradients that come past the graph.
+
+    def _watch(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p not in self._watched:
+                self._watched[p] = p.register_hook(partial(_arrived, weakref.ref(self), name))
+
+    def __del__(self) -> None:
+        for handle in self._watched.values():
+            handle.remove()
+
+    # What the graph is to make.
+
+    def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
+        factor = apart.samples if self._is_mean else 1
+        made: Made = VERBS[self.verb](self, apart, gradients, factor)
+        if self.verb in ("rows", "norms", "dot") and not self._param_grad:
+            made.gradients = dict.fromkeys(gradients)
+        return made
+
+    def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        if self.verb == "rows":
+            for name, p in self.model.named_parameters():
+                if p.requires_grad:
+                    p.grad1 = results.get(name)  # type: ignore[attr-defined]
+                    if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
+                        p.grad1 = p.grad1.to(p.dtype)  # type: ignore[attr-defined]
+        else:
+            self._results = results
+        if self.verb == "clip_and_noise":
+            self._add_noise(gradients)
+        self._task, self._arriving = current_task(), {name: g.data_ptr() for name, g in gradients.items()}
+
+    def _add_noise(self, gradients: Mapping[str, Tensor]) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise NotImplementedError(
+                "compile(model, 'clip_and_noise') adds noise on each process of several, which would add up to another "
+                "deviation. Use 'clip', and add the noise once; or add_hooks and clip_and_noise_." + ON_COMPILING
+            )
+        multiplier, bound, expected = (
+            float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
+        )
+        for name, p in self.model.named_parameters():
+            if not p.requires_grad or not multiplier:
+                continue
+            drawing = self._generator
+            device = p.device if drawing is None else drawing.device
+            noise = torch.normal(0.0, multiplier * bound / expected, p.shape, generator=drawing, device=device).to(p)
+            if name in gradients:
+                gradients[name].add_(noise)
+            else:  # no sample reaches it
+                p.grad = noise if p.grad is None else p.grad.add_(noise)
+
+    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+        """By argument (id) the axis of its samples."""
+        batch = Batch.of(args, kwargs, self._batch)
+        axes = batch.axes
+        if axes is None:
+            axes = [self._batch if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
+        found = {id(x): axis % x.ndim for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)}
+        sizes = {id(x): x.shape[found[id(x)]] for x in batch.leaves if id(x) in found}
+        if len(set(sizes.values())) > 1:
+            shapes = [tuple(x.shape) for x in batch.leaves if id(x) in found]
+            raise ValueError(
+                f"compile was given batch={self._batch!r}, and arguments of shapes {shapes} have other sizes there. Write a "
+                "tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, 'table': None}."
+                + ON_COMPILING
+            )
+        return found
+
+
+def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor) -> None:
+    """Raises where a pass brings a parameter something else than what the graph has made."""
+    step = of()
+    if step is None or step._task == NO_TASK or step._task != current_task():
+        return
+    if step._arriving.get(name) != grad.data_ptr():
+        step._task = NO_TASK
+        raise UnseenGradient(
+            f"gradient has reached {name} past the compiled graph, which can't be told by sample: a penalty on weights in "
+            "the loss, a weight that the loss reads, a hook on the parameter, or a parameter that the model returns. Run a "
+            "penalty's backward pass by itself; or use add_hooks(model)." + ON_COMPILING
+        )
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    reached = {name: node for name, node in gradients.items() if apart.form_of(node) is not None}
+    return Made(results={name: apart.rows(node) * factor for name, node in reached.items()})
+
+
+def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    return Made(results={"norms": apart.norms(reuse=False) * factor})
+
+
+def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    """Σₙ gₙ · min(1, max_norm / ‖gₙ‖), or the mean."""
+    norms = apart.norms(reuse=True) * factor
+    weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
+    if step.verb == "clip_and_noise":
+        # The loss's own reduction is taken away first, and what is not finite adds nothing.
+        weights = weights.where(norms.isfinite(), 0) * factor / float(step._numbers["expected_batch_size"] or 1)
+    sums = apart.weighted(weights)
+    return Made({name: sums.get(node) for name, node in gradients.items()}, {"norms": norms})
+
+
+def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    """Σₙ wₙ gₙ."""
+    like = apart.values[next(iter(apart.joint.tangents))]
+    sums = apart.weighted(given(like, step._given, "weights", [apart.samples]))
+    return Made({name: sums.get(node) for name, node in gradients.items()})
+
+
+def _dot(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    like = apart.values[next(iter(apart.joint.tangents))]
+    total: Any = 0
+    for name, node in gradients.items():
+        if (form := apart.form_of(node)) is not None:
+            total = total + form.dot(given(like, step._given, name, list(form.shape)))
+    return Made(results={"dot": total * factor})
+
+
+VERBS: dict[str, Callable[..., Made]] = {
+    "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _dot,
+}  # fmt: skip
+"""{what `compile` is asked for: what the graph makes}"""

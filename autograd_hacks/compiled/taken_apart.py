@@ -1,0 +1,244 @@
+"""A labelled joint graph taken apart: it runs as it is, but where samples are added up a form is made in the sum's place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of
+from autograd_hacks.forms import Dense, Form, Outer, add
+from autograd_hacks.forms.opaque import squares
+from autograd_hacks.rules.conv import convolution, transposed_convolution
+from autograd_hacks.rules.embedding import lookup
+from autograd_hacks.rules.views import reshaped, transposed
+
+aten: Any = torch.ops.aten
+
+
+def unfolded(x: Tensor, at: At, samples: int) -> Tensor:
+    """With the samples on axis 0: N *outer ... inner ..., the axes in their order."""
+    middle = ([at.outer] if at.outer > 1 else []) + [samples, x.shape[at.dim] // (samples * at.outer)]
+    return x.reshape(*x.shape[: at.dim], *middle, *x.shape[at.dim + 1 :]).movedim(at.dim + (at.outer > 1), 0)
+
+
+def over(w: Tensor, x: Tensor, at: At) -> Tensor:
+    """Weights, N, to be multiplied by a tensor that has samples there."""
+    samples = w.shape[0]
+    along = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
+    return along.view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
+
+
+def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation makes, also of tensors whose strides are others than those that were traced."""
+    if target in (aten.view.default, aten._unsafe_view.default):
+        return args[0].reshape(args[1])
+    return target(*args, **kwargs)
+
+
+class TakenApart:
+    """One run of a joint graph.
+
+    values: of the placeholders, in their order    samples: N, of this run
+    """
+
+    def __init__(self, joint: Joint, labels: Labels, values: Sequence[Any]) -> None:
+        self.joint, self.labels = joint, labels
+        self.values: dict[fx.Node, Any] = {}
+        self.forms: dict[fx.Node, Any] = {}  # of sums over samples: a form, or several where a node makes several sums
+        self._rows: dict[fx.Node, Tensor] = {}  # of gradients, where they were written out
+        given, outputs = iter(values), behind(joint.outputs)
+        self.samples: Any = joint.samples
+        for node in joint.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = next(given)
+                if node in joint.axes:
+                    self.samples = self.values[node].shape[joint.axes[node]]
+            elif node.op == "get_attr":
+                self.values[node] = operator.attrgetter(str(node.target))(joint.graph.owning_module)
+            elif node.op == "call_function" and (node in labels.found or node in outputs):
+                self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
+        if self.labels[node] is SUM:
+            self.forms[node] = self._form(node)
+            return
+        args, kwargs = self._arguments(node, self.values)
+        if node.target is aten.convolution_backward.default:
+            args = (*args[:-1], [args[-1][0], False, False])
+        self.values[node] = run_operation(node.target, args, kwargs)
+
+    def _arguments(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+
+    # Forms.
+
+    def _form(self, node: fx.Node) -> Form | list[Form]:
+        contraction = self.labels.contraction_of(node)
+        if contraction is not None:
+            return self._contracted(contraction)
+        if node.target is operator.getitem:
+            one: Form = self.forms[node.args[0]][node.args[1]]  # type: ignore[index]
+            return one
+        if isinstance(node.meta["val"], tuple | list):
+            return [Dense(rows) for rows in self._row_by_row(node)]
+        sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
+        first, sizes = self.forms[sums[0]], node.meta["val"].shape
+        name = name_of(node)
+        if name in ("view", "_unsafe_view", "reshape", "clone", "alias", "detach", "unsqueeze", "squeeze"):
+            return reshaped(first, sizes)
+        if name in ("t", "transpose", "permute") and len(sizes) == 2:
+            is_turned = name != "permute" or list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
+            return transposed(first, (0, 1), sizes) if is_turned else first
+        if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
+            return add([first, self.forms[sums[1]]])
+        return Dense(self._row_by_row(node))
+
+    def _row_by_row(self, node: fx.Node) -> Any:
+        """What follows from sums over samples, for each sample."""
+        flat: list[Any]
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        places = [n for n, x in enumerate(flat) if isinstance(x, fx.Node) and self.labels[x] is SUM]
+        values = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        if node.target is aten.cat.default:  # of which torch's rule for vmap holds for one N alone
+            given: Any = node.args
+            tensors, dim = given[0], given[1] if len(given) > 1 else 0
+            rows = [
+                self.forms[x].dense() if x in self.forms else self.values[x].expand(self.samples, *self.values[x].shape)
+                for x in tensors
+            ]
+            return torch.cat(rows, dim + 1 if dim >= 0 else dim)
+
+        def one(*parts: Tensor) -> Any:
+            own = list(values)
+            for place, part in zip(places, parts):
+                own[place] = part
+            args, kwargs = tree_unflatten(own, spec)
+            return run_operation(node.target, args, kwargs)
+
+        return vmap(one)(*[self.forms[flat[n]].dense() for n in places])
+
+    def _contracted(self, found: Contraction) -> Form:
+        node = found.node
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        values: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
+        if node.target is aten.mm.default:
+            return self._outer(values, found.at)
+        if node.target is aten.convolution_backward.default and is_plain:
+            return self._convolved(values, node.args, found.output)
+        if node.target is aten.embedding_dense_backward.default and not node.args[4]:
+            g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
+            padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
+            return lookup(index.expand(g.shape[:-1]), g, torch.Size((node.args[2], g.shape[-1])), padding)  # type: ignore[arg-type]
+        return Dense(self._sample_by_sample(found, values, spec))
+
+    def _outer(self, values: Sequence[Tensor], at: Mapping[int, At]) -> Outer:
+        """Of left (O, M) and right (M, I), the samples among M."""
+        left = unfolded(values[0].mT, at[0].moved(0), self.samples)  # N *outer inner O
+        right = unfolded(values[1], at[1], self.samples)
+        if left.ndim == 3 and left.shape[1] == 1:
+            return Outer(left[:, 0], right[:, 0])
+        return Outer(left.flatten(1, -2), right.flatten(1, -2))
+
+    def _convolved(self, values: Sequence[Any], args: Sequence[Any], output: int | None) -> Form:
+        g, x, w = values[:3]
+        if output == 2:
+            return Dense(g.flatten(2).sum(2))
+        stride, padding, dilation, is_transposed, _, groups = args[4:10]
+        x = x.expand(g.shape[0], *x.shape[1:])
+        make = transposed_convolution if is_transposed else convolution
+        return make(x.conj(), g, w.shape, (stride, padding, dilation, groups))
+
+    def _sample_by_sample(self, found: Contraction, values: list[Any], spec: Any) -> Tensor:
+        """The very operation for each sample's part of its tensors."""
+        node, at = found.node, dict(found.at)
+        parts = {n: unfolded(values[n], own, self.samples) for n, own in at.items()}
+        writes = name_of(node) in ("index_put", "_unsafe_index_put", "scatter_add", "index_add") and 0 not in at
+        if writes:
+            # vmap expands what is written to, and inductor (torch 2.13, pytorch#183986) then adds to one memory for all.
+            parts[0] = values[0].new_zeros([self.samples, *values[0].shape]) + values[0]
+
+        def one(*tensors: Tensor) -> Any:
+            own = list(values)
+            for n, x in zip(parts, tensors):
+                where = at.get(n)
+                own[n] = x.flatten(where.dim, where.dim + 1) if where is not None and where.outer > 1 else x
+            if found.output is not None:
+                own[-3:] = [found.output == k for k in range(3)]
+            args, kwargs = tree_unflatten(own, spec)
+            made = node.target(*args, **kwargs)  # type: ignore[operator]
+            return made if found.output is None else made[found.output]
+
+        return vmap(one)(*parts.values())
+
+    # What is made of forms.
+
+    def form_of(self, gradient: fx.Node) -> Form | None:
+        """None where no sample's loss reaches the parameter."""
+        return self.forms.get(gradient)
+
+    def rows(self, gradient: fx.Node) -> Tensor:
+        """N × the parameter's shape."""
+        if gradient not in self._rows:
+            self._rows[gradient] = self.forms[gradient].dense()
+        return self._rows[gradient]
+
+    def norms(self, reuse: bool) -> Tensor:
+        """Over all parameters, N.  reuse: whether rows that are best written out are read again by `weighted`"""
+        found: list[Tensor] = []
+        for gradient in self.joint.gradients.values():  # of two parameters it may be the same
+            form = self.forms.get(gradient)
+            if form is None:
+                continue
+            if reuse and gradient not in self._rows and float(form.saving(fresh=True)) > 0:
+                self.rows(gradient)
+            found.append(self._squares(form, self._rows.get(gradient)))
+        total = found[0]
+        for other in found[1:]:
+            total = total + other
+        return total.sqrt()
+
+    @staticmethod
+    def _squares(form: Form, rows: Tensor | None) -> Tensor:
+        """In double precision, in which no square of a float leaves the range."""
+        if rows is None and type(form) is Outer and form.positions == 1:
+            lengths = (torch.linalg.vector_norm(x[:, 0], dim=1, dtype=torch.float64) for x in form.held)
+            return torch.mul(*lengths).square()
+        if rows is None and isinstance(form, Dense):
+            rows = form.values
+        if rows is None:
+            return squares(form).to(torch.float64)
+        return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
+
+    def weighted(self, w: Tensor) -> dict[fx.Node, Tensor]:
+        """Σₙ wₙ gₙ by node: the same contractions of gradients times weights; or of rows, where these are there."""
+        values = dict(self.values)
+        for node in self.joint.graph.nodes:
+            if self.labels[node] is not SUM or node.op != "call_function":
+                continue
+            found = self.labels.contraction_of(node)
+            if found is None:
+                args, kwargs = self._arguments(node, values)
+                values[node] = run_operation(node.target, args, kwargs)
+                continue
+            flat, spec = tree_flatten((found.node.args, found.node.kwargs))
+            own: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+            own[found.gradient] = own[found.gradient] * over(w, own[found.gradient], found.at[found.gradient])
+            if found.output is not None:
+                own[-3:] = [found.output == k for k in range(3)]
+            args, kwargs = tree_unflatten(own, spec)
+            made = found.node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = made if found.output is None else made[found.output]
+        sums = {node: values[node] for node in self.forms if node in values}
+        for gradient, rows in self._rows.items():
+            sums[gradient] = torch.tensordot(w.to(rows.dtype), rows, 1)
+        return sums
+
+    def outputs(self) -> Iterator[Any]:
+        return (self.values[node] for node in self.joint.outputs)

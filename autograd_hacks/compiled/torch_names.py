@@ -1,0 +1,70 @@
+"""The names of torch's compiler that aren't public, in one place.  Seen in torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autograd_hacks.errors import ON_COMPILING
+
+try:
+    import torch._dynamo as dynamo
+    import torch._inductor as inductor
+    from torch._decomp import core_aten_decompositions
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+    from torch._functorch._aot_autograd.descriptors import (
+        GradAOTOutput,
+        PlainAOTInput,
+        PlainAOTOutput,
+        TangentAOTInput,
+    )
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+except ImportError as error:
+    raise ImportError(
+        f"autograd_hacks.compile needs parts of the compiler that torch {torch.__version__} has not, or has under other "
+        f"names ({error}); they were seen in torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
+    ) from error
+
+KEPT_WHOLE = ("aten.embedding_dense_backward", "aten._scaled_dot_product_flash_attention_for_cpu")
+"""Operations that aren't decomposed.  Attention's forward becomes one whose logsumexp its backward can't use."""
+
+
+def decompositions(table: Callable[[], Any] = core_aten_decompositions) -> dict[Any, Any]:
+    return {op: made_of for op, made_of in dict(table()).items() if not str(op).startswith(KEPT_WHOLE)}
+
+
+def lowered() -> dict[Any, Any]:
+    """Inductor's own decompositions, for a graph that it compiles."""
+    return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[1])}
+
+
+@contextmanager
+def compiling(options: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which recurrent layers are traced, step by step, and inductor has other options."""
+    with dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options)):
+        yield
+
+
+@contextmanager
+def recurrent_layers_unrolled() -> Iterator[None]:
+    """A context in which recurrent layers become the operations that they are made of."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+__all__ = [
+    "BackendCompilerFailed", "GradAOTOutput", "PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException",
+    "aot_autograd", "compiling", "compile_fx_inner", "decompositions", "lowered", "make_fx",
+    "min_cut_rematerialization_partition", "recurrent_layers_unrolled",
+]  # fmt: skip

@@ -1,0 +1,60 @@
+"""Squared norms by operations that a compiler leaves alone, since they look at values: where positions cancel, rows are
+written out."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.forms.base import Form
+from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.lookup import Lookup
+from autograd_hacks.forms.outer import Outer
+from autograd_hacks.support.contexts import without_autocast
+
+_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
+
+
+@_operation("autograd_hacks::squares_of_products")
+def _of_products(left: Tensor, right: Tensor) -> Tensor:
+    return _norms(Outer(left, right))
+
+
+@_operation("autograd_hacks::squares_of_lookups")
+def _of_lookups(g: Tensor, index: Tensor, entries: int) -> Tensor:
+    return _norms(Lookup(index, g, entries))
+
+
+@_operation("autograd_hacks::squares_of_windows")
+def _of_windows(
+    g: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return _norms(Convolution(x, g, torch.Size(shape), stride, padding, dilation, groups))
+
+
+for _known in (_of_products, _of_lookups, _of_windows):
+    _known.register_fake(lambda g, *_: g.new_empty(g.shape[0]))
+
+
+def _norms(form: Form) -> Tensor:
+    with without_autocast([form.like]):
+        return form.norms().square()
+
+
+def squares(form: Form) -> Tensor:
+    """The rows' squared norms, N, in whatever graph they are traced into."""
+    if isinstance(form, Outer):
+        return _of_products(form.left, form.right)
+    if isinstance(form, Lookup):
+        return _of_lookups(form.g, form.index, form.entries)
+    if isinstance(form, Convolution):
+        settings = [list(x) for x in (form.shape, form.stride, form.padding, form.dilation)]
+        return _of_windows(form.g, form.x, *settings, form.groups)
+    return form.matrix().square().sum(1)

@@ -1,0 +1,195 @@
+"""One property of all rules: what is accepted has the rows of each sample run alone, and what mixes is refused by analysis."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.compiled.labels import RULES
+from autograd_hacks.errors import SamplesMixed, UnsupportedOperation
+
+N = 6
+"""Samples, positions and features: no size tells an axis."""
+
+Inner = Callable[[Tensor], Tensor]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    torch._dynamo.reset()
+
+
+class Around(nn.Module):
+    """A function between two layers.  x: N T D -> N"""
+
+    def __init__(self, inner: Inner) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(N, N), inner, nn.Linear(N, N)
+        self.bare, self.table = nn.Parameter(torch.randn(N)), nn.Embedding(N, N)
+        self.conv = nn.Conv1d(N, N, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.first(x)) if isinstance(self.inner, _Plain) else self.inner(self, self.first(x))  # type: ignore[call-arg]
+        y = self.last(y) if y.shape[-1] == N else y
+        return y.reshape(len(x), -1).tanh().sum(1)
+
+
+class _Plain:
+    def __init__(self, function: Inner) -> None:
+        self.function = function
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
+def at_first_positive(h: Tensor) -> Tensor:
+    return h[torch.arange(N), (h[..., 0] > 0).sum(1).clamp(max=N - 1)]
+
+
+def with_first_overwritten(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[:, 0] = 1.0
+    return h
+
+
+RIGHT: dict[str, Inner] = {
+    "mean over positions": lambda h: h - h.mean(1, keepdim=True),
+    "variance": lambda h: h / (h.var(1, keepdim=True) + 1).sqrt(),
+    "transposed and back": lambda h: h.transpose(0, 1).contiguous().tanh().permute(1, 0, 2),
+    "folded with positions": lambda h: h.reshape(N * N, N).sigmoid().view(N, N, N),
+    "folded time first": lambda h: h.transpose(0, 1).reshape(N * N, N).sigmoid().view(N, N, N).transpose(0, 1),
+    "softmax": lambda h: h.softmax(1),
+    "log-softmax": lambda h: h.log_softmax(-1),
+    "cumulated": lambda h: h.cumsum(1),
+    "sorted positions": lambda h: h.sort(1).values,
+    "the largest": lambda h: h.topk(2, 1).values,
+    "maximum": lambda h: h.max(1).values,
+    "maximum of two": lambda h: torch.maximum(h, 0.5 * h.flip(1)),
+    "norm": lambda h: h / (1 + h.norm(dim=1, keepdim=True)),
+    "logsumexp": lambda h: h.logsumexp(2),
+    "rolled positions": lambda h: h + h.roll(1, 1),
+    "flipped": lambda h: h + h.flip(2),
+    "triangle": lambda h: h.tril(),
+    "padded": lambda h: F.pad(h, (1, 2))[..., 1:-2],
+    "sliced": lambda h: h[:, 1:4],
+    "selected": lambda h: h[:, 2] + h[:, -1],
+    "concatenated": lambda h: torch.cat([h, 2 * h], 1),
+    "stacked": lambda h: torch.stack([h, h.tanh()], 0).sum(0),
+    "two views behind each other": lambda h: (lambda a, b: a * b)(*torch.cat([h, 2 * h]).tanh().chunk(2)),
+    "split": lambda h: (lambda a, b, c: a * b + c)(*h.split(2, 1)),
+    "unbound": lambda h: torch.stack([part.tanh() for part in h.unbind(1)], 1),
+    "repeated": lambda h: h.repeat(1, 2, 1),
+    "expanded": lambda h: h.unsqueeze(2).expand(N, N, 2, N).tanh().sum(2),
+    "masked": lambda h: h.masked_fill(h > 0.5, 0.0),
+    "where": lambda h: torch.where(h > 0, h, 0.1 * h),
+    "written": with_first_overwritten,
+    "by sample and index": at_first_positive,
+    "gathered": lambda h: h.gather(1, h.argsort(1)),
+    "scattered": lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h),
+    "products of positions": lambda h: torch.bmm(h, h.mT).softmax(-1) @ h,
+    "attention": lambda h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
+    "einsum": lambda h: torch.einsum("nti,nsi->nts", h, h),
+    "layer norm": lambda h: F.layer_norm(h, (N,)),
+    "group norm": lambda h: F.group_norm(h, 2),
+    "max pooling": lambda h: F.max_pool2d(h[:, None], 2).flatten(1),
+    "average pooling": lambda h: F.avg_pool1d(h, 2),
+    "adaptive pooling": lambda h: F.adaptive_avg_pool2d(h[:, None], 2).flatten(1),
+    "upsampled": lambda h: F.interpolate(h[:, None], scale_factor=2, mode="bilinear").flatten(1),
+    "unfolded": lambda h: h.unfold(1, 3, 1).mean(-1),
+    "Fourier": lambda h: torch.fft.rfft(h, dim=1).abs(),
+    "complex": lambda h: torch.view_as_real(torch.complex(h, h.tanh()) * torch.complex(h.cos(), h)).sum(-1),
+    "the sample's own number": lambda h: h * (1 + torch.arange(N)).view(N, 1, 1),
+    "a table of positions": lambda h: h + torch.linspace(0, 1, N)[:, None],
+    "dropout that keeps all": lambda h: F.dropout(h, 0.0, training=True),
+}  # fmt: skip
+MIXED: dict[str, Inner] = {
+    "mean": lambda h: h - h.mean(0),
+    "detached mean": lambda h: h - h.mean(0).detach(),
+    "a millionth of the mean": lambda h: h - 1e-6 * h.mean(0),
+    "sign of the sum": lambda h: h * (h.detach().sum(0) > 0),
+    "variance": lambda h: h / h.var(0).add(1).sqrt(),
+    "norm": lambda h: h / h.norm(),
+    "maximum": lambda h: h / (1 + h.abs().amax()),
+    "softmax": lambda h: h.softmax(0),
+    "cumulated": lambda h: h.cumsum(0),
+    "sorted": lambda h: h.sort(0).values,
+    "rolled": lambda h: h + h.roll(1, 0),
+    "rolled as one": lambda h: h + h.roll(1),
+    "flipped": lambda h: h + h.flip(0),
+    "permuted": lambda h: h[torch.tensor([5, 4, 3, 2, 1, 0])],
+    "the first": lambda h: h + h[:1],
+    "half": lambda h: torch.cat([h[3:], h[:3]]),
+    "padded": lambda h: F.pad(h, (0, 0, 0, 0, 1, 0))[:-1] + h,
+    "exchanged axes": lambda h: h.transpose(0, 1) + h,
+    "products of samples": lambda h: (h[:, 0] @ h[:, 0].T).softmax(-1)[:, None] * h,
+    "batched over positions": lambda h: torch.bmm(h.transpose(0, 1), h.permute(1, 2, 0)).permute(1, 0, 2) + h,
+    "convolved": lambda h: F.conv1d(h.permute(1, 2, 0), torch.ones(N, N, 3).double(), padding=1).permute(2, 0, 1),
+    "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
+    "group norm of one": lambda h: F.group_norm(h.transpose(0, 1), 1).transpose(0, 1),
+    "looked up": lambda h: h[h[:, 0, 0].argsort()],
+    "gathered": lambda h: h.gather(0, h.argsort(0)),
+    "unfolded": lambda h: h.unfold(0, 3, 1).mean(-1).sum(0, keepdim=True) + h,
+    "Fourier": lambda h: torch.fft.rfft(h, dim=0).abs().sum(0) + h,
+    "reinterpreted": lambda h: h.reshape(N // 2, 2, N, N).mean(1).repeat(2, 1, 1),
+}  # fmt: skip
+
+
+def rows_alone(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Each sample by a run of its own; the batch's other samples are copies of it, since the sizes are fixed."""
+    found = []
+    for n in range(N):
+        losses = model(x[n : n + 1].expand_as(x).clone() if n else torch.cat([x[:1]] * N))
+        found.append(torch.autograd.grad(losses[n], list(model.parameters()), allow_unused=True, materialize_grads=True))
+    return {name: torch.stack(rows) for (name, _), rows in zip(model.named_parameters(), zip(*found))}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_rows_are_those_of_samples_run_alone(name: str) -> None:
+    model, x = Around(_Plain(RIGHT[name])).double(), torch.randn(N, N, N).double()
+    step = autograd_hacks.compile(model, "rows", backend=None)
+    step(x).sum().backward()
+    for key, rows in rows_alone(model, x).items():
+        found = model.get_parameter(key).grad1
+        assert_close(torch.zeros_like(rows) if found is None else found, rows)
+        assert_close(rows.sum(0), rows.sum(0) if found is None else model.get_parameter(key).grad)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
+    model, x = Around(_Plain(MIXED[name])).double(), torch.randn(N, N, N).double()
+    with pytest.raises((SamplesMixed, UnsupportedOperation)) as error:
+        autograd_hacks.compile(model, "rows", backend=None)(x)
+    assert "test_operations.py" in str(error.value) or "functional.py" in str(error.value)  # the line is named
+
+
+def test_uses_of_parameters() -> None:
+    def inner(model: Around, h: Tensor) -> Tensor:
+        tokens = (h.detach()[..., 0] * 3).long().abs() % N
+        y = h * model.bare + model.table(tokens) + model.table(torch.arange(N))[:, None]
+        y = model.conv(y) + y.index_add(1, torch.tensor([0, 0, 1]), model.bare.expand(N, 3, N))
+        return y + F.linear(y, model.table.weight) + model.bare
+
+    model, x = Around(inner).double(), torch.randn(N, N, N).double()
+    step = autograd_hacks.compile(model, "rows", backend=None)
+    step(x).sum().backward()
+    losses = model(x)
+    for n in range(N):
+        alone = torch.autograd.grad(losses[n], list(model.parameters()), retain_graph=True)
+        for (_, p), grad in zip(model.named_parameters(), alone):
+            assert_close(p.grad1[n], grad)
+
+
+def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Around(_Plain(MIXED["cumulated"])).double()
+    monkeypatch.setitem(RULES, "cumsum", lambda labels, node, x, dim: labels[x])
+    step = autograd_hacks.compile(model, "rows", backend=None)
+    with pytest.raises((autograd_hacks.errors.VerificationFailed, SamplesMixed)):
+        step(torch.randn(N, N, N).double()).sum().backward()
