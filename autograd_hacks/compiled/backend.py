@@ -14,7 +14,7 @@ from autograd_hacks.compiled import operations as operations  # which register r
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled.labels import At, Joint, Labels, labelled, size
 from autograd_hacks.compiled.proofs import Certificate
-from autograd_hacks.compiled.taken_apart import TakenApart
+from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.compiled.torch_names import (
     GradAOTOutput,
     PlainAOTInput,
@@ -155,14 +155,14 @@ class _Compilation:
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint, gradients, flat, kinds = self._joint(module.graph, num_fwd_outputs)
-        labels = labelled(joint)
+        labels = labelled(joint) if joint.samples > 1 else None
         numbers = {name: num_fwd_outputs + place for name, place in self.places.items()}
         ordinary = [n for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in numbers.values()]
         made_of: list[Made] = []
 
         def run(*values: Any) -> list[Any]:
             with torch.no_grad():
-                apart = TakenApart(joint, labels, values)
+                apart = OfOneSample(joint, values) if labels is None else TakenApart(joint, labels, values)
                 made = self.backend.verb(apart, gradients)
                 made_of.append(made)
                 found: list[Any] = [None] * len(flat)
@@ -195,7 +195,8 @@ class _Compilation:
         last.args = (tuple(last.args[0]),)  # type: ignore[arg-type]
         for node in traced.graph.nodes:
             node.meta.pop("partitioner_tag", None)
-        self.certificate = Certificate(joint, labels, gradients, len(joint.tangents))
+        if labels is not None:
+            self.certificate = Certificate(joint, labels, gradients, len(joint.tangents))
         forward, backward = min_cut_rematerialization_partition(traced, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self.full = backward
         return forward, self._without_results(backward)

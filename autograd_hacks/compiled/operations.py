@@ -33,6 +33,7 @@ for _name in (
     "copy",
     "complex",
     "polar",
+    "_conj",
 ):
     RULES[_name] = lambda labels, node, *_, **__: pointwise(labels, node)
 

@@ -86,8 +86,8 @@ class CompiledStep(nn.Module):
             if isinstance(inner, PerSampleGradientError):
                 raise inner from None
             raise UnsupportedOperation(
-                f"{type(self.model).__name__} can't be made one graph: {_first_line(error)}. Use add_hooks(model) for it."
-                + ON_COMPILING
+                f"{type(self.model).__name__} can't be made one graph: {_first_line(inner or error)}. Use "
+                "add_hooks(model) for it." + ON_COMPILING
             ) from error
         self._watch()
         took = perf_counter() - began
@@ -207,10 +207,10 @@ class CompiledStep(nn.Module):
         return found
 
 
-def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor) -> None:
+def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> None:
     """Raises where a pass brings a parameter something else than what the graph has made."""
     step = of()
-    if step is None or step._task == NO_TASK or step._task != current_task():
+    if grad is None or step is None or step._task == NO_TASK or step._task != current_task():
         return
     if step._arriving.get(name) != grad.data_ptr():
         step._task = NO_TASK
@@ -226,7 +226,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}"
 
 
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

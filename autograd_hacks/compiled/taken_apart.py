@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class TakenApart:
             self.forms[node] = self._form(node)
             return
         args, kwargs = self._arguments(node, self.values)
-        if node.target is aten.convolution_backward.default:
+        if node.target is aten.convolution_backward.default and node in self.labels.found:
             args = (*args[:-1], [args[-1][0], False, False])
         self.values[node] = run_operation(node.target, args, kwargs)
 
@@ -240,5 +241,13 @@ class TakenApart:
             sums[gradient] = torch.tensordot(w.to(rows.dtype), rows, 1)
         return sums
 
-    def outputs(self) -> Iterator[Any]:
-        return (self.values[node] for node in self.joint.outputs)
+
+class OfOneSample(TakenApart):
+    """The run of a batch of one, in which every gradient is the sample's: sizes of 1 would not tell where it is."""
+
+    def __init__(self, joint: Joint, values: Sequence[Any]) -> None:
+        super().__init__(replace(joint, outputs=[*joint.outputs, *joint.gradients.values()]), Labels(1), values)
+        self.forms = {node: Dense(self.values[node][None]) for node in joint.gradients.values()}
+
+    def weighted(self, w: Tensor) -> dict[fx.Node, Tensor]:
+        return {node: self.values[node] * w[0].to(self.values[node].dtype) for node in self.forms}

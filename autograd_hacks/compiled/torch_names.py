@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 
 from autograd_hacks.errors import ON_COMPILING
 
 try:
-    import torch._dynamo as dynamo
-    import torch._inductor as inductor
-    from torch._decomp import core_aten_decompositions
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-    from torch._functorch._aot_autograd.descriptors import (
-        GradAOTOutput,
-        PlainAOTInput,
-        PlainAOTOutput,
-        TangentAOTInput,
-    )
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)  # of torch.jit, which inductor imports
+        import torch._dynamo as dynamo
+        import torch._inductor as inductor
+        from torch._decomp import core_aten_decompositions
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+        from torch._functorch._aot_autograd.descriptors import (
+            GradAOTOutput,
+            PlainAOTInput,
+            PlainAOTOutput,
+            TangentAOTInput,
+        )
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
     raise ImportError(
         f"autograd_hacks.compile needs parts of the compiler that torch {torch.__version__} has not, or has under other "

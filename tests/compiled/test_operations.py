@@ -1,4 +1,4 @@
-"""One property of all rules: what is accepted has the rows of each sample run alone, and what mixes is refused by analysis."""
+"""One property of all rules: what is accepted has the rows of samples run alone, and what mixes is refused by analysis."""
 
 from collections.abc import Callable
 
