@@ -46,7 +46,7 @@ def compile(
     Forward and backward become one graph.  It is shown of the graph, whatever the values are, that samples don't mix; and
     the operations that add samples up are taken apart.  No hooks are needed, and those of `add_hooks` are not seen.
 
-    verb: what the backward pass makes.  'rows' sets ``param.grad1``, (N, *shape).  'norms' sets ``step.norms``, N.  With
+    verb: what the backward pass makes.  'rows' sets ``param.grad1``, ``(N, *shape)``.  'norms' sets ``step.norms``, N.  With
     'clip', ``.grad`` is the sum of gradients that are clipped to ``max_norm`` each, and with 'clip_and_noise' that of
     private training, as `clip_and_noise_` has it.  With 'sum', ``.grad`` is Σₙ wₙ gₙ, of ``step.weights = w``, set before.
     'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}

@@ -159,9 +159,10 @@ class Labels:
     def contract(
         self, node: fx.Node, at: Mapping[fx.Node, At], gradient: int | None = None, output: int | None = None
     ) -> Label:
-        """`SUM`, of a node that adds samples up.
+        """The label of a node that adds samples up, which must be in the backward pass.
 
-        at: where they are, by argument    gradient, output: as `Contraction` says
+        at: where they are, by argument    gradient: the place of the argument that it is linear in    output: which of the
+        tensors that it makes is the sum
         """
         flat, _ = tree_flatten((node.args, node.kwargs))
         places = {n: at[x] for n, x in enumerate(flat) if isinstance(x, fx.Node) and x in at}
