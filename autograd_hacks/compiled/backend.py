@@ -56,11 +56,21 @@ class Backend:
     """Called by torch.compile with the whole graph of a model.
 
     model: whose parameters these are    axes: gives the samples' axes in the arguments of the forward that is traced
-    verb: what is made    deliver: hears of it in each backward pass    compiles: whether inductor compiles graphs
+    verb: what is made    begin, deliver: hear of each backward pass, before and after it
+    compiles: whether inductor compiles graphs
     """
 
-    def __init__(self, model: nn.Module, axes: Callable[[], Axes], verb: Verb, deliver: Deliver, compiles: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: Callable[[], Axes],
+        verb: Verb,
+        begin: Callable[[], None],
+        deliver: Deliver,
+        compiles: bool,
+    ) -> None:
         self.model, self.axes, self.verb, self.deliver, self.compiles = model, axes, verb, deliver, compiles
+        self.begin = begin
         self.compilations = 0
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -236,6 +246,7 @@ class _Compilation:
         def call(args: list[Any]) -> Any:
             certificate = self.certificate
             check = certificate.begin_backward(full if self.backend.compiles else None, args) if certificate else None
+            self.backend.begin()
             found = list(compiled(args))
             if check is not None:
                 check(found)

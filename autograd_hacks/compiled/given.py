@@ -1,4 +1,4 @@
-"""Tensors that a compiled backward pass is given from outside of its graph: weights, directions."""
+"""What a compiled backward pass is given from outside of its graph: weights, directions, and memory for rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_COMPILING, NothingRecorded
+from autograd_hacks.forms import Outer
+from autograd_hacks.support.memory import Pool
 
 
 class Given:
-    """What a step was given, by name."""
+    """What a step was given, by name.  pool: the memory of earlier rows"""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.pool = Pool()
         self.key = id(self)
         _EVERY[self.key] = self
 
@@ -43,4 +46,22 @@ def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
 def given(like: Tensor, by: Given, name: str, sizes: Sequence[int]) -> Tensor:
     """A tensor by its name, of the device and dtype of another; asked for in each pass."""
     found: Tensor = _given(like, by.key, name, sizes)
+    return found
+
+
+@torch.library.custom_op("autograd_hacks::rows_of_products", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _rows_of_products(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    form = Outer(left, right, torch.Size(shape))
+    return form.dense(_EVERY[key].pool.take(name, (form.samples, *form.shape), left))
+
+
+@_rows_of_products.register_fake
+def _(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) -> Tensor:
+    return left.new_empty((left.shape[0], *shape))
+
+
+def rows_of(form: Outer, by: Given, name: str) -> Tensor:
+    """Rows, in the memory of those of an earlier pass, if nobody holds these: new memory costs more than the arithmetic."""
+    left, right = form.held
+    found: Tensor = _rows_of_products(left, right, by.key, name, list(form.shape))
     return found

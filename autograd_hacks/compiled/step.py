@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
-from autograd_hacks.compiled.given import Given, given
+from autograd_hacks.compiled.given import Given, given, rows_of
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import BackendCompilerFailed, TorchDynamoException, compiling
 from autograd_hacks.errors import (
@@ -27,6 +27,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     UnsupportedOperation,
 )
+from autograd_hacks.forms import Outer
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.internals import current_task
@@ -64,7 +65,7 @@ class CompiledStep(nn.Module):
         self._options = dict(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
-        self._backend = Backend(model, lambda: self._axes, self._make, self._deliver, backend is not None)
+        self._backend = Backend(model, lambda: self._axes, self._make, self._begin, self._deliver, backend is not None)
         # Of a code object of its own: the compiler counts how often one is compiled anew.
         run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
@@ -156,6 +157,11 @@ class CompiledStep(nn.Module):
             made.gradients = dict.fromkeys(gradients)
         return made
 
+    def _begin(self) -> None:
+        """Makes room for rows that are to come."""
+        for name, p in self.model.named_parameters() if self.verb == "rows" else ():
+            self._given.pool.give_back(name, vars(p).pop("grad1", None))
+
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         if self.verb == "rows":
             for name, p in self.model.named_parameters():
@@ -232,7 +238,15 @@ def _first_line(error: Exception) -> str:
 
 def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     reached = {name: node for name, node in gradients.items() if apart.form_of(node) is not None}
-    return Made(results={name: apart.rows(node) * factor for name, node in reached.items()})
+    rows = dict[str, Tensor]()
+    for name, node in reached.items():
+        form = apart.form_of(node)
+        if type(form) is Outer:
+            own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
+            rows[name] = rows_of(own, step._given, name)
+        else:
+            rows[name] = apart.rows(node) * factor if step._is_mean else apart.rows(node)
+    return Made(results=rows)
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
