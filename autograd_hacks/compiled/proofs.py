@@ -25,6 +25,9 @@ class Certificate:
 
     def __init__(self, joint: Joint, labels: Labels, gradients: Mapping[str, fx.Node], tangents: int) -> None:
         self.joint, self.labels, self.gradients, self.tangents = joint, labels, dict(gradients), tangents
+        made = (node.meta.get("val") for node in joint.graph.nodes)
+        # Under autocast gradients are computed in the precision of what they are made of.
+        self.dtypes = {x.dtype for x in made if isinstance(x, Tensor) and x.is_floating_point()}
         self.steps = 0
         self._given: list[Any] | None = None  # what the last forward was given, where that is checked
 
@@ -47,7 +50,7 @@ class Certificate:
             if graph is None:
                 return None
             expected = _AsTraced(graph).run(*args)
-        return partial(_check_compiled, expected)
+        return partial(_check_compiled, expected, max(torch.finfo(dtype).eps for dtype in self.dtypes))
 
     def _check_rows(self, given: list[Any], tangents: list[Tensor]) -> None:
         """Rows, weighted, against the gradients of weighted losses in the graph that nobody has taken apart."""
@@ -70,7 +73,7 @@ class Certificate:
                 is_right = not bool(expected.any())
             else:
                 # Of sums that cancel, as a bias's in front of a norm, what is left is rounding, by all that came there.
-                is_right = agree(form, w.to(form.sum_dtype.to_real()), expected, (), partial(float, scale / 64))
+                is_right = agree(form, w.to(form.sum_dtype.to_real()), expected, self.dtypes, partial(float, scale / 64))
             if not is_right:
                 raise VerificationFailed(
                     f"wrong per-sample gradients: randomly weighted, the rows of {name} don't add up to the gradient of the "
@@ -98,17 +101,20 @@ class _AsTraced(fx.Interpreter):
         return run_operation(target, args, kwargs)
 
 
-def _check_compiled(expected: Any, found: list[Any]) -> None:
-    """Raises VerificationFailed where compiled code has made other numbers than the graph that it was made from."""
+def _check_compiled(expected: Any, eps: float, found: list[Any]) -> None:
+    """Raises VerificationFailed where compiled code has made other numbers than the graph that it was made from.
+
+    eps: of the coarsest dtype that something was computed in
+    """
     pairs = [
-        (number, x.nan_to_num(0, 0, 0).double(), y.nan_to_num(0, 0, 0).double(), torch.finfo(y.dtype).eps)
+        (number, x.nan_to_num(0, 0, 0).double(), y.nan_to_num(0, 0, 0).double())
         for number, (x, y) in enumerate(zip(found, expected))
         if isinstance(x, Tensor) and isinstance(y, Tensor) and y.is_floating_point() and y.numel()
     ]
     # Sums that cancel, as those of a bias of keys, are rounding alone, by the size of all else.
-    whole = max((float(torch.linalg.vector_norm(y)) for _, _, y, _ in pairs), default=0.0)
-    for number, x, y, eps in pairs:
-        allowed = max(1e-3, 64 * eps) * torch.linalg.vector_norm(y) + 8 * eps * whole
+    whole = max((float(torch.linalg.vector_norm(y)) for _, _, y in pairs), default=0.0)
+    for number, x, y in pairs:
+        allowed = max(1e-3, 8 * eps) * torch.linalg.vector_norm(y) + 8 * eps * whole
         if torch.linalg.vector_norm(x - y) > allowed:
             raise VerificationFailed(
                 f"compiled code is wrong: result {number} of the backward pass, of shape {tuple(y.shape)}, is not what the "

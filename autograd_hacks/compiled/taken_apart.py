@@ -89,8 +89,11 @@ class TakenApart:
         if isinstance(node.meta["val"], tuple | list):
             return [Dense(rows) for rows in self._row_by_row(node)]
         sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
-        first, sizes = self.forms[sums[0]], node.meta["val"].shape
-        name = name_of(node)
+        name, first, sizes = name_of(node), self.forms[sums[0]], node.meta["val"].shape
+        if name in ("view", "_unsafe_view", "reshape"):  # whose sizes may be others in this run
+            sizes = torch.Size(fx.map_arg(node.args[1], self.values.__getitem__))  # type: ignore[arg-type]
+        elif not all(isinstance(s, int) for s in sizes):
+            return Dense(self._row_by_row(node))
         if name in ("view", "_unsafe_view", "reshape", "clone", "alias", "detach", "unsqueeze", "squeeze"):
             return reshaped(first, sizes)
         if name in ("t", "transpose", "permute") and len(sizes) == 2:

@@ -154,6 +154,45 @@ def test_no_ordinary_gradients(verb: str) -> None:
         assert_close(model.one.grad1, rows["one"])
 
 
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_under_autocast(backend: str | None) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 3))
+    step, x = autograd_hacks.compile(model, "rows", backend=backend), torch.randn(6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = step(x).float().square().sum(1)
+    losses.sum().backward()
+    for n in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x[n : n + 1]).float().square().sum()
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+            assert p.grad1.dtype == torch.float32
+            assert (p.grad1[n] - grad).norm() <= 0.03 * grad.norm()
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(4, 4), nn.Parameter(torch.randn(12, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x) + self.table[: x.shape[1]]).tanh()).mean(1)
+
+
+@pytest.mark.parametrize("verb", ["rows", "clip"])
+def test_sequences_of_other_lengths(verb: str) -> None:
+    model = Positions().double()
+    step = autograd_hacks.compile(model, verb, backend=None, **({"max_norm": 0.7} if verb == "clip" else {}))
+    for samples, length in ((6, 3), (6, 6), (5, 6), (4, 4), (6, 3)):
+        x, y = torch.randn(samples, length, 4).double(), torch.randint(2, (samples,))
+        rows = rows_of(model, x, y)
+        model.zero_grad()
+        each_loss(step, x, y).sum().backward()
+        if verb == "clip":
+            check_gradients(model, rows, (0.7 / lengths(rows)).clamp(max=1))
+        else:
+            assert_close(model.table.grad1, rows["table"])
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
