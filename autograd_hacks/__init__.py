@@ -21,7 +21,6 @@ from autograd_hacks.verbs.clipping import clip_and_noise_, clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
-from autograd_hacks.verbs.inside import NormsInside, norms_inside
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.over import over
@@ -55,8 +54,6 @@ __all__ = [
     "clip_and_noise_",
     "during_backward",
     "streaming",
-    "norms_inside",
-    "NormsInside",
     "describe",
     "verify",
     # In the compiler.

@@ -135,9 +135,6 @@ class Rule:
     by_input: bool = False
     #: whether the formula recomputes the layer's output, which is kept for it as ``call.outputs``
     recomputes: bool = False
-    #: whether `autograd_hacks.norms_inside` may use the formula: the layer has one tensor in and one out, and a weight and
-    #: perhaps a bias; a compiler can follow the formula, whose forms are Outer, Lookup, Convolution or Dense
-    inside: bool = False
 
     @property
     def name(self) -> str:

@@ -1,7 +1,6 @@
 """The support list, and how a layer finds its rule."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch.nn as nn
 from torch import Tensor
@@ -17,18 +16,16 @@ from autograd_hacks.rules.rule import Formula, Rule
 _RUNNING_NORM = Rule(running_norm, mixes=why_norm_mixes)
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear, features=lambda layer: 1, inside=True),
+    nn.Linear: Rule(linear, features=lambda layer: 1),
     nn.Bilinear: Rule(bilinear, features=lambda layer: 1),
     nn.PReLU: Rule(prelu),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv, inside=True)),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Rule(conv)),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Rule(conv)),
-    nn.Embedding: Rule(embedding, features=lambda layer: 1, inside=True),
+    nn.Embedding: Rule(embedding, features=lambda layer: 1),
     nn.EmbeddingBag: Rule(embedding_bag, recomputes=True),
-    **dict.fromkeys(
-        (nn.LayerNorm, nn.RMSNorm), Rule(layer_norm, features=lambda layer: len(layer.normalized_shape), inside=True)
-    ),
-    nn.GroupNorm: Rule(group_norm, inside=True),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), replace(_RUNNING_NORM, inside=True)),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), Rule(layer_norm, features=lambda layer: len(layer.normalized_shape))),
+    nn.GroupNorm: Rule(group_norm),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _RUNNING_NORM),
     **dict.fromkeys((nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _RUNNING_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
@@ -47,9 +44,7 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.12 or so
         recomputes=True,
     )
 
-FOREIGN: dict[str, Rule] = {
-    "transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1, inside=True)
-}
+FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": Rule(transposed_linear, features=lambda layer: 1)}
 """{a layer type of another library by its full name, which is not imported: rule}"""
 
 _COMPUTES = frozenset({"__call__", "forward", "_conv_forward", "weight", "bias"})

@@ -236,7 +236,3 @@ def test_other_things_that_users_get(model: nn.Module, tmp_path: Path) -> None:
     assert "(8, 8)" in ekfac._repr_html_()
     autograd_hacks.remove_hooks(model)
     assert "removed" in repr(accumulation)
-    inside = autograd_hacks.norms_inside(model, (x,))
-    assert repr(inside) == "<norms inside a Sequential: 2 layers>"
-    assert "Conv2d" in str(inside)
-    assert "Conv2d" in inside._repr_html_()
