@@ -16,9 +16,13 @@ from autograd_hacks.support.kinds import is_number
 if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
 
-VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot")
+VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
 """What a compiled step can make."""
-NUMBERS = {"clip": ("max_norm",), "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size")}
+NUMBERS = {
+    "clip": ("max_norm",),
+    "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
+    "project": ("dim",),
+}
 """The numbers that a verb needs."""
 
 
@@ -33,6 +37,8 @@ def compile(
     noise_multiplier: float | None = None,
     expected_batch_size: float | None = None,
     generator: torch.Generator | None = None,
+    dim: int | None = None,
+    seed: int = 0,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -49,12 +55,13 @@ def compile(
     verb: what the backward pass makes.  'rows' sets ``param.grad1``, ``(N, *shape)``.  'norms' sets ``step.norms``, N.  With
     'clip', ``.grad`` is the sum of gradients that are clipped to ``max_norm`` each, and with 'clip_and_noise' that of
     private training, as `clip_and_noise_` has it.  With 'sum', ``.grad`` is Σₙ wₙ gₙ, of ``step.weights = w``, set before.
-    'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}
+    'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}; 'project' sets ``step.projection``,
+    (N, dim), by the same random map as `PerSampleGrads.project`
     batch: where the samples are in the model's arguments: an axis of all tensors, or a tree as in `add_hooks`, None for an
     argument without samples
-    loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms' and 'dot' fill
-    ``.grad``, too
-    max_norm, noise_multiplier, expected_batch_size, generator: as in `clip_and_noise_`
+    loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms',
+    'dot' and 'project' fill ``.grad``, too
+    max_norm, noise_multiplier, expected_batch_size, generator: as in `clip_and_noise_`    dim, seed: of 'project'
     backend: 'inductor'; None runs the graph as it is, without a compiler
     dynamic: as in ``torch.compile``    options: inductor's, ``torch._inductor.list_options()``
 
@@ -71,7 +78,9 @@ def compile(
         raise ValueError(f"compile was given verb={verb!r}; expected one of {', '.join(map(repr, VERBS))}" + ON_COMPILING)
     if backend not in (None, "inductor"):
         raise ValueError(f"compile was given backend={backend!r}; expected 'inductor' or None" + ON_COMPILING)
-    numbers = {"max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}
+    numbers = {
+        "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
+    }  # fmt: skip
     needed = NUMBERS.get(verb, ())
     for name, number in numbers.items():
         if (name in needed) != (number is not None):
@@ -82,6 +91,8 @@ def compile(
         least = 0 if name == "noise_multiplier" else None
         if number is not None and (not is_number(number) or not (number > 0 or number == least)):
             raise ValueError(f"compile was given {name}={number!r}; expected a number above 0" + ON_COMPILING)
+    if dim is not None and not isinstance(dim, int):
+        raise TypeError(f"compile was given dim={dim!r}; expected an integer" + ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, generator, backend, dynamic, options)
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, generator, seed, backend, dynamic, options)

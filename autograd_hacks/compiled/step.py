@@ -28,6 +28,7 @@ from autograd_hacks.errors import (
     UnsupportedOperation,
 )
 from autograd_hacks.forms import Outer
+from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.internals import current_task
@@ -54,13 +55,14 @@ class CompiledStep(nn.Module):
         param_grad: bool,
         numbers: Mapping[str, float | None],
         generator: torch.Generator | None,
+        seed: int,
         backend: str | None,
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
-        self._param_grad, self._numbers, self._generator = param_grad, numbers, generator
+        self._param_grad, self._numbers, self._generator, self._seed = param_grad, numbers, generator, seed
         self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
         self._options = dict(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
@@ -105,6 +107,11 @@ class CompiledStep(nn.Module):
     def dot(self) -> Tensor:
         """⟨gₙ, direction⟩, N, of the last backward pass."""
         return self._result("dot")
+
+    @property
+    def projection(self) -> Tensor:
+        """J R, (N, dim), of the last backward pass, for the random map R of `PerSampleGrads.project`."""
+        return self._result("projection")
 
     @property
     def weights(self) -> Tensor | None:
@@ -153,7 +160,7 @@ class CompiledStep(nn.Module):
     def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
         factor = apart.samples if self._is_mean else 1
         made: Made = VERBS[self.verb](self, apart, gradients, factor)
-        if self.verb in ("rows", "norms", "dot") and not self._param_grad:
+        if self.verb in ("rows", "norms", "dot", "project") and not self._param_grad:
             made.gradients = dict.fromkeys(gradients)
         return made
 
@@ -280,7 +287,19 @@ def _dot(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: An
     return Made(results={"dot": total * factor})
 
 
+def _project(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
+    total, dim = (
+        torch.zeros((), device=apart.values[next(iter(apart.joint.tangents))].device),
+        int(step._numbers["dim"] or 0),
+    )
+    for name, node in gradients.items():
+        if (form := apart.form_of(node)) is not None:
+            total = total + projection(form, name, dim, step._seed)
+    return Made(results={"projection": total * factor})
+
+
 VERBS: dict[str, Callable[..., Made]] = {
     "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _dot,
+    "project": _project,
 }  # fmt: skip
 """{what `compile` is asked for: what the graph makes}"""

@@ -1,5 +1,5 @@
-"""Squared norms by operations that a compiler leaves alone, since they look at values: where positions cancel, rows are
-written out."""
+"""Squared norms and projections by operations that a compiler leaves alone.  They look at values (where positions cancel,
+rows are written out), or draw a random map."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import Form
+from autograd_hacks.forms.composite import Dense
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.support.contexts import without_autocast
 
 _operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
@@ -58,3 +60,36 @@ def squares(form: Form) -> Tensor:
         settings = [list(x) for x in (form.shape, form.stride, form.padding, form.dilation)]
         return _of_windows(form.g, form.x, *settings, form.groups)
     return form.matrix().square().sum(1)
+
+
+@_operation("autograd_hacks::projection_of_products")
+def _project_products(left: Tensor, right: Tensor, name: str, shape: Sequence[int], dim: int, seed: int) -> Tensor:
+    return _projection(Outer(left, right, torch.Size(shape)), name, dim, seed)
+
+
+@_operation("autograd_hacks::projection_of_lookups")
+def _project_lookups(g: Tensor, index: Tensor, entries: int, name: str, dim: int, seed: int) -> Tensor:
+    return _projection(Lookup(index, g, entries), name, dim, seed)
+
+
+@_operation("autograd_hacks::projection_of_rows")
+def _project_rows(rows: Tensor, name: str, dim: int, seed: int) -> Tensor:
+    return _projection(Dense(rows), name, dim, seed)
+
+
+for _projects in (_project_products, _project_lookups, _project_rows):
+    _projects.register_fake(lambda x, *given: x.new_empty(x.shape[0], given[-2]))
+
+
+def _projection(form: Form, name: str, dim: int, seed: int) -> Tensor:
+    with without_autocast([form.like]):
+        return form.project(RandomMap(name, form.shape, dim, seed)).to(form.like.dtype)
+
+
+def projection(form: Form, name: str, dim: int, seed: int) -> Tensor:
+    """J R, (N, dim), for the random map of a parameter, in whatever graph it is traced into."""
+    if isinstance(form, Outer):
+        return _project_products(form.left, form.right, name, list(form.shape), dim, seed)
+    if isinstance(form, Lookup):
+        return _project_lookups(form.g, form.index, form.entries, name, dim, seed)
+    return _project_rows(form.dense(), name, dim, seed)

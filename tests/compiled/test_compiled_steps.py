@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import autograd_hacks
 from autograd_hacks.compiled import backend as backends
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedOperation, VerificationFailed
+from autograd_hacks.forms import Dense
+from autograd_hacks.forms.projection import RandomMap
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
 
@@ -71,12 +73,13 @@ def check_gradients(model: nn.Module, rows: dict[str, Tensor], w: Tensor) -> Non
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "clip": {"max_norm": 1.0},
+    "project": {"dim": 4, "seed": 3},
     "clip_and_noise": {"max_norm": 1.0, "noise_multiplier": 0.0, "expected_batch_size": 7},
 }
 
 
 @pytest.mark.parametrize("loss_type", ["sum", "mean"])
-@pytest.mark.parametrize("verb", ["rows", "norms", "clip", "clip_and_noise", "sum", "dot"])
+@pytest.mark.parametrize("verb", ["rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project"])
 def test_every_verb(verb: str, loss_type: str) -> None:
     model = Pictures().double()
     step = autograd_hacks.compile(model, verb, loss_type=loss_type, backend=None, **NUMBERS.get(verb, {}))
@@ -99,6 +102,9 @@ def test_every_verb(verb: str, loss_type: str) -> None:
             assert_close(step.norms, lengths(rows))
         if verb == "dot":
             assert_close(step.dot, sum((x * direction[name]).flatten(1).sum(1) for name, x in rows.items()))
+        if verb == "project":
+            projected = (Dense(x).project(RandomMap(name, x.shape[1:], 4, 3)) for name, x in rows.items())
+            assert_close(step.projection, sum(projected))
         w = {"clip": clipped * share, "clip_and_noise": clipped / 7, "sum": weights * share}
         check_gradients(model, rows, w.get(verb, torch.full((samples,), share).double()))
 
@@ -119,7 +125,10 @@ def test_what_inductor_compiles(verb: str) -> None:
             assert_close(step.norms, lengths(rows), rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+FIVE = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
+
+
+@pytest.mark.parametrize("optimizer", FIVE)
 def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimizer]) -> None:
     model = Pictures().double()
     twin = copy.deepcopy(model)
