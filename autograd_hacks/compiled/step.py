@@ -288,13 +288,10 @@ def _dot(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: An
 
 
 def _project(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    total, dim = (
-        torch.zeros((), device=apart.values[next(iter(apart.joint.tangents))].device),
-        int(step._numbers["dim"] or 0),
-    )
+    total: Any = 0
     for name, node in gradients.items():
         if (form := apart.form_of(node)) is not None:
-            total = total + projection(form, name, dim, step._seed)
+            total = total + projection(form, name, int(step._numbers["dim"] or 0), step._seed)
     return Made(results={"projection": total * factor})
 
 

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import Form
-from autograd_hacks.forms.composite import Dense
+from autograd_hacks.forms.base import Dense, Form
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
