@@ -27,6 +27,7 @@ from autograd_hacks.compiled.torch_names import (
     make_fx,
     min_cut_rematerialization_partition,
     recurrent_layers_unrolled,
+    without_idle_views,
 )
 from autograd_hacks.errors import ON_COMPILING, UnsupportedOperation
 
@@ -192,11 +193,12 @@ class _Compilation:
             torch.func.functionalize(run),  # forms write into memory of their own, of which partitions know nothing
             tracing_mode="symbolic" if is_symbolic else "fake",
             _allow_non_fake_inputs=True,
-            decomposition_table=lowered(),
+            decomposition_table=lowered() if self.backend.compiles else {},
         )(*fakes)
         for own, before in zip(traced.graph.find_nodes(op="placeholder"), placeholders):
             own.target = own.name = before.target
             own.meta["desc"] = before.meta["desc"]
+        without_idle_views(traced.graph)
         traced.graph.eliminate_dead_code()
         traced.recompile()
         self.results = list(made_of[-1].results)
@@ -270,7 +272,7 @@ class _Compilation:
         def run(args: list[Any]) -> Any:
             given = list(args)
             args.clear()  # so that what isn't needed any more is freed on the way
-            return graph(*given)
+            return graph.forward(*given)
 
         return run
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.given import Given, given, rows_of
+from autograd_hacks.compiled.labels import size
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import BackendCompilerFailed, TorchDynamoException, compiling
 from autograd_hacks.errors import (
@@ -36,6 +37,8 @@ from autograd_hacks.support.switch import NO_TASK
 
 Gradients = Mapping[str, fx.Node]
 
+LARGE = 2**18
+"""Bytes of rows from which on the memory of earlier ones is used: to ask for it takes as long as writing so many."""
 SLOW = 2.0
 """Seconds of compiling that are told of on stderr."""
 
@@ -64,8 +67,9 @@ class CompiledStep(nn.Module):
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
         self._param_grad, self._numbers, self._generator, self._seed = param_grad, numbers, generator, seed
         self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
-        self._options = dict(options or {})
+        self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
+        self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
         self._backend = Backend(model, lambda: self._axes, self._make, self._begin, self._deliver, backend is not None)
         # Of a code object of its own: the compiler counts how often one is compiled anew.
@@ -82,7 +86,7 @@ class CompiledStep(nn.Module):
         self._axes, self._results = self._axes_of(args, kwargs), {}
         before, began = self._backend.compilations, perf_counter()
         try:
-            with compiling(self._options):
+            with self._contexts[0], self._contexts[1]:
                 found = self._compiled(self.model, args, kwargs)
         except TorchDynamoException as error:
             inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
@@ -92,7 +96,7 @@ class CompiledStep(nn.Module):
                 f"{type(self.model).__name__} can't be made one graph: {_first_line(inner or error)}. Use "
                 "add_hooks(model) for it." + ON_COMPILING
             ) from error
-        self._watch()
+        self._watch(self._backend.compilations > before)
         took = perf_counter() - began
         if self._backend.compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
@@ -146,8 +150,14 @@ class CompiledStep(nn.Module):
 
     # Gradients that come past the graph.
 
-    def _watch(self) -> None:
-        for name, p in self.model.named_parameters():
+    def _watch(self, is_new: bool) -> None:
+        """Hooks the parameters, where there are others than in the step before; is_new: whether the graph is another."""
+        seen = [id(p) for held in self._holders for p in held.values()]
+        if seen == self._seen and not is_new:
+            return
+        self._named, self._holders = list(self.model.named_parameters()), [m._parameters for m in self.model.modules()]
+        self._seen = [id(p) for held in self._holders for p in held.values()]
+        for name, p in self._named:
             if p.requires_grad and p not in self._watched:
                 self._watched[p] = p.register_hook(partial(_arrived, weakref.ref(self), name))
 
@@ -166,12 +176,12 @@ class CompiledStep(nn.Module):
 
     def _begin(self) -> None:
         """Makes room for rows that are to come."""
-        for name, p in self.model.named_parameters() if self.verb == "rows" else ():
+        for name, p in self._named if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 
     def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         if self.verb == "rows":
-            for name, p in self.model.named_parameters():
+            for name, p in self._named:
                 if p.requires_grad:
                     p.grad1 = results.get(name)  # type: ignore[attr-defined]
                     if p.grad1 is not None and p.grad1.dtype != p.dtype:  # type: ignore[attr-defined]
@@ -191,7 +201,7 @@ class CompiledStep(nn.Module):
         multiplier, bound, expected = (
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
-        for name, p in self.model.named_parameters():
+        for name, p in self._named:
             if not p.requires_grad or not multiplier:
                 continue
             drawing = self._generator
@@ -248,7 +258,7 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
     rows = dict[str, Tensor]()
     for name, node in reached.items():
         form = apart.form_of(node)
-        if type(form) is Outer:
+        if type(form) is Outer and size(form.samples) * form.shape.numel() * form.like.element_size() >= LARGE:
             own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
             rows[name] = rows_of(own, step._given, name)
         else:

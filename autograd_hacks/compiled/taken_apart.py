@@ -13,6 +13,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of
+from autograd_hacks.compiled.operations import Axes, axes_of
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.opaque import squares
 from autograd_hacks.rules.conv import convolution, transposed_convolution
@@ -24,15 +25,17 @@ aten: Any = torch.ops.aten
 
 def unfolded(x: Tensor, at: At, samples: int) -> Tensor:
     """With the samples on axis 0: N *outer ... inner ..., the axes in their order."""
-    middle = ([at.outer] if at.outer > 1 else []) + [samples, x.shape[at.dim] // (samples * at.outer)]
+    inner = x.shape[at.dim] // (samples * at.outer) if at.inner > 1 else 1  # which may be another than when labels were made
+    middle = ([at.outer] if at.outer > 1 else []) + [samples, inner]
     return x.reshape(*x.shape[: at.dim], *middle, *x.shape[at.dim + 1 :]).movedim(at.dim + (at.outer > 1), 0)
 
 
 def over(w: Tensor, x: Tensor, at: At) -> Tensor:
     """Weights, N, to be multiplied by a tensor that has samples there."""
     samples = w.shape[0]
-    along = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
-    return along.view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
+    if at != At(at.dim):
+        w = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
+    return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
 
 
 def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,6 +139,8 @@ class TakenApart:
             return self._outer(values, found.at)
         if node.target is aten.convolution_backward.default and is_plain:
             return self._convolved(values, node.args, found.output)
+        if node.target is aten.sum.dim_IntList and not node.kwargs:
+            return self._summed(values[0], node.args[1], found.at[0], node.args[2:] == (True,))  # type: ignore[arg-type]
         if node.target is aten.embedding_dense_backward.default and not node.args[4]:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
@@ -144,11 +149,24 @@ class TakenApart:
 
     def _outer(self, values: Sequence[Tensor], at: Mapping[int, At]) -> Outer:
         """Of left (O, M) and right (M, I), the samples among M."""
-        left = unfolded(values[0].mT, at[0].moved(0), self.samples)  # N *outer inner O
-        right = unfolded(values[1], at[1], self.samples)
-        if left.ndim == 3 and left.shape[1] == 1:
-            return Outer(left[:, 0], right[:, 0])
-        return Outer(left.flatten(1, -2), right.flatten(1, -2))
+        if (at[0].outer, at[0].inner) == (1, 1):
+            return Outer(values[0].permute(1, 0), values[1])
+        left, right = (
+            unfolded(values[0].permute(1, 0), at[0].moved(0), self.samples),
+            unfolded(values[1], at[1], self.samples),
+        )
+        return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
+
+    def _summed(self, x: Tensor, dims: Axes, at: At, keepdim: bool) -> Dense:
+        """Of a sum over some axes of x, the samples' axis among these."""
+        if axes_of(dims, x.ndim) == [0] and at == At(0):
+            return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
+        rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, axes_of(dims, x.ndim)
+        axes = [d + 1 + (has_outer and d >= at.dim) for d in over if d != at.dim or at.inner > 1]
+        axes += [at.dim + 1] if has_outer else []
+        rows = rows.sum(axes, keepdim=True) if axes else rows
+        rows = rows.squeeze(at.dim + 1) if has_outer else rows
+        return Dense(rows if keepdim else rows.squeeze([d + 1 for d in over]))
 
     def _convolved(self, values: Sequence[Any], args: Sequence[Any], output: int | None) -> Form:
         g, x, w = values[:3]
@@ -212,7 +230,8 @@ class TakenApart:
     def _squares(form: Form, rows: Tensor | None) -> Tensor:
         """In double precision, in which no square of a float leaves the range."""
         if rows is None and type(form) is Outer and form.positions == 1:
-            lengths = (torch.linalg.vector_norm(x[:, 0], dim=1, dtype=torch.float64) for x in form.held)
+            factors = form.flat or [x[:, 0] for x in form.held]
+            lengths = (torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in factors)
             return torch.mul(*lengths).square()
         if rows is None and isinstance(form, Dense):
             rows = form.values

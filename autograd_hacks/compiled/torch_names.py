@@ -8,6 +8,7 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
+from torch import fx
 
 from autograd_hacks.errors import ON_COMPILING
 
@@ -28,6 +29,8 @@ try:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import early_patterns
+        from torch._inductor.fx_passes.post_grad import remove_noop_ops
         from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
     raise ImportError(
@@ -48,11 +51,15 @@ def lowered() -> dict[Any, Any]:
     return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[1])}
 
 
-@contextmanager
-def compiling(options: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which recurrent layers are traced, step by step, and inductor has other options."""
-    with dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options)):
-        yield
+def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Contexts in which recurrent layers are traced, step by step, and inductor has other options; for each call again."""
+    return dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options))
+
+
+def without_idle_views(graph: fx.Graph) -> None:
+    """Takes away what hands its tensor on as it is: views of the same shape, axes put in another order and back."""
+    remove_noop_ops(graph)
+    early_patterns.apply(graph)
 
 
 @contextmanager
@@ -69,5 +76,5 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 __all__ = [
     "BackendCompilerFailed", "GradAOTOutput", "PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException",
     "aot_autograd", "compiling", "compile_fx_inner", "decompositions", "lowered", "make_fx",
-    "min_cut_rematerialization_partition", "recurrent_layers_unrolled",
+    "min_cut_rematerialization_partition", "recurrent_layers_unrolled", "without_idle_views",
 ]  # fmt: skip

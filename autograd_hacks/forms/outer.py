@@ -35,7 +35,7 @@ class Outer(Paired):
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
         self.held = self.pair = self.left, self.right
-        self._flat = (left, right) if left.ndim == right.ndim == 2 else None  # for one position, without its axis
+        self.flat = (left, right) if left.ndim == right.ndim == 2 else None  # for one position, without its axis
         self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
 
     def _of(self, *held: Tensor) -> Outer:
@@ -73,9 +73,9 @@ class Outer(Paired):
         return 0.0 if self.positions == 1 else saving([self.pair], fresh)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if self._flat is not None and total is None and w.ndim == 1 and self.left.dtype == w.dtype == self.sum_dtype:
-            left, right = self._flat  # the usual case in few calls
-            if self._flat[self.smallest].nbytes <= budget:
+        if self.flat is not None and total is None and w.ndim == 1 and self.left.dtype == w.dtype == self.sum_dtype:
+            left, right = self.flat  # the usual case in few calls
+            if self.flat[self.smallest].nbytes <= budget:
                 factors = (left.mT * w, right) if self.smallest == 0 else (left.mT, right * w[:, None])
                 return torch.mm(*factors).view(self.shape)
         # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
@@ -108,7 +108,7 @@ class Outer(Paired):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         if self.positions == 1 and self.left.dtype == self.sum_dtype:
-            left, right = (self.left[:, 0], self.right[:, 0]) if self._flat is None else self._flat
+            left, right = (self.left[:, 0], self.right[:, 0]) if self.flat is None else self.flat
             return row_norms(left).mul(row_norms(right))
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
