@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +81,8 @@ class Backend:
         made = aot_autograd(
             fw_compiler=one.forward, bw_compiler=one.backward, partition_fn=one.partition, decompositions=decompositions()
         )
-        with recurrent_layers_unrolled():
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        with recurrent_layers_unrolled() if is_recurrent else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
         return compiled
 

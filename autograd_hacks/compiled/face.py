@@ -39,6 +39,7 @@ def compile(
     generator: torch.Generator | None = None,
     dim: int | None = None,
     seed: int = 0,
+    budget: int = 2**28,
     backend: str | None = "inductor",
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -62,6 +63,7 @@ def compile(
     loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms',
     'dot' and 'project' fill ``.grad``, too
     max_norm, noise_multiplier, expected_batch_size, generator: as in `clip_and_noise_`    dim, seed: of 'project'
+    budget: bytes of rows that 'clip' keeps from its norms to its sums, which saves time
     backend: 'inductor'; None runs the graph as it is, without a compiler
     dynamic: as in ``torch.compile``    options: inductor's, ``torch._inductor.list_options()``
 
@@ -95,4 +97,6 @@ def compile(
         raise TypeError(f"compile was given dim={dim!r}; expected an integer" + ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, generator, seed, backend, dynamic, options)
+    return CompiledStep(
+        model, verb, batch, loss_type, param_grad, numbers, generator, seed, budget, backend, dynamic, options
+    )

@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.given import Given, given, rows_of
-from autograd_hacks.compiled.labels import size
-from autograd_hacks.compiled.taken_apart import TakenApart
+from autograd_hacks.compiled.taken_apart import TakenApart, bytes_of
 from autograd_hacks.compiled.torch_names import BackendCompilerFailed, TorchDynamoException, compiling
 from autograd_hacks.errors import (
     ON_COMPILING,
@@ -59,13 +58,15 @@ class CompiledStep(nn.Module):
         numbers: Mapping[str, float | None],
         generator: torch.Generator | None,
         seed: int,
+        budget: int,
         backend: str | None,
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
-        self._param_grad, self._numbers, self._generator, self._seed = param_grad, numbers, generator, seed
+        self._param_grad, self._numbers, self._generator = param_grad, numbers, generator
+        self._seed, self._budget = seed, budget
         self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
@@ -258,7 +259,7 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
     rows = dict[str, Tensor]()
     for name, node in reached.items():
         form = apart.form_of(node)
-        if type(form) is Outer and size(form.samples) * form.shape.numel() * form.like.element_size() >= LARGE:
+        if type(form) is Outer and bytes_of(form) >= LARGE:
             own = Outer(form.left * factor, form.right, form.shape) if step._is_mean else form
             rows[name] = rows_of(own, step._given, name)
         else:
@@ -267,12 +268,12 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    return Made(results={"norms": apart.norms(reuse=False) * factor})
+    return Made(results={"norms": apart.norms() * factor})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ gₙ · min(1, max_norm / ‖gₙ‖), or the mean."""
-    norms = apart.norms(reuse=True) * factor
+    norms = apart.norms(step._budget) * factor
     weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
     if step.verb == "clip_and_noise":
         # The loss's own reduction is taken away first, and what is not finite adds nothing.

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of
+from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.operations import Axes, axes_of
 from autograd_hacks.forms import Dense, Form, Outer, add
 from autograd_hacks.forms.opaque import squares
@@ -36,6 +36,11 @@ def over(w: Tensor, x: Tensor, at: At) -> Tensor:
     if at != At(at.dim):
         w = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
     return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
+
+
+def bytes_of(form: Form) -> int:
+    """Of rows written out, for the batch that is traced."""
+    return size(form.samples) * form.shape.numel() * form.like.element_size()
 
 
 def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,15 +216,17 @@ class TakenApart:
             self._rows[gradient] = self.forms[gradient].dense()
         return self._rows[gradient]
 
-    def norms(self, reuse: bool) -> Tensor:
-        """Over all parameters, N.  reuse: whether rows that are best written out are read again by `weighted`"""
+    def norms(self, budget: int = 0) -> Tensor:
+        """Over all parameters, N.  budget: bytes of rows that are best written out, and are kept for `weighted`"""
         found: list[Tensor] = []
         for gradient in self.joint.gradients.values():  # of two parameters it may be the same
             form = self.forms.get(gradient)
             if form is None:
                 continue
-            if reuse and gradient not in self._rows and float(form.saving(fresh=True)) > 0:
+            held = bytes_of(form)
+            if held <= budget and gradient not in self._rows and float(form.saving(fresh=True)) > 0:
                 self.rows(gradient)
+                budget -= held
             found.append(self._squares(form, self._rows.get(gradient)))
         total = found[0]
         for other in found[1:]:

@@ -64,7 +64,10 @@ def without_idle_views(graph: fx.Graph) -> None:
 
 @contextmanager
 def recurrent_layers_unrolled() -> Iterator[None]:
-    """A context in which recurrent layers become the operations that they are made of."""
+    """A context in which recurrent layers become the operations that they are made of.
+
+    For models that have some: without mkldnn convolutions are taken to lay their outputs out in another way than they do.
+    """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

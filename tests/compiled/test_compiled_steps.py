@@ -128,6 +128,29 @@ def test_what_inductor_compiles(verb: str) -> None:
 FIVE = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
 
 
+class ChannelsLast(nn.Module):
+    """As ConvNeXt has it: depthwise convolutions between norms over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 4, stride=4), nn.LayerNorm(8)
+        self.second, self.linear = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = self.linear(self.norm(self.second(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return (x + y).mean((2, 3))
+
+
+def test_convolutions_of_pictures_whose_channels_come_last() -> None:
+    """Compiled code expected convolutions to lay their outputs out as they do without mkldnn."""
+    model, (x, y) = ChannelsLast(), (torch.randn(16, 3, 64, 64), torch.randint(8, (16,)))
+    rows, step = rows_of(copy.deepcopy(model).double(), x.double(), y), autograd_hacks.compile(model, "rows")
+    each_loss(step, x, y).sum().backward()
+    for name, found in rows.items():
+        assert_close(model.get_parameter(name).grad1, found.float(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("optimizer", FIVE)
 def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimizer]) -> None:
     model = Pictures().double()
