@@ -64,8 +64,8 @@ def add_hooks(
     train as ever, and their layers have no hooks. 'norms' stands for the parameters of norm layers and all biases: they are
     cheap, and their noise scale tells that of the model (Gray et al. 2024, arXiv:2411.00999)
     independent: whether it is also shown that no sample's outputs depend on the values of others, by a way without a
-    gradient, as in ``h - h.mean(0).detach()``: the model is run again with other samples replaced, on the first forward of
-    each kind and ever more rarely. Reading then raises where it was not shown: for private training
+    gradient, as in ``h - h.mean(0).detach()``: by analysis, or else the model is run again with other samples replaced, on
+    the first forward of each kind and ever more rarely. Reading then raises where it was not shown: for private training
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
     manager it removes the hooks at the end, unless the model had hooks before, which then have their settings again::

@@ -28,6 +28,7 @@ from autograd_hacks.capture.side_doors import watch as watch_doors
 from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
 from autograd_hacks.errors import ParamGradSkipped
+from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.routes import has_choosing, places_left
@@ -56,6 +57,8 @@ class Recorder:
     # other processes may have to be there.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
     look_inside: Callable[[Recorder, Ran, Plan, int], None]  # has what checkpoints compute again read; the number is N
+    # ``why_unshown(model, batch, axis, samples)``: why analysis doesn't show that samples are independent; "" where it does
+    why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
     learn: Callable[[nn.Module, Recorder], None]  # as a forward with gradients begins: what stands in the place of shards
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.compiled.torch_names import (
     GradAOTOutput,
+    InputMutationAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
@@ -60,6 +61,7 @@ class Backend:
     model: whose parameters these are    axes: gives the samples' axes in the arguments of the forward that is traced
     verb: what is made    begin, deliver: hear of each backward pass, before and after it
     compiles: whether inductor compiles graphs
+    is_private: whether what the model leaves in buffers must be free of samples
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Backend:
         begin: Callable[[], None],
         deliver: Deliver,
         compiles: bool,
+        is_private: bool,
     ) -> None:
         self.model, self.axes, self.verb, self.deliver, self.compiles = model, axes, verb, deliver, compiles
-        self.begin = begin
+        self.begin, self.is_private = begin, is_private
         self.compilations = 0
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -136,7 +139,12 @@ class _Compilation:
                 gradients[name] = node
                 self.places[name] = place
         others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
-        return Joint(graph, samples, axes, tangents, gradients, others), gradients, flat, kinds
+        left = None
+        if self.backend.is_private:
+            of = [kind.mutated_input if isinstance(kind, InputMutationAOTOutput) else None for kind in kinds]
+            written = {own.idx: node for own, node in zip(of, flat) if isinstance(own, PlainAOTInput)}
+            left = {self.names[place]: node for place, node in written.items() if place in self.is_buffer}
+        return Joint(graph, samples, axes, tangents, gradients, others, left), gradients, flat, kinds
 
     def _samples(self) -> int:
         sizes = {size(x.shape[self.axes[id(x)]]) for x in self.examples if id(x) in self.axes}

@@ -104,7 +104,8 @@ class Joint:
 
     samples: N    axes: of the samples in the forward's arguments, by placeholder; the others have none
     tangents: the placeholders of the outputs' gradients, with these outputs    gradients: those of parameters, by name
-    outputs: what the model returns, and what else it leaves
+    outputs: what the model returns, and what else it leaves    left: what it leaves in buffers, by name, if that is to be
+    free of samples
     """
 
     graph: fx.Graph
@@ -113,6 +114,7 @@ class Joint:
     tangents: Mapping[fx.Node, fx.Node]
     gradients: Mapping[str, fx.Node]
     outputs: Sequence[fx.Node]
+    left: Mapping[str, fx.Node] | None = None
 
 
 @dataclass
@@ -183,11 +185,13 @@ def place_of(node: fx.Node) -> str:
 
 
 def labelled(joint: Joint) -> Labels:
-    """The labels of all that parameters' gradients follow from.
+    """The labels of all that parameters' gradients follow from; where ``joint.left`` is given, of all that the model returns
+    and leaves, too.
 
     Raises SamplesMixed where samples mix, with the operation and its line; UnsupportedOperation for one without a rule.
     """
-    labels, needed = Labels(joint.samples), behind([*joint.gradients.values(), *joint.tangents.values()])
+    seen = [] if joint.left is None else [*joint.outputs, *joint.left.values()]
+    labels, needed = Labels(joint.samples), behind([*joint.gradients.values(), *joint.tangents.values(), *seen])
     labels.after_gradients.update(joint.tangents)
     nodes = [node for node in joint.graph.nodes if node in needed]
     for node in nodes:
@@ -207,6 +211,9 @@ def labelled(joint: Joint) -> Labels:
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
             labels.mixed(gradient, f"the gradient of {name} has an axis of samples")
+    for name, node in (joint.left or {}).items():
+        if labels[node] is not None:
+            labels.mixed(node, f"what the forward leaves in {name} follows from samples")
     return labels
 
 

@@ -72,7 +72,9 @@ class CompiledStep(nn.Module):
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
-        self._backend = Backend(model, lambda: self._axes, self._make, self._begin, self._deliver, backend is not None)
+        self._backend = Backend(
+            model, lambda: self._axes, self._make, self._begin, self._deliver, backend is not None, verb == "clip_and_noise"
+        )
         # Of a code object of its own: the compiler counts how often one is compiled anew.
         run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)

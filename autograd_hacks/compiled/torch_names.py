@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
-from torch import fx
+import torch.nn as nn
+from torch import Tensor, fx
 
 from autograd_hacks.errors import ON_COMPILING
 
@@ -22,10 +23,13 @@ try:
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
         from torch._functorch._aot_autograd.descriptors import (
             GradAOTOutput,
+            InputMutationAOTOutput,
+            ParamAOTInput,
             PlainAOTInput,
             PlainAOTOutput,
             TangentAOTInput,
         )
+        from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
@@ -56,6 +60,16 @@ def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
     return dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options))
 
 
+def joint_graph(
+    stack: ExitStack, module: nn.Module, args: Sequence[Tensor], decompositions: Mapping[Any, Any]
+) -> fx.GraphModule:
+    """The graph of a module's forward and backward, traced without values."""
+    found = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=dict(decompositions))
+    traced: fx.GraphModule = found.graph_module
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
 def without_idle_views(graph: fx.Graph) -> None:
     """Takes away what hands its tensor on as it is: views of the same shape, axes put in another order and back."""
     remove_noop_ops(graph)
@@ -77,7 +91,8 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
 
 __all__ = [
-    "BackendCompilerFailed", "GradAOTOutput", "PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException",
-    "aot_autograd", "compiling", "compile_fx_inner", "decompositions", "lowered", "make_fx",
-    "min_cut_rematerialization_partition", "recurrent_layers_unrolled", "without_idle_views",
+    "BackendCompilerFailed", "GradAOTOutput", "InputMutationAOTOutput", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput",
+    "TangentAOTInput", "TorchDynamoException", "aot_autograd", "compiling", "compile_fx_inner", "decompositions",
+    "joint_graph", "lowered", "make_fx", "min_cut_rematerialization_partition", "recurrent_layers_unrolled",
+    "without_idle_views",
 ]  # fmt: skip

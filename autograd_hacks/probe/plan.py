@@ -70,7 +70,8 @@ class Plan:
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant ones, in the order of the graph
     returns_parameters: bool = False  # whether something that the model returns follows from parameters alone
     is_labelled: bool = False  # whether each forward is proven, since nothing else tells whose some rows are
-    is_independent: bool = False  # whether outputs kept their values when other samples were replaced
+    is_independent: bool = False  # whether it was shown that outputs don't depend on the values of other samples
+    why_unshown: str | None = None  # why analysis didn't show it; "" where it did
     has_doors: bool = False  # whether the model keeps tensors with a graph beside those that it returns
     scaled: bool = False  # whether a loss made inside the model divides by something of the whole batch
     shared: frozenset[int] = frozenset()  # the arguments that have no samples, by number: see `Batch`

@@ -1,5 +1,5 @@
-"""Do the values that a model returns for a sample depend on the others?  It is run again with other samples replaced; of a
-loss that it makes itself the rows are compared."""
+"""Do the values that a model returns for a sample depend on the others?  Analysis of its graph tells; where that is not
+possible the model is run again with other samples replaced, and of a loss that it makes itself the rows are compared."""
 
 import copy
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class _Seen(NamedTuple):
 
 
 def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
-    """Notes in a plan whether outputs, and buffers left, keep their values when other samples are replaced.
+    """Notes in a plan whether outputs, and buffers left, are free of other samples, or keep their values when these are
+    replaced.
 
     Raises ProbeFailed where the model can't be run again.
     """
@@ -48,6 +50,9 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
     # As they were when the forward began: it may have overwritten them, and hooks may have given it others.
     batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
+    if not makes_loss and _is_analysed(recorder, aside, batch, plan, samples):
+        plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
+        return
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
     was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
     # Rows take a backward pass, and are compared in two of the first proof's runs.
@@ -80,6 +85,16 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
     # Samples that are all the same show nothing.
     plan.is_independent, plan.unsure = plan.is_independent or has_changed, plan.unsure or not has_changed
     plan.replaced = max(plan.replaced, samples if has_changed else 0)
+
+
+def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, samples: int) -> bool:
+    """Whether analysis shows it.  Processes decide together, by values."""
+    if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
+        return False
+    with aside.run() as copied, Switch.paused_here():
+        own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
+        plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
+    return not plan.why_unshown
 
 
 class _Runs:

@@ -108,6 +108,8 @@ def _independence(plan: Plan) -> str:
     """Whether samples were shown to be independent; nothing where no probe has made the plan."""
     if not plan.outputs:
         return ""
+    if plan.is_independent and plan.why_unshown == "":
+        return "Independent by analysis: no operation in the model's graph takes samples together, whatever the values are."
     if plan.is_independent:
         return "Independent: what the model returns for a sample kept its values when other samples were replaced."
     if plan.mixing:

@@ -9,7 +9,7 @@ import torch.nn as nn
 from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import HOOKS, Hooked, recorder_of
 from autograd_hacks.distributed.agreement import begin, together
-from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
@@ -34,10 +34,18 @@ def add_hooks(
     hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
-    recorder.look_inside = look_inside
+    recorder.look_inside, recorder.why_unshown = look_inside, _why_unshown
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward learns what stands in the place of shards
     return hooked
+
+
+def _why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:
+    try:
+        from autograd_hacks.compiled.analysis import why_unshown  # torch's compiler takes a second to import
+    except ImportError as error:
+        return str(error)
+    return why_unshown(model, batch, axis, samples)
 
 
 add_hooks.__doc__ = hooks.add_hooks.__doc__

@@ -1,0 +1,109 @@
+"""Independence by analysis: what it shows of whole models, and what it leaves to runs with samples replaced."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import autograd_hacks
+from autograd_hacks.errors import PerSampleGradientError, SamplesMixed
+
+ANALYSED, REPLACED = "Independent by analysis", "Independent: "
+
+
+class Written(nn.Module):
+    """A layer, and then what a function makes of its output."""
+
+    def __init__(self, what) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.layer, self.what = nn.Linear(4, 4), what
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.what(self, self.layer(x))
+        return h
+
+
+def counted(model: Written, h: Tensor) -> Tensor:
+    model.steps += 1
+    return h * model.steps
+
+
+def averaged(model: Written, h: Tensor) -> Tensor:
+    out = h - model.mean
+    model.mean.lerp_(h.detach().mean(0), 0.1)
+    return out
+
+
+def last_kept(model: Written, h: Tensor) -> Tensor:
+    model.mean.copy_(h.detach()[-1])
+    return h * 2
+
+
+def asked(model: Written, h: Tensor) -> Tensor:
+    return h if float(h.detach().abs().max()) < 1e9 else h * 0
+
+
+def within(independent_of: nn.Module, x: Tensor) -> str:
+    with autograd_hacks.add_hooks(independent_of, independent=True):
+        out = independent_of(x)
+        (out if isinstance(out, Tensor) else out[0]).square().sum().backward()
+        autograd_hacks.compute_grad1(independent_of)
+        return autograd_hacks.describe(independent_of).independence
+
+
+SHOWN = {
+    "convolutions": lambda: (nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()), (5, 2, 6, 6)),
+    "attention, dropout": lambda: (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 3, 8)),
+    "an LSTM": lambda: (nn.Sequential(nn.Linear(4, 8), nn.LSTM(8, 8, 2, batch_first=True)), (5, 3, 4)),
+    "a norm in evaluation": lambda: (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), (5, 4)),
+    "a count in a buffer": lambda: (Written(counted), (5, 4)),
+    "a checkpoint": lambda: (Written(lambda own, h: checkpoint(torch.tanh, h, use_reentrant=False)), (5, 4)),
+    "sorted features": lambda: (Written(lambda own, h: h.sort(1).values * h.detach().amax(1, keepdim=True)), (5, 4)),
+    "noise": lambda: (Written(lambda own, h: h + torch.randn_like(h)), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_analysis_shows(name: str) -> None:
+    model, shape = SHOWN[name]()
+    buffers = {key: x.clone() for key, x in model.named_buffers()}
+    drawn = torch.get_rng_state()
+    assert within(model, torch.randn(shape)).startswith(ANALYSED)
+    for key, x in model.named_buffers():
+        assert type(x) is Tensor
+        assert torch.equal(x, buffers[key] + 1 if name == "a count in a buffer" and key == "steps" else buffers[key])
+    assert not torch.equal(drawn, torch.get_rng_state())
+
+
+MIXING = {
+    "a detached mean": lambda own, h: h - h.detach().mean(0),
+    "the sample before": lambda own, h: h * h.detach().roll(1, 0).sign(),
+    "the largest": lambda own, h: h * (h.detach() == h.detach().amax(0)),
+    "places in the batch's order": lambda own, h: h[h.detach()[:, 0].argsort()],
+    "a mean that a buffer keeps": averaged,
+    "a sample that a buffer keeps": last_kept,
+    "the first, for all": lambda own, h: h + h[0].detach(),
+    "all at once": lambda own, h: h * torch.linalg.vector_norm(h.detach()),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_is_refused(name: str) -> None:
+    with pytest.raises(PerSampleGradientError):
+        within(Written(MIXING[name]), torch.randn(6, 4))
+
+
+def test_what_cannot_be_traced_is_run_with_samples_replaced() -> None:
+    assert within(Written(asked), torch.randn(5, 4)).startswith(REPLACED)
+
+
+def test_a_compiled_private_step_refuses_what_buffers_keep() -> None:
+    for what in (averaged, last_kept):
+        torch._dynamo.reset()
+        numbers = {"max_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 6}
+        step = autograd_hacks.compile(Written(what), "clip_and_noise", backend=None, **numbers)  # type: ignore[arg-type]
+        with pytest.raises(SamplesMixed):
+            step(torch.randn(6, 4))
