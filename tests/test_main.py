@@ -129,11 +129,11 @@ def test_the_doctor_finds_samples_that_know_of_each_other(models: str, capsys: p
     said = capsys.readouterr().out
     assert "of 4 parameters are autograd's" in said
     assert "samples are not independent, which private training needs" in said
-    for name in ("good", "two", "keywords"):
+    for name in ("good", "two", "keywords", "dictionary"):
         assert main(["doctor", f"{models}:{name}"]) == 0
         said = capsys.readouterr().out
         assert f"{name}: samples are independent" in said
-        assert ("by analysis" in said) == (name == "keywords")  # others are one layer, whose rule knows
+        assert ("by analysis" in said) == (name == "dictionary")  # others are one layer, whose rule knows
 
 
 def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,8 +141,8 @@ class _Compilation:
         others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
         left = None
         if self.backend.is_private:
-            of = [kind.mutated_input if isinstance(kind, InputMutationAOTOutput) else None for kind in kinds]
-            written = {own.idx: node for own, node in zip(of, flat) if isinstance(own, PlainAOTInput)}
+            mutated = [kind.mutated_input if isinstance(kind, InputMutationAOTOutput) else None for kind in kinds]
+            written = {own.idx: node for own, node in zip(mutated, flat) if isinstance(own, PlainAOTInput)}
             left = {self.names[place]: node for place, node in written.items() if place in self.is_buffer}
         return Joint(graph, samples, axes, tangents, gradients, others, left), gradients, flat, kinds
 
