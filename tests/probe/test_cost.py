@@ -172,7 +172,8 @@ def test_independence_runs_a_model_a_few_times_more(is_traced: bool) -> None:
     assert 1 < counts[0] <= (3 if is_traced else 12)
     # Later proofs replace half of the samples, and then the others, beside a run with none replaced.  Analysis runs twice,
     # without values.
-    assert counts[1:] == [(3 if is_traced else 4) if n in (1, 15) else 1 for n in range(1, 20)]
+    later = {15: 3} if is_traced else {1: 4, 15: 4}
+    assert counts[1:] == [later.get(n, 1) for n in range(1, 20)]
 
 
 def test_a_slow_proof_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
