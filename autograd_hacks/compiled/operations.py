@@ -34,6 +34,7 @@ for _name in (
     "complex",
     "polar",
     "_conj",
+    "rrelu_with_noise_backward",
 ):
     RULES[_name] = lambda labels, node, *_, **__: pointwise(labels, node)
 
@@ -43,8 +44,8 @@ def _(labels: Labels, node: fx.Node, x: fx.Node) -> Found:
     return labels[x]
 
 
-@rule("native_dropout")
-def _(labels: Labels, node: fx.Node, x: fx.Node, p: float, train: bool | None) -> Found:
+@rule("native_dropout", "rrelu_with_noise_functional")
+def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
     return [labels[x], labels[x]]
 
 
@@ -183,6 +184,13 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, a: int, b: int) -> Found:
 @rule("t")
 def _(labels: Labels, node: fx.Node, x: fx.Node) -> Found:
     return labels[x].moved(1 - labels[x].dim) if len(shape(x)) == 2 else labels[x]
+
+
+@rule("diagonal")
+def _(labels: Labels, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Found:
+    for dim in (dim1, dim2):
+        labels.along(node, x, dim)
+    return labels[x].moved(labels[x].dim - sum(dim % len(shape(x)) < labels[x].dim for dim in (dim1, dim2)))
 
 
 @rule("expand")

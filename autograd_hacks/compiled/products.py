@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autograd_hacks.compiled.labels import RULES, SUM, At, Found, Labels, Rule, name_of, shape
+from autograd_hacks.compiled.labels import RULES, SUM, At, Found, Labels, Rule, name_of, shape, size
 from autograd_hacks.compiled.labels import register_operation as rule
 
 # Matrices.
@@ -103,11 +103,14 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
 
 
 @rule("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_batch_norm", "_batch_norm_with_update")
-def _(labels: Labels, node: fx.Node, *_: Any) -> Found:
-    return labels.mixed(node, "normalises over samples (BatchNorm in training mode)")
+def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
+    if labels[x] is None or labels[x].dim != 1:
+        return labels.mixed(node, "normalises over samples (BatchNorm in training mode)")
+    statistics = labels[x].moved(0)  # as InstanceNorm has it: samples among the channels of one picture
+    return [labels[x], statistics, statistics, *[None] * (len(node.meta["val"]) - 3)]
 
 
-# Windows and resampling: samples are on an axis in front of the places.
+# Windows, resampling, and matrices by themselves: samples are on an axis in front of the places.
 
 
 def places(axes: int) -> Rule:
@@ -123,11 +126,16 @@ def places(axes: int) -> Rule:
 
 for _axes, _names in (
     (1, "avg_pool1d reflection_pad1d reflection_pad1d_backward upsample_nearest1d upsample_linear1d "
-        "max_pool1d_with_indices"),
+        "max_pool1d_with_indices replication_pad1d replication_pad1d_backward"),
     (2, "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward "
         "_adaptive_avg_pool2d_backward upsample_bilinear2d upsample_nearest2d upsample_bicubic2d reflection_pad2d "
-        "replication_pad2d reflection_pad2d_backward adaptive_max_pool2d grid_sampler_2d"),
-    (3, "max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward"),
+        "replication_pad2d reflection_pad2d_backward adaptive_max_pool2d grid_sampler_2d replication_pad2d_backward "
+        "adaptive_max_pool2d_backward grid_sampler_2d_backward _linalg_svd _linalg_det _linalg_solve_ex linalg_inv_ex "
+        "linalg_cholesky_ex linalg_matrix_exp _linalg_eigh linalg_qr linalg_lu_factor_ex linalg_lu linalg_lu_solve "
+        "linalg_solve_triangular _cdist_forward _cdist_backward"),
+    (3, "reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward adaptive_max_pool3d "
+        "adaptive_max_pool3d_backward grid_sampler_3d grid_sampler_3d_backward max_pool3d_with_indices "
+        "max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward"),
 ):  # fmt: skip
     RULES.update(dict.fromkeys(_names.split(), places(_axes)))
 
@@ -159,6 +167,33 @@ def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Fou
 def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Found:
     at = labels.same(node, [labels[g], labels[index]])
     return labels.contract(node, {g: at, index: at}, 0) if at is not None else None
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Node, *more: Any) -> Found:
+    """Of bags that are all as long: one each for the samples."""
+    at, own = labels[index], At(0)
+    length = shape(index)[0] // labels.samples
+    counts = name_of(offsets) == "arange" and offsets.args[:1] == (0,) and shape(offsets) == [labels.samples]
+    step = offsets.args[2] if counts and len(offsets.args) > 2 else 1
+    if labels[w] is not None or at != At(0, 1, length) or not counts or size(_value(step)) != length or more[:1] == (True,):
+        return labels.unsupported(node, "bags that begin anywhere, or are scaled by how often an entry occurs")
+    return [own, at, own, own]
+
+
+@rule("_embedding_bag_backward")
+def _(
+    labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, offsets: fx.Node, to_bag: fx.Node, lengths: fx.Node,
+    longest: fx.Node, entries: int, by_frequency: bool, mode: int, *_: Any,
+) -> Found:  # fmt: skip
+    if mode == 2:
+        return labels.unsupported(node, "the largest entries of bags")
+    given = {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)}
+    return labels.contract(node, given, 0)
+
+
+def _value(x: Any) -> Any:
+    return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
 @rule("index_select")

@@ -150,7 +150,17 @@ class TakenApart:
             g, index = (unfolded(values[n], found.at[n], self.samples) for n in (0, 1))
             padding = node.args[3] if node.args[3] >= 0 else None  # type: ignore[operator]
             return lookup(index.expand(g.shape[:-1]), g, torch.Size((node.args[2], g.shape[-1])), padding)  # type: ignore[arg-type]
+        if node.target is aten._embedding_bag_backward.default:
+            return self._of_bags(values, found.at)
         return Dense(self._sample_by_sample(found, values, spec))
+
+    def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
+        """Of the sums, or means, of a table's entries."""
+        g, index, lengths, entries, mode, weights = (values[n] for n in (0, 1, 4, 6, 8, 10))
+        index, padding = unfolded(index, at[1], self.samples), values[11] if len(values) > 11 else -1
+        g = (g / lengths[:, None] if mode == 1 else g)[:, None].expand(*index.shape, g.shape[-1])
+        g = g if weights is None else g * weights.view(*index.shape, 1)
+        return lookup(index, g, torch.Size((entries, g.shape[-1])), padding if padding >= 0 else None)
 
     def _outer(self, values: Sequence[Tensor], at: Mapping[int, At]) -> Outer:
         """Of left (O, M) and right (M, I), the samples among M."""

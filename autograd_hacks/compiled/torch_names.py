@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor, fx
 
+from autograd_hacks.compiled.decomposed import DECOMPOSED
 from autograd_hacks.errors import ON_COMPILING
 
 try:
@@ -42,17 +43,20 @@ except ImportError as error:
         f"names ({error}); they were seen in torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
     ) from error
 
-KEPT_WHOLE = ("aten.embedding_dense_backward", "aten._scaled_dot_product_flash_attention_for_cpu")
-"""Operations that aren't decomposed.  Attention's forward becomes one whose logsumexp its backward can't use."""
+KEPT_WHOLE = (
+    "aten._scaled_dot_product_flash_attention_for_cpu", "aten.embedding_dense_backward", "aten.reflection_pad",
+)  # fmt: skip
+"""Operations that aren't decomposed.  Attention's forward becomes one whose logsumexp its backward can't use; the others
+become indices among which samples are hard to find."""
 
 
 def decompositions(table: Callable[[], Any] = core_aten_decompositions) -> dict[Any, Any]:
-    return {op: made_of for op, made_of in dict(table()).items() if not str(op).startswith(KEPT_WHOLE)}
+    return {op: made_of for op, made_of in dict(table()).items() if not str(op).startswith(KEPT_WHOLE)} | DECOMPOSED
 
 
 def lowered() -> dict[Any, Any]:
     """Inductor's own decompositions, for a graph that it compiles."""
-    return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[1])}
+    return {op: made_of for op, made_of in dict(select_decomp_table()).items() if not str(op).startswith(KEPT_WHOLE[0])}
 
 
 def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -50,6 +50,13 @@ class _Plain:
         return self.function(h)
 
 
+def with_negatives_overwritten(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[h < 0] = 0.5
+    h[h.detach().sum(2) > 0] = 0.1
+    return h
+
+
 def at_first_positive(h: Tensor) -> Tensor:
     return h[torch.arange(N), (h[..., 0] > 0).sum(1).clamp(max=N - 1)]
 
@@ -91,6 +98,7 @@ RIGHT: dict[str, Inner] = {
     "masked": lambda h: h.masked_fill(h > 0.5, 0.0),
     "where": lambda h: torch.where(h > 0, h, 0.1 * h),
     "written": with_first_overwritten,
+    "written by masks": with_negatives_overwritten,
     "by sample and index": at_first_positive,
     "gathered": lambda h: h.gather(1, h.argsort(1)),
     "scattered": lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h),
@@ -108,6 +116,15 @@ RIGHT: dict[str, Inner] = {
     "complex": lambda h: torch.view_as_real(torch.complex(h, h.tanh()) * torch.complex(h.cos(), h)).sum(-1),
     "the sample's own number": lambda h: h * (1 + torch.arange(N)).view(N, 1, 1),
     "a table of positions": lambda h: h + torch.linspace(0, 1, N)[:, None],
+    "reflected": lambda h: F.pad(h[:, None], (1, 1, 1, 1), mode="reflect").flatten(1),
+    "replicated": lambda h: F.pad(h[:, None], (1, 1, 1, 1), mode="replicate").flatten(1),
+    "instance norm": lambda h: F.instance_norm(h),
+    "largest of regions": lambda h: F.adaptive_max_pool2d(h[:, None], 2).flatten(1),
+    "sampled on a grid": lambda h: F.grid_sample(h[:, None], h[..., :2, None].tanh().transpose(2, 3)).flatten(1),
+    "distances": lambda h: torch.cdist(h, h.flip(1) + 1),
+    "singular values": lambda h: torch.linalg.svdvals(h),
+    "determinants": lambda h: torch.linalg.det(h)[:, None],
+    "exponentials of matrices": lambda h: torch.matrix_exp(0.1 * h),
     "dropout that keeps all": lambda h: F.dropout(h, 0.0, training=True),
 }  # fmt: skip
 MIXED: dict[str, Inner] = {
@@ -132,6 +149,8 @@ MIXED: dict[str, Inner] = {
     "products of samples": lambda h: (h[:, 0] @ h[:, 0].T).softmax(-1)[:, None] * h,
     "batched over positions": lambda h: torch.bmm(h.transpose(0, 1), h.permute(1, 2, 0)).permute(1, 0, 2) + h,
     "convolved": lambda h: F.conv1d(h.permute(1, 2, 0), torch.ones(N, N, 3).double(), padding=1).permute(2, 0, 1),
+    "singular values": lambda h: torch.linalg.svdvals(h.transpose(0, 1)).sum() * h,
+    "reflected": lambda h: F.pad(h.permute(1, 2, 0), (1, 0), mode="reflect")[..., 1:].permute(2, 0, 1) + h,
     "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
     "group norm of one": lambda h: F.group_norm(h.transpose(0, 1), 1).transpose(0, 1),
     "looked up": lambda h: h[h[:, 0, 0].argsort()],
@@ -170,6 +189,31 @@ def test_samples_that_mix_are_refused_before_anything_runs(name: str) -> None:
     assert "test_operations.py" in str(error.value) or "functional.py" in str(error.value)  # the line is named
 
 
+def bags(model: Around, h: Tensor) -> Tensor:
+    tokens = (h.detach()[..., 0] * 3).long().abs() % N
+    weights, table = h.detach()[..., 1].tanh(), model.table.weight
+    found = F.embedding_bag(tokens, table, mode="mean", padding_idx=2) + F.embedding_bag(tokens, table, mode="sum")
+    return h * (found + F.embedding_bag(tokens, table, mode="sum", per_sample_weights=weights))[:, None]
+
+
+def bilinear(model: Around, h: Tensor) -> Tensor:
+    return F.bilinear(h, h.tanh(), model.conv.weight.mT.reshape(3 * N, N, 1).expand(3 * N, N, N), None)[..., :N]
+
+
+@pytest.mark.parametrize("inner", [bags, bilinear])
+def test_other_uses_of_parameters(inner: Callable[[Around, Tensor], Tensor]) -> None:
+    check_uses(inner)
+
+
+def test_bags_that_begin_anywhere_are_refused() -> None:
+    def inner(model: Around, h: Tensor) -> Tensor:
+        return h * F.embedding_bag(torch.arange(N), model.table.weight, torch.tensor([0, 1, 1, 4, 5, 5]))[:, None]
+
+    model = Around(inner).double()
+    with pytest.raises((SamplesMixed, UnsupportedOperation)):
+        autograd_hacks.compile(model, "rows", backend=None)(torch.randn(N, N, N).double()).sum().backward()
+
+
 def test_uses_of_parameters() -> None:
     def inner(model: Around, h: Tensor) -> Tensor:
         tokens = (h.detach()[..., 0] * 3).long().abs() % N
@@ -177,14 +221,21 @@ def test_uses_of_parameters() -> None:
         y = model.conv(y) + y.index_add(1, torch.tensor([0, 0, 1]), model.bare.expand(N, 3, N))
         return y + F.linear(y, model.table.weight) + model.bare
 
+    check_uses(inner)
+
+
+def check_uses(inner: Callable[[Around, Tensor], Tensor]) -> None:
     model, x = Around(inner).double(), torch.randn(N, N, N).double()
     step = autograd_hacks.compile(model, "rows", backend=None)
     step(x).sum().backward()
     losses = model(x)
     for n in range(N):
-        alone = torch.autograd.grad(losses[n], list(model.parameters()), retain_graph=True)
+        alone = torch.autograd.grad(losses[n], list(model.parameters()), retain_graph=True, allow_unused=True)
         for (_, p), grad in zip(model.named_parameters(), alone):
-            assert_close(p.grad1[n], grad)
+            if grad is None:
+                assert p.grad1 is None
+            else:
+                assert_close(p.grad1[n], grad)
 
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

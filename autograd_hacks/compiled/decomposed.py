@@ -1,0 +1,45 @@
+"""Operations that are written by others before labels are given: what is pointwise, or a product and a sum, in disguise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """x[mask] = a number."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+        return NotImplemented
+    return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), values.view(()).to(x.dtype), x)
+
+
+def trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    summed: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """Of a Bilinear: the sum of a product of three, each with new axes."""
+    product: Any = 1
+    for x, axes in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        for axis in axes:
+            x = x.unsqueeze(axis)
+        product = product * x
+    found: Tensor = product.sum(summed) if summed else product
+    return found
+
+
+DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    aten.index_put.default: index_put,
+    aten._trilinear.default: trilinear,
+}
