@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.compiled.backend import Backend, Made
 from autograd_hacks.compiled.given import Given, given, rows_of
 from autograd_hacks.compiled.taken_apart import TakenApart, bytes_of
-from autograd_hacks.compiled.torch_names import BackendCompilerFailed, TorchDynamoException, compiling
+from autograd_hacks.compiled.torch_names import CALL, BackendCompilerFailed, TorchDynamoException, compiling, plain_call
 from autograd_hacks.errors import (
     ON_COMPILING,
     NothingRecorded,
@@ -85,6 +85,26 @@ class CompiledStep(nn.Module):
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a compiled step can't be pickled; save its .model's state_dict()" + ON_COMPILING)
 
+    def install(self) -> None:
+        """Has the model's own calls run this step while it trains, with gradients: for trainers that are given a model."""
+        if CALL in vars(self.model):
+            raise ValueError("the model's calls are compiled already; uninstall() the other step first" + ON_COMPILING)
+        vars(self.model)[CALL] = self._instead
+
+    def uninstall(self) -> None:
+        """Has the model's calls run as before."""
+        vars(self.model).pop(CALL, None)
+
+    def _instead(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.model.training and torch.is_grad_enabled()):
+            return plain_call(self.model, *args, **kwargs)
+        calls = vars(self.model)
+        own = calls.pop(CALL)
+        try:
+            return self(*args, **kwargs)
+        finally:
+            calls[CALL] = own
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._axes, self._results = self._axes_of(args, kwargs), {}
         before, began = self._backend.compilations, perf_counter()
@@ -104,6 +124,11 @@ class CompiledStep(nn.Module):
         if self._backend.compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
         return found
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of what the last backward pass has made beside gradients: 'norms', say."""
+        return tuple(self._results)
 
     @property
     def norms(self) -> Tensor:

@@ -80,6 +80,14 @@ def without_idle_views(graph: fx.Graph) -> None:
     early_patterns.apply(graph)
 
 
+CALL = "_compiled_call_impl"
+"""What a module's call runs in the place of its forward, if there is such a thing."""
+
+
+def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
 @contextmanager
 def recurrent_layers_unrolled() -> Iterator[None]:
     """A context in which recurrent layers become the operations that they are made of.
@@ -95,8 +103,8 @@ def recurrent_layers_unrolled() -> Iterator[None]:
 
 
 __all__ = [
-    "BackendCompilerFailed", "GradAOTOutput", "InputMutationAOTOutput", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput",
-    "TangentAOTInput", "TorchDynamoException", "aot_autograd", "compiling", "compile_fx_inner", "decompositions",
-    "joint_graph", "lowered", "make_fx", "min_cut_rematerialization_partition", "recurrent_layers_unrolled",
-    "without_idle_views",
+    "CALL", "BackendCompilerFailed", "GradAOTOutput", "InputMutationAOTOutput", "ParamAOTInput", "PlainAOTInput",
+    "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException", "aot_autograd", "compiling", "compile_fx_inner",
+    "decompositions", "joint_graph", "lowered", "make_fx", "min_cut_rematerialization_partition", "plain_call",
+    "recurrent_layers_unrolled", "without_idle_views",
 ]  # fmt: skip

@@ -10,13 +10,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from needed import needed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, STEPS, N, check, data, net, same
+from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same
 
 import autograd_hacks
 
 transformers = needed("transformers", "transformers.trainer", "accelerate")
 
-from autograd_hacks.integrations.transformers import GradsCallback  # noqa: E402
+from autograd_hacks.integrations.transformers import CompiledCallback, GradsCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,10 +33,11 @@ class Classifier(nn.Module):
 def trained(
     model: nn.Module,
     folder: Path,
-    callback: GradsCallback,
+    callback: Any,
     parts: int = 1,
     rows: Any = None,
     scaler: torch.amp.GradScaler | None = None,
+    loss: Any = None,
     **options: Any,
 ) -> Any:
     """A trainer that has run, in the order of the data."""
@@ -57,7 +58,7 @@ def trained(
         **{"max_grad_norm": 0.0, **options},
     )
     rows = [{"x": x, "labels": y} for x, y in zip(*data())] if rows is None else rows
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback], compute_loss_func=loss)
     if scaler is not None:
         trainer.accelerator.scaler = scaler
     trainer.train()
@@ -130,6 +131,37 @@ def test_gpt2_with_checkpoints(tmp_path: Path) -> None:
         trained(ends[-1], tmp_path, callback, parts, rows * 2, gradient_checkpointing=True)
         assert callback.history[0]["grads/clipped"] > 0
     same(*ends, 1e-4)
+
+
+def mean_loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels)
+
+
+class Scores(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.own(x)
+        return scores
+
+
+def test_compiled_steps_are_those_of_single_samples(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model, callback = net(), CompiledCallback("clip", max_norm=MAX_NORM, backend=None)
+    kept: dict[str, Any] = {"remove_unused_columns": False, "label_names": ["labels"]}
+    after = Scores(copy.deepcopy(model))
+    trainer = trained(after, tmp_path, callback, loss=mean_loss, **kept)
+    weights, norms, _ = expected(model)
+    assert_close([p.detach() for p in after.parameters()], weights, rtol=1e-4, atol=1e-4)
+    assert_close(callback.step.norms, norms[-1], rtol=1e-4, atol=1e-4, check_dtype=False)
+    logged = [entry["grads/norm_mean"] for entry in trainer.state.log_history if "grads/norm_mean" in entry]
+    assert logged[-1] == pytest.approx(float(callback.step.norms.mean()))
+    assert "_compiled_call_impl" not in vars(after)
+    assert_close(after(torch.ones(2, 4)), after.own(torch.ones(2, 4)))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        trained(after, tmp_path, callback, 4, loss=mean_loss, **kept)
 
 
 def test_the_trainers_own_clipping_is_not_lost(tmp_path: Path) -> None:
