@@ -5,6 +5,7 @@
     python benchmarks/run.py --quick --workload CNN --workload MLP  a short look
     python benchmarks/run.py --architectures --peers                models of timm, transformers and peft
     python benchmarks/run.py --processes                            clipped steps of two processes
+    python benchmarks/run.py --compiled                             steps in the compiler, beside hooks
     python benchmarks/run.py --uses                                 whole uses, beside the systems trusted with each
     python benchmarks/run.py --layers                               what each further layer costs, in µs
 
@@ -33,6 +34,7 @@ from typing import Any
 
 import curved
 import derived
+import in_compiler
 import jaxed
 import layers
 import peers
@@ -93,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.layers:
         by_layers(options, device)
+        return
+    if options.compiled:
+        of_compiled_steps(options, device)
         return
     main_only = (MAIN, RECURRENT)
     quick = (*main_only, CURVED, ARCHITECTURE)
@@ -157,6 +162,18 @@ def by_layers(options: argparse.Namespace, device: torch.device) -> None:
     print(layers.as_text(found))
 
 
+def of_compiled_steps(options: argparse.Namespace, device: torch.device) -> None:
+    """Times and prints steps in the compiler."""
+    names = [name for name in in_compiler.models() if is_chosen(name, options.workload)]
+    found = in_compiler.in_compiler(names, options.rounds, device)
+    data: Data = {"about": about(options, device), "compiled": found}
+    file = options.output / f"{device.type}-compiled.json" if options.output else None
+    save(data, {}, file)
+    if file:
+        file.with_suffix(".txt").write_text(in_compiler.as_text(found))
+    print(in_compiler.as_text(found))
+
+
 def whole_uses(options: argparse.Namespace, device: torch.device) -> None:
     """Times and prints whole uses, beside other systems."""
     of = given(800, 40, 200) if options.quick else given()
@@ -179,11 +196,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", action="store_true", help="two processes on one machine, in the place of all else")
     parser.add_argument("--uses", action="store_true", help="whole uses beside other systems, in the place of all else")
     parser.add_argument("--layers", action="store_true", help="what each further layer costs, in the place of all else")
+    parser.add_argument("--compiled", action="store_true", help="steps in the compiler, in the place of all else")
     parser.add_argument("--peers", action="store_true", help="time other ways and other libraries too")
     parser.add_argument("--jax", default=sys.executable, help="a Python with JAX, if not this one, for --peers")
     parser.add_argument("--quick", action="store_true", help="the main workloads and few rounds: about two minutes")
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {QUICK_ROUNDS} with --quick, if not given")
-    parser.add_argument("--threads", type=int, help=f"{torch.get_num_threads()}, or 1 with --layers, if not given")
+    parser.add_argument(
+        "--threads", type=int, help=f"{torch.get_num_threads()}, or 1 with --layers and --compiled, if not given"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", type=Path, help="folder for the figures as JSON, the table as text and the charts")
     options = parser.parse_args(arguments)
@@ -192,7 +212,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
     if options.threads is None:
-        options.threads = 1 if options.layers else torch.get_num_threads()
+        options.threads = 1 if options.layers or options.compiled else torch.get_num_threads()
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads: expected 1 or more")
     if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
@@ -200,6 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     tables = (SYSTEMS, curved.SYSTEMS, derived.SYSTEMS, peers.PEERS, {GRAD1: {JAX: None}})
     systems = {system for tasks in tables for own in tasks.values() for system in own}
     workloads = dict.fromkeys(uses.USES) if options.uses else known(options.architectures)
+    workloads = in_compiler.models() if options.compiled else workloads
     for kind, parts, names in (("workload", options.workload, workloads), ("system", options.system, systems)):
         for part in parts or ():
             if not any(part in name for name in names):
