@@ -5,6 +5,7 @@ import json
 import math
 
 import derived
+import in_compiler
 import jaxed
 import layers
 import measuring
@@ -297,3 +298,26 @@ def test_wrong_numbers_of_layers_are_not_timed(monkeypatch):
     monkeypatch.setitem(layers.WAYS, layers.ROWS, wrong)
     with pytest.raises(AssertionError, match="wrong on"):
         layers.layers(1, CPU, [2], [3])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_steps_in_the_compiler_have_a_table_of_their_own(tmp_path, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(in_compiler, "models", lambda: {WORKLOAD: TINY_MODEL})
+    few = {way: maker for way, maker in in_compiler.ways().items() if "clip" not in way}
+    monkeypatch.setattr(in_compiler, "ways", lambda: few)
+    run.main(["--compiled", "--rounds", "2", "--output", str(tmp_path)])
+    own = json.loads((tmp_path / "cpu-compiled.json").read_text())["compiled"][WORKLOAD]
+    assert own["failed"] == {}
+    assert {way: len(times) for way, times in own["seconds"].items()} == dict.fromkeys(in_compiler.ways(), 2)
+    assert own["compiling"].keys() == own["seconds"].keys()
+    told = (tmp_path / "cpu-compiled.txt").read_text()
+    assert all(part in told for part in (WORKLOAD, "rows: compiled", "norms: graph"))
+
+
+def test_wrong_numbers_of_compiled_steps_are_not_timed(monkeypatch):
+    monkeypatch.setattr(in_compiler, "models", lambda: {WORKLOAD: TINY_MODEL})
+    monkeypatch.setattr(in_compiler, "ways", lambda: {"rows: hooks": wrong})
+    own = in_compiler.in_compiler([WORKLOAD], 1, CPU)[WORKLOAD]
+    assert own["seconds"] == {}
+    assert "from one backward pass per sample" in own["failed"]["rows: hooks"]
