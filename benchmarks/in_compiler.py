@@ -36,7 +36,7 @@ from systems import (
 )
 from torch import Tensor
 from tqdm import tqdm
-from workloads import Batch, Workload, classification, multilayer, of_shape, pictures
+from workloads import Batch, Workload, classification, multilayer, of_shape
 
 import autograd_hacks
 
@@ -57,7 +57,7 @@ def models() -> dict[str, Workload]:
     )  # fmt: skip
     return {name: ARCHITECTURES[name](FULL) for name in NAMES} | {
         "three layers of 512, N 256": Workload(multilayer(784, 512, 512, 10), of_shape(256, 784), classification),
-        "three convolutions": Workload(lambda: small, pictures(16, 32), classification),
+        "three convolutions": Workload(lambda: small, of_shape(16, 3, 32, 32), classification),
         "50 layers of 16": Workload(multilayer(*[16] * 51), of_shape(8, 16), classification),
     }
 

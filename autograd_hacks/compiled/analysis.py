@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
+from autograd_hacks.compiled import routed as routed
 from autograd_hacks.compiled.labels import Joint, labelled, shape
 from autograd_hacks.compiled.torch_names import (
     GradAOTOutput,

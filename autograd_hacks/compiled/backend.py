@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
+from autograd_hacks.compiled import routed as routed
 from autograd_hacks.compiled.labels import At, Joint, Labels, labelled, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart

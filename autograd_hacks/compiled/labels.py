@@ -34,6 +34,17 @@ class At:
         return At(dim, self.outer, self.inner)
 
 
+@dataclass(frozen=True)
+class Routed:
+    """Follows from a sort of positions by values: see `compiled/routed.py`.
+
+    order: the sort    source: where samples are in what it has sorted
+    """
+
+    order: fx.Node
+    source: At
+
+
 class _Sum:
     def __repr__(self) -> str:
         return "SUM"
@@ -41,7 +52,7 @@ class _Sum:
 
 SUM = _Sum()
 
-Label = At | _Sum | None
+Label = At | _Sum | Routed | None
 Found = Label | list[Label]
 """Of what an operation makes: one tensor, or several."""
 Rule = Callable[..., Found]
@@ -49,6 +60,8 @@ Rule = Callable[..., Found]
 
 RULES: dict[str, Rule] = {}
 """{an operation's name: its rule}; what torch tags as pointwise needs none"""
+OF_ROUTED = "of what is routed"
+"""The name of the one rule for operations one of whose tensors is `Routed`."""
 LINEAR: set[str] = set()
 """Operations that are linear in each of their tensors, which may follow a sum over samples."""
 
@@ -88,12 +101,13 @@ def shape(node: fx.Node) -> list[int]:
 class Contraction:
     """A node that adds samples up.
 
-    at: where samples are in its tensors, by place among its flattened arguments    gradient: the place of the one that it is
-    linear in and that follows from the gradient    output: which of the tensors that it makes is the sum
+    at: where samples are in its tensors, by place among its flattened arguments, all on axes or all routed
+    gradient: the place of the one that it is linear in and that follows from the gradient
+    output: which of the tensors that it makes is the sum
     """
 
     node: fx.Node
-    at: Mapping[int, At]
+    at: Mapping[int, Any]
     gradient: int
     output: int | None = None
 
@@ -159,7 +173,7 @@ class Labels:
         return self[x] if outputs == 1 else [self[x]] * outputs
 
     def contract(
-        self, node: fx.Node, at: Mapping[fx.Node, At], gradient: int | None = None, output: int | None = None
+        self, node: fx.Node, at: Mapping[fx.Node, Any], gradient: int | None = None, output: int | None = None
     ) -> Label:
         """The label of a node that adds samples up, which must be in the backward pass.
 
@@ -231,7 +245,7 @@ def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def name_of(node: fx.Node) -> str:
     """An operation's name: that of its namespace in front, unless it is torch's own."""
     target: Any = node.target
-    return str(target._schema.name).removeprefix("aten::")
+    return str(target._schema.name).removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else str(target)
 
 
 def _label(labels: Labels, node: fx.Node) -> Found:
@@ -244,6 +258,8 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
     name = name_of(node)
+    if any(isinstance(label, Routed) for label in given):
+        return RULES[OF_ROUTED](labels, node)
     if SUM in given:
         return _after_sum(labels, node, name)
     if (rule := RULES.get(name)) is not None:

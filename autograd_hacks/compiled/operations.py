@@ -132,7 +132,7 @@ def _(labels: Labels, node: fx.Node, g: fx.Node, y: fx.Node, dim: int, *_: Any) 
     return labels.along(node, g if labels[g] is not None else y, dim) if at is not None else None
 
 
-@rule("sort", "topk", "cummax", "cummin")
+@rule("topk", "cummax", "cummin")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **named: Any) -> Found:
     numbers = [y for y in (given[1:] if name_of(node) == "topk" else given) if not isinstance(y, bool)]
     return labels.along(node, x, named.get("dim", numbers[0] if numbers else -1), outputs=2)

@@ -14,13 +14,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autograd_hacks.compiled.labels import SUM, At, Contraction, Joint, Labels, behind, name_of, size
 from autograd_hacks.compiled.operations import Axes, axes_of
+from autograd_hacks.compiled.routed import Sorted
 from autograd_hacks.forms import Dense, Form, Outer, add
+from autograd_hacks.forms.experts import Experts
 from autograd_hacks.forms.opaque import squares
 from autograd_hacks.rules.conv import convolution, transposed_convolution
 from autograd_hacks.rules.embedding import lookup
 from autograd_hacks.rules.views import reshaped, transposed
 
 aten: Any = torch.ops.aten
+GROUPED = "transformers::grouped_mm_fallback"
+"""Grouped products of transformers, which has them where torch has not."""
 
 
 def unfolded(x: Tensor, at: At, samples: int) -> Tensor:
@@ -78,6 +82,9 @@ class TakenApart:
             self.forms[node] = self._form(node)
             return
         args, kwargs = self._arguments(node, self.values)
+        if name_of(node) == f"{GROUPED}_backward" and node in self.labels.found:  # of the input alone
+            self.values[node] = torch.ops.transformers.grouped_mm_fallback(args[3], args[1].mT, args[2]), None
+            return
         if node.target is aten.convolution_backward.default and node in self.labels.found:
             args = (*args[:-1], [args[-1][0], False, False])
         self.values[node] = run_operation(node.target, args, kwargs)
@@ -107,6 +114,8 @@ class TakenApart:
         if name in ("t", "transpose", "permute") and len(sizes) == 2:
             is_turned = name != "permute" or list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
             return transposed(first, (0, 1), sizes) if is_turned else first
+        if isinstance(first, Experts) and node.args[1:] in ((1, 2), (2, 1), (-1, -2), (-2, -1), ([0, 2, 1],)):
+            return first.turned()
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))
@@ -139,6 +148,8 @@ class TakenApart:
         node = found.node
         flat, spec = tree_flatten((node.args, node.kwargs))
         values: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+        if any(isinstance(at, Sorted) for at in found.at.values()):
+            return self._routed(found, values)
         is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
         if node.target is aten.mm.default:
             return self._outer(values, found.at)
@@ -153,6 +164,26 @@ class TakenApart:
         if node.target is aten._embedding_bag_backward.default:
             return self._of_bags(values, found.at)
         return Dense(self._sample_by_sample(found, values, spec))
+
+    def _routed(self, found: Contraction, values: Sequence[Any]) -> Form:
+        """Of positions in the order of a sort: of experts' weights, or of a table of experts."""
+        name, owners = name_of(found.node), self._owners(next(iter(found.at.values())))
+        if name == "index_put":
+            table, experts, g = values[0], values[1], values[2]
+            rows = g.new_zeros(self.samples * len(table), *g.shape[1:]).index_add(0, owners * len(table) + experts, g)
+            return Dense(rows.view(self.samples, *table.shape))
+        x, g, ends = (values[0], values[3], values[2]) if name == f"{GROUPED}_backward" else (values[0].mT, *values[1:3])
+        return Experts(x, g, ends, owners, g.new_empty(self.samples))
+
+    def _owners(self, at: Sorted) -> Tensor:
+        """Whose each position is, in the order of its sort."""
+        order: Tensor = self.values[at.order][1]
+        return order // (order.shape[0] // self.samples)
+
+    def _over(self, w: Tensor, x: Tensor, at: Any) -> Tensor:
+        if not isinstance(at, Sorted):
+            return over(w, x, at)
+        return w[self._owners(at)].view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
 
     def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
         """Of the sums, or means, of a table's entries."""
@@ -269,8 +300,8 @@ class TakenApart:
                 continue
             flat, spec = tree_flatten((found.node.args, found.node.kwargs))
             own: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
-            own[found.gradient] = own[found.gradient] * over(w, own[found.gradient], found.at[found.gradient])
-            if found.output is not None:
+            own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
+            if found.node.target is aten.convolution_backward.default:
                 own[-3:] = [found.output == k for k in range(3)]
             args, kwargs = tree_unflatten(own, spec)
             made = found.node.target(*args, **kwargs)  # type: ignore[operator]

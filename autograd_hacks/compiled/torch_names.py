@@ -64,10 +64,22 @@ def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
     return dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options))
 
 
+@contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """A context in which libraries that ask whether they are being compiled leave out what looks at values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 def joint_graph(
     stack: ExitStack, module: nn.Module, args: Sequence[Tensor], decompositions: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """The graph of a module's forward and backward, traced without values."""
+    stack.enter_context(_said_to_compile())
     found = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=dict(decompositions))
     traced: fx.GraphModule = found.graph_module
     traced.graph.eliminate_dead_code()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import Dense, Form
 from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.experts import Experts
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.projection import RandomMap
@@ -58,6 +59,8 @@ def squares(form: Form) -> Tensor:
     if isinstance(form, Convolution):
         settings = [list(x) for x in (form.shape, form.stride, form.padding, form.dilation)]
         return _of_windows(form.g, form.x, *settings, form.groups)
+    if isinstance(form, Experts):
+        return form.squares()
     return form.matrix().square().sum(1)
 
 

@@ -11,7 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Dense, Form, Placed, Zero, gathered
+from autograd_hacks.forms import Dense, Form, gathered
+from autograd_hacks.forms.experts import of_experts
 from autograd_hacks.rules.conv import convolution, transposed_convolution
 from autograd_hacks.rules.embedding import lookup, refuse_scaling_by_frequency
 from autograd_hacks.rules.linear import added, product
@@ -235,14 +236,7 @@ def grouped_product(met: Met, owners: Tensor) -> Form | None:
     x, g, ends = met.kept["self"].conj(), met.grad, met.kept["offs"]
     if met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None:
         return None
-    parts, begin = dict[tuple[int, int], Form](), 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > begin:
-            rows = slice(begin, end)
-            own = product(x[rows, None], g[rows, None], torch.Size((1, *met.shape[1:])))
-            parts[expert, expert + 1] = gathered(own, owners[rows], met.samples)
-        begin = end
-    return Placed(parts, met.shape) if parts else Zero(met.samples, met.shape, g)
+    return of_experts(x, g, ends, owners, met.samples)
 
 
 def divided(met: Met) -> Form | None:

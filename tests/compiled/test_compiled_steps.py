@@ -318,14 +318,22 @@ class Branching(nn.Module):
         return self.layer(x) if x.sum() > 0 else -self.layer(x)
 
 
+class Distances(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pdist(super().forward(x))
+
+
 def test_what_can_not_be_told_is_refused() -> None:
     x = torch.randn(5, 3)
     with pytest.raises(UnsupportedOperation, match=r"kept.*neither an argument"):
         autograd_hacks.compile(Reading(), "rows", backend=None)(x)
     with pytest.raises(UnsupportedOperation, match=r"can't be made one graph.*add_hooks"):
         autograd_hacks.compile(Branching(), "rows", backend=None)(x)
-    with pytest.raises(UnsupportedOperation, match=r"'_trilinear'.*register_operation"):
-        autograd_hacks.compile(nn.Bilinear(3, 3, 2), "rows", backend=None)(x, x)
+    with pytest.raises(UnsupportedOperation, match=r"'_pdist_forward'.*register_operation"):
+        autograd_hacks.compile(Distances(), "rows", backend=None)(x)
     with pytest.raises(SamplesMixed, match="BatchNorm"):
         autograd_hacks.compile(nn.BatchNorm1d(3), "rows", backend=None)(x)
     with pytest.raises(SamplesMixed, match=r"adds up samples in the forward pass.*test_compiled_steps\.py"):

@@ -1,0 +1,112 @@
+"""Positions that are sorted to experts: rows in the order of a sort, and what would let samples see each other there."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, UnsupportedOperation
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
+transformers = pytest.importorskip("transformers")
+N, T, D, E = 3, 4, 8, 5
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    torch._dynamo.reset()
+
+
+def check(model: nn.Module, ids: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    for verb in ("rows", "clip"):
+        numbers = {"max_norm": 0.01} if verb == "clip" else {}
+        step = autograd_hacks.compile(model, verb, backend=None, **numbers)  # type: ignore[arg-type]
+        model.zero_grad()
+        run(step, ids).square().flatten(1).sum(1).sum().backward()
+        rows: dict[str, list[Tensor]] = {}
+        made = {name: (p.grad1 if verb == "rows" else p.grad) for name, p in model.named_parameters()}
+        for n in range(len(ids)):
+            model.zero_grad()
+            run(model, ids[n : n + 1]).square().sum().backward()
+            for name, p in model.named_parameters():
+                rows.setdefault(name, []).append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
+        own = {name: torch.stack(x) for name, x in rows.items()}
+        norms = torch.stack([x.flatten(1).norm(dim=1) for x in own.values()]).norm(dim=0)
+        for name, x in own.items():
+            right = x if verb == "rows" else torch.tensordot((0.01 / norms).clamp(max=1), x, 1)
+            assert_close(torch.zeros_like(right) if made[name] is None else made[name], right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_language_models_with_routed_experts(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 11, "hidden_size": D, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_local_experts": E, "head_dim": 4, "use_cache": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ids = torch.randint(11, (N, T))
+    check(model, ids, lambda of, x: of(input_ids=x).logits)
+    model(input_ids=ids)
+    with autograd_hacks.add_hooks(model, independent=True):
+        model(input_ids=ids).logits.square().sum().backward()
+        assert autograd_hacks.describe(model).independence.startswith("Independent by analysis")
+
+
+class Routing(nn.Module):
+    """x: N T D.  Positions, sorted by the largest of their scores, and what is done to them in that order."""
+
+    def __init__(self, inner: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.score, self.inner = nn.Linear(D, D), nn.Linear(D, E), inner
+        self.bias = nn.Parameter(torch.randn(E, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        ids = self.score(x).argmax(-1).view(-1)
+        keys, order = torch.sort(ids)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return self.inner(self, h.view(-1, D), ids, keys, order, back).view(x.shape)
+
+
+RIGHT = {
+    "there and back": lambda m, h, ids, keys, order, back: h[order].tanh()[back],
+    "a table of experts": lambda m, h, ids, keys, order, back: (h[order] * m.bias[keys])[back],
+    "the sorted numbers": lambda m, h, ids, keys, order, back: (h[order] * keys[:, None])[back],
+    "parts of features": lambda m, h, ids, keys, order, back: torch.cat(h[order].chunk(2, -1)[::-1], -1)[back],
+    "two sorts": lambda m, h, ids, keys, order, back: h[order][back] + h[order].softmax(-1)[back],
+}
+WRONG = {
+    "not brought back": lambda m, h, ids, keys, order, back: h[order],
+    "brought back twice": lambda m, h, ids, keys, order, back: h[order][back][back],
+    "the one before": lambda m, h, ids, keys, order, back: (h[order] + h[order].roll(1, 0))[back],
+    "a running sum": lambda m, h, ids, keys, order, back: h[order].cumsum(0)[back],
+    "its place": lambda m, h, ids, keys, order, back: (h[order] * torch.arange(N * T)[:, None])[back],
+    "a number by its place": lambda m, h, ids, keys, order, back: torch.where(
+        torch.arange(N * T)[:, None] > 5, h[order], 0.0
+    )[back],
+    "noise by its place": lambda m, h, ids, keys, order, back: torch.cat([h[order], torch.rand(N * T, D)], 1)[back][:, :D],
+    "met by what is not sorted": lambda m, h, ids, keys, order, back: (h[order] * h)[back],
+    "the first half": lambda m, h, ids, keys, order, back: (h[order][:6].repeat(2, 1))[back],
+    "how many there are": lambda m, h, ids, keys, order, back: h * torch.histc(keys.float(), E, 0, E - 1).sum(),
+    "folded otherwise": lambda m, h, ids, keys, order, back: h[order].view(N, T, D).sum(1).repeat(T, 1)[back],
+    "the order as a number": lambda m, h, ids, keys, order, back: h * order[:, None],
+    "sorted from the largest on": lambda m, h, ids, keys, order, back: h[ids.sort(descending=True).indices],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_done_in_the_order_of_a_sort(name: str) -> None:
+    check(Routing(RIGHT[name]), torch.randn(N, T, D), lambda of, x: of(x))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_lets_positions_see_each_other_is_refused(name: str) -> None:
+    with pytest.raises((SamplesMixed, UnsupportedOperation)):
+        autograd_hacks.compile(Routing(WRONG[name]), "rows", backend=None)(torch.randn(N, T, D))
