@@ -17,7 +17,8 @@ from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.curvature.ekfac import ekfac_solve
 from autograd_hacks.rules.table import is_supported, register_rule
-from autograd_hacks.verbs.clipping import clip_and_noise_, clip_grad1_norm_
+from autograd_hacks.verbs.bounds import QuantileClip
+from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -25,6 +26,7 @@ from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
+from autograd_hacks.verbs.private import PrivateStep, clip_and_noise_
 from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
@@ -52,6 +54,8 @@ __all__ = [
     "over",
     "clip_grad1_norm_",
     "clip_and_noise_",
+    "PrivateStep",
+    "QuantileClip",
     "during_backward",
     "streaming",
     "describe",

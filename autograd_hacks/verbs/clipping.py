@@ -1,8 +1,7 @@
 """Per-sample gradient clipping: a step of clipped gradients, and one of differentially private training."""
 
 from collections.abc import Mapping
-from hashlib import sha256
-from math import inf, nan
+from math import inf
 
 import torch
 import torch.nn as nn
@@ -12,16 +11,14 @@ from torch.amp.grad_scaler import OptState
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
-from autograd_hacks.distributed.spread import Spread, Where, spread_of
+from autograd_hacks.distributed.spread import Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.reading.scale import check_scale
 from autograd_hacks.support.kinds import is_number
-from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
-from autograd_hacks.verbs.verify import ask_independent
 
 BUDGET = 256 * 2**20
 """Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
@@ -78,10 +75,10 @@ def clip_grad1_norm_(
     written: dict[str, Tensor] = {}
 
     def read() -> tuple[PerSampleGrads, Tensor]:
-        _check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
+        check_numbers("clip_grad1_norm_", max_norm=max_norm, batch_size=1 if batch_size is None else batch_size)
         _check_scaler(scale, scaler)
         check_may_set(recorder, "clip_grad1_norm_", add)
-        grads = _write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
+        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
         lengths = over_stages(grads.norms(budget=budget // 4), recorder.record) if norms is None else norms
         return grads, _checked(lengths, grads.samples, scaler, error_if_nonfinite)
 
@@ -102,86 +99,11 @@ def clip_grad1_norm_(
             drop_grads(model)  # before there are others: two sets of gradients are never alive together
         sums = grads.weighted_sum(weights, budget // 4)
     set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
-    _give_back(written, recorder)
+    give_back(written, recorder)
     return lengths
 
 
-@torch.no_grad()
-def clip_and_noise_(
-    model: nn.Module,
-    max_norm: float,
-    noise_multiplier: float,
-    expected_batch_size: float,
-    groups: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    add: bool = False,
-    loss_type: str | None = None,
-    budget: int = BUDGET,
-    process_group: Where = None,
-) -> Tensor:
-    """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
-
-    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
-    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
-    of complex numbers.  The divisor does not depend on the samples: for Poisson sampling, each of D samples with a
-    probability q, it is q · D.  Batches may be empty, for which there is still a forward and backward pass to run.  A sample
-    whose gradient or norm is not finite contributes nothing.  All parameters that train get noise, whether or not the loss
-    reached them.
-
-    max_norm, expected_batch_size: above 0; max_norm=inf without noise alone    noise_multiplier: 0 or more
-    groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
-    expected. All of a user's must be in this batch
-    generator: that draws the noise, parameter by parameter; torch's own unless told. Where processes share a batch, the
-    state on the first of them counts for all, so that noise is added once
-    add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
-    but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
-
-    Returns the norms before clipping, N, or of each group in the order of the ids, NaN where none of its samples is finite.
-    They are not private.
-
-    No sample's outputs may depend on the values of others, and that must have been shown: hook the model by
-    ``add_hooks(model, independent=True)``.  Without that the recorded forward is run again for it, once, and later ones show
-    it themselves.
-
-    Raises SamplesMixed where samples are not independent, and ProbeFailed where that was not shown; ValueError for numbers
-    out of range, for groups of another shape or that several processes have, and as `clip_grad1_norm_` does for ``add``;
-    NothingRecorded for a pass that ``.grad`` was set from already; and what `compute_grad1` raises.
-
-    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1.
-    """
-    numbers = {"noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size}
-    _check_numbers("clip_and_noise_", max_norm=max_norm, **numbers)
-    if max_norm == inf and noise_multiplier:
-        raise ValueError(
-            f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite max_norm, "
-            "of which the noise is a multiple, or noise_multiplier=0" + ON_CLIPPING
-        )
-    recorder = recorder_of(model)
-    spread = spread_of(model, recorder, process_group)
-    written: dict[str, Tensor] = {}
-    ask_independent(model, recorder, spread, "clip_and_noise_")
-
-    def read() -> tuple[Tensor, PerSampleGrads, Tensor]:
-        check_may_set(recorder, "clip_and_noise_", add, once=True)
-        grads = _write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
-        return _finite(grads, groups, recorder, budget // 4)
-
-    with spread.weights():
-        (norms, kept, kept_norms), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
-        _check_apart(spread, groups, grouped, processes)
-        weights = (float(max_norm) / kept_norms).clamp(max=1) / float(expected_batch_size)
-        if not add:
-            drop_grads(model)
-        sums = kept.weighted_sum(weights, budget // 4)
-    set_grads(model, sums, set(kept), add, recorder)
-    _give_back(written, recorder)
-    if noise_multiplier:
-        deviation = float(noise_multiplier) * float(max_norm) / float(expected_batch_size)
-        _add_noise(model, spread, recorder, deviation, generator)
-    return norms
-
-
-def _check_numbers(verb: str, **numbers: float) -> None:
+def check_numbers(verb: str, **numbers: float) -> None:
     for what, number in numbers.items():
         if not is_number(number):
             raise TypeError(f"{verb} was given {what}={number!r}; expected a number" + ON_CLIPPING)
@@ -227,12 +149,12 @@ def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, e
     return norms
 
 
-def _write_where_it_saves(
+def write_where_it_saves(
     grads: PerSampleGrads, budget: int, recorder: Recorder, written: dict[str, Tensor]
 ) -> PerSampleGrads:
     """The same, with the rows written out of which norms and weighted sums are both best taken so.
 
-    budget: see `BUDGET`    written: gets the memory of these rows, for `_give_back`
+    budget: see `BUDGET`    written: gets the memory of these rows, for `give_back`
     """
     # Memory of an earlier step is written into, since fresh memory costs more.
     forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
@@ -246,67 +168,7 @@ def _write_where_it_saves(
     return grads.with_forms(forms, grads.samples) if written else grads
 
 
-def _give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
+def give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Keeps the memory of rows for the next step."""
     for key, rows in written.items():
         recorder.pool.give_back(key, rows)
-
-
-def _finite(
-    grads: PerSampleGrads, groups: Tensor | None, recorder: Recorder, budget: int
-) -> tuple[Tensor, PerSampleGrads, Tensor]:
-    """The norms of all samples, or of all groups; the rows of those that are finite, and their norms."""
-    if groups is not None:
-        grads.group(groups)  # checks them
-    norms = over_stages(grads.norms(budget=budget), recorder.record)
-    finite = norms.isfinite()
-    kept, kept_norms = (grads, norms) if finite.all() else (grads.select(finite), norms[finite])  # 0 · NaN is NaN
-    if groups is not None:
-        names, groups = groups.unique(), groups[finite.to(groups.device)]
-        kept = kept.group(groups)
-        kept_norms = over_stages(kept.norms(budget=budget), recorder.record)
-        norms = kept_norms.new_full((len(names),), nan)
-        norms[torch.isin(names, groups).to(norms.device)] = kept_norms
-    return norms, kept, kept_norms
-
-
-def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
-    """Raises, on all processes, where a group's samples are not all on one."""
-    if grouped not in (0, processes):
-        raise ValueError(
-            f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
-            + ON_CLIPPING
-        )
-    if groups is None or spread.mesh is None:
-        return
-    names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"clip_and_noise_: several processes have samples of groups {names[counts > 1].tolist()[:10]}, each of which "
-            "would clip its own part. Send all of a group's samples to one process." + ON_CLIPPING
-        )
-
-
-def _add_noise(
-    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, drawing: torch.Generator | None
-) -> None:
-    """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
-    stage = None if recorder.record.stage is None else recorder.record.stage()
-    if spread.groups():  # all draw by a generator in the state of the first's
-        on = next((p.device for p in model.parameters()), torch.device("cpu"))
-        drawing = drawing or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-        drawing.set_state(spread.firsts(drawing.get_state().to(on)).cpu())
-    if stage is not None:
-        device = torch.device("cpu") if drawing is None else drawing.device
-        seed = int(torch.randint(2**62, (), generator=drawing, device=device))
-        key = sha256(repr((seed, stage.stage_index)).encode()).digest()
-        drawing = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
-    for p in model.parameters():
-        if p.requires_grad and p.grad is not None:
-            kind = torch.promote_types(p.dtype, torch.float32)
-            device = p.device if drawing is None else drawing.device
-            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
-            shape = (*p.shape, 2) if p.is_complex() else p.shape
-            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
-            noise = torch.view_as_complex(noise) if p.is_complex() else noise
-            p.grad += cut_as(noise.to(p.device, p.dtype), p)

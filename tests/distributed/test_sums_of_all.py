@@ -130,9 +130,9 @@ def private(way: str, groups: list[int] | None) -> None:
     autograd_hacks.add_hooks(twin, independent=True)
     squares(twin(x), y).mean().backward()
     state = torch.Generator().manual_seed(5 + dist.get_rank())  # the first process's counts
-    norms = autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state)
+    norms = autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, None if users is None else users[own(SIZES)], state).norms
     state = torch.Generator().manual_seed(5)
-    expected = autograd_hacks.clip_and_noise_(twin, BOUND, 1.0, 4, users, state)
+    expected = autograd_hacks.clip_and_noise_(twin, BOUND, 1.0, 4, users, state).norms
     assert_close(norms, expected[own(SIZES)] if users is None else expected[users[own(SIZES)].unique()])
     for p, q in zip(model.parameters(), twin.parameters()):
         assert_close(whole(p.grad), q.grad)

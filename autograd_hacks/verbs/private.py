@@ -1,0 +1,309 @@
+"""A step of differentially private training: clipped gradients with noise, and what the step promises."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from math import inf, nan, sqrt
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.distributed.cut import over_stages
+from autograd_hacks.distributed.spread import Spread, Where, spread_of
+from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.parts import cut_as
+from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.bounds import RULES, Part, QuantileClip, parts_of, weights_of
+from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
+from autograd_hacks.verbs.verify import ask_independent
+
+RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
+"""{how two data sets are neighbours: how many bounds apart their sums are}"""
+
+
+@dataclass(frozen=True, repr=False)
+class PrivateStep(Shown):
+    """What `clip_and_noise_` returns.  Only ``.grad`` is private: norms, weights and shares are not.
+
+    norms: before clipping, N, or of each group in the order of the ids; NaN for what has no part in the sum
+    weights: N, or {pattern: N} where parameters are bounded apart; what each gradient was multiplied by in the sum, 0 where
+    it has no part in that    bound: the longest that one's part of the sum can be
+    expected_batch_size: what the sum was divided by    deviation: of the noise in ``.grad``
+    unit: 'sample', or 'group', whichever comes or goes
+    """
+
+    norms: Tensor
+    weights: Tensor | Mapping[str, Tensor]
+    bound: float
+    expected_batch_size: float
+    deviation: float
+    unit: str
+
+    @property
+    def clipped_fraction(self) -> Tensor:
+        """The share of those in the sum that are shorter there than they were, 0-dim."""
+        parts = self.weights.values() if isinstance(self.weights, Mapping) else [self.weights]
+        taken = self.norms.isfinite()
+        clipped = torch.stack([w < 1 for w in parts]).any(0) & taken if parts else taken
+        return clipped.sum() / taken.sum().clamp(min=1)
+
+    def sensitivity(self, relation: str = "add_remove") -> float:
+        """How far ``.grad`` moves at most between two data sets that are neighbours, in its 2-norm.
+
+        relation: 'add_remove', one sample (or group) more or less; 'zero_out', one replaced by nothing; 'replace_one', one
+        replaced by any other
+        """
+        if relation not in RELATIONS:
+            raise ValueError(f"sensitivity was given {relation!r}; expected one of {', '.join(RELATIONS)}" + ON_CLIPPING)
+        return RELATIONS[relation] * self.bound / self.expected_batch_size
+
+    def _table(self) -> Table:
+        multiplier = self.deviation / self.sensitivity()
+        rows = [
+            ("unit", self.unit),
+            ("in the sum", f"{int(self.norms.isfinite().sum())} of {len(self.norms)}"),
+            ("clipped", f"{float(self.clipped_fraction):.1%}"),
+            ("bound", f"{self.bound:.6g}"),
+            ("expected batch size", f"{self.expected_batch_size:.6g}"),
+            ("sensitivity of .grad, add_remove", f"{self.sensitivity():.6g}"),
+            ("sensitivity of .grad, replace_one", f"{self.sensitivity('replace_one'):.6g}"),
+            ("deviation of the noise in .grad", f"{self.deviation:.6g}"),
+        ]
+        title = f"a private step of {len(self.norms)} {self.unit}s, bound {self.bound:.4g}, noise {multiplier:.4g} of it"
+        return Table(title, [("", ""), *rows])
+
+
+@torch.no_grad()
+def clip_and_noise_(
+    model: nn.Module,
+    max_norm: float | Mapping[str, float],
+    noise_multiplier: float,
+    expected_batch_size: float,
+    groups: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    add: bool = False,
+    loss_type: str | None = None,
+    budget: int = BUDGET,
+    process_group: Where = None,
+    clip: str | QuantileClip | Callable[[Tensor], Tensor] = "flat",
+    mask: Tensor | None = None,
+) -> PrivateStep:
+    """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
+
+    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
+    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
+    of complex numbers.  The divisor does not depend on the samples: for Poisson sampling, each of D samples with a
+    probability q, it is q · D.  Batches may be empty, for which there is still a forward and backward pass to run.  A sample
+    whose gradient or norm is not finite contributes nothing.  All parameters that train get noise, whether or not the loss
+    reached them.
+
+    max_norm, expected_batch_size: above 0; max_norm=inf without noise alone.  max_norm may be {pattern: bound}, names and
+    patterns of parameters that are bounded apart; then the bound of the whole is the root of the sum of their squares
+    noise_multiplier: 0 or more
+    groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
+    expected. All of a user's must be in this batch
+    generator: that draws the noise, parameter by parameter; torch's own unless told. Where processes share a batch, the
+    state on the first of them counts for all, so that noise is added once
+    add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
+    but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
+    clip: 'flat', as above; 'per_parameter', each of K parameters by itself, to max_norm / √K; 'automatic' (AUTO-S, Bu et al.
+    2023, arXiv:2206.07136), gₙ · max_norm / (‖gₙ‖ + 0.01); 'psac' (Xia et al. 2023, arXiv:2212.00328); a `QuantileClip`,
+    whose bound follows the norms from max_norm on; or a function of norms, N, that returns weights, N, by which no gradient
+    is longer than max_norm
+    mask: N booleans; samples where it is False, padding of the batch, have no part in the sum. A loss that is a mean is one
+    over all N
+
+    Returns a `PrivateStep`: norms, weights, the bound, the noise's deviation, and ``sensitivity()``.
+
+    No sample's outputs may depend on the values of others, and that must have been shown: hook the model by
+    ``add_hooks(model, independent=True)``.  Without that the recorded forward is run again for it, once, and later ones show
+    it themselves.
+
+    Raises SamplesMixed where samples are not independent, and ProbeFailed where that was not shown; ValueError for numbers
+    out of range, for bounds that leave parameters out, for weights that are above the bound, for groups or a mask of another
+    shape, for groups that several processes have, and as `clip_grad1_norm_` does for ``add``; NothingRecorded for a pass
+    that ``.grad`` was set from already; and what `compute_grad1` raises.
+
+    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; per layer McMahan
+    et al. 2018, arXiv:1710.06963, section 3.
+    """
+    recorder = recorder_of(model)
+    spread = spread_of(model, recorder, process_group)
+    parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
+    if isinstance(clip, QuantileClip) and spread.groups():
+        raise NotImplementedError("QuantileClip counts the samples of one process alone" + ON_CLIPPING)
+    bound = sqrt(sum(part.bound**2 for part in parts))
+    written: dict[str, Tensor] = {}
+    ask_independent(model, recorder, spread, "clip_and_noise_")
+
+    def read() -> tuple[_Taken, list[Tensor]]:
+        check_may_set(recorder, "clip_and_noise_", add, once=True)
+        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
+        found = _taken(grads, parts, groups, mask, recorder, budget // 4)
+        return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
+
+    with spread.weights():
+        (taken, weights), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
+        _check_apart(spread, groups, grouped, processes)
+        if not add:
+            drop_grads(model)
+        sums: dict[str, Tensor] = {}
+        for own, w in zip(taken.parts, weights):
+            sums |= own.weighted_sum(w / float(expected_batch_size), budget // 4)
+    set_grads(model, sums, set(sums), add, recorder)
+    give_back(written, recorder)
+    deviation = multiplier * bound / float(expected_batch_size)
+    if multiplier:
+        _add_noise(model, spread, recorder, deviation, generator)
+    if isinstance(clip, QuantileClip):
+        clip.follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, generator)
+    placed = [taken.placed(w, 0.0) for w in weights]
+    whole = placed[0] if len(parts) == 1 and not parts[0].pattern else {part.pattern: w for part, w in zip(parts, placed)}
+    unit = "sample" if groups is None else "group"
+    return PrivateStep(taken.norms, whole, bound, float(expected_batch_size), deviation, unit)
+
+
+def _bounds(
+    model: nn.Module,
+    max_norm: float | Mapping[str, float],
+    noise_multiplier: float,
+    expected_batch_size: float,
+    clip: str | QuantileClip | Callable[[Tensor], Tensor],
+    add: bool,
+) -> tuple[list[Part], float]:
+    """What is bounded together, and the multiplier of the gradients' noise."""
+    bounds = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
+    for c in bounds.values():
+        check_numbers(
+            "clip_and_noise_", max_norm=c, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size
+        )
+        if c == inf and noise_multiplier:
+            raise ValueError(
+                f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite "
+                "max_norm, of which the noise is a multiple, or noise_multiplier=0" + ON_CLIPPING
+            )
+    if isinstance(clip, str) and clip not in RULES:
+        raise ValueError(f"clip_and_noise_ was given clip={clip!r}; expected one of {', '.join(RULES)}" + ON_CLIPPING)
+    if not isinstance(clip, str | QuantileClip) and not callable(clip):
+        raise TypeError(f"clip_and_noise_ was given clip={kind_of(clip)}; expected a name or a function" + ON_CLIPPING)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not isinstance(clip, QuantileClip):
+        return parts_of(model, names, max_norm, clip), float(noise_multiplier)
+    if add or isinstance(max_norm, Mapping):
+        raise ValueError(
+            "clip_and_noise_ was given a QuantileClip with add=True, or with several bounds; expected whole steps, and one "
+            "bound for all, from which it starts" + ON_CLIPPING
+        )
+    bound = float(max_norm) if clip.bound is None else clip.bound
+    return parts_of(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What is summed up.
+
+    norms: of all samples, or of all groups, NaN for those that aren't    where: M, their places among these
+    parts: by what is bounded together, M rows each    by_part: their norms, M
+    """
+
+    norms: Tensor
+    where: Tensor | None
+    parts: list[PerSampleGrads]
+    by_part: list[Tensor]
+
+    def placed(self, x: Tensor, other: float) -> Tensor:
+        """M numbers at their places, and another one elsewhere."""
+        if self.where is None:
+            return x
+        found = x.new_full((len(self.norms),), other)
+        found[self.where.to(x.device)] = x
+        return found
+
+
+def _taken(
+    grads: PerSampleGrads,
+    parts: list[Part],
+    groups: Tensor | None,
+    mask: Tensor | None,
+    recorder: Recorder,
+    budget: int,
+) -> _Taken:
+    if groups is not None:
+        grads.group(groups)  # checks them
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (grads.samples,) or mask.dtype != torch.bool):
+        raise ValueError(
+            f"clip_and_noise_ was given mask={kind_of(mask)}; expected {grads.samples} booleans, one for each sample of the "
+            "batch, padding included" + ON_CLIPPING
+        )
+
+    def cut(whole: PerSampleGrads, part: Part) -> PerSampleGrads:
+        return whole.with_forms({name: whole[name] for name in part.names if name in whole}, whole.samples)
+
+    def lengths(whole: PerSampleGrads) -> list[Tensor]:
+        own = [whole if len(parts) == 1 else cut(whole, part) for part in parts]
+        return [over_stages(x.norms(budget=budget), recorder.record) for x in own]
+
+    by_part = lengths(grads)
+    norms = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
+    finite = norms.isfinite() if mask is None else norms.isfinite() & mask.to(norms.device)
+    where, kept = None, grads
+    if not finite.all():  # 0 · NaN is NaN
+        where, kept = finite.nonzero()[:, 0], grads.select(finite)
+        norms, by_part = norms.masked_fill(~finite, nan), [x[finite] for x in by_part]
+    if groups is not None:
+        names, groups = groups.unique(), groups[finite.to(groups.device)]
+        kept = kept.group(groups)
+        by_part = lengths(kept)
+        own = by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0)
+        where = torch.isin(names, groups).nonzero()[:, 0].to(own.device)
+        norms = own.new_full((len(names),), nan)
+        norms[where] = own
+    return _Taken(norms, where, [kept if len(parts) == 1 else cut(kept, part) for part in parts], by_part)
+
+
+def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
+    """Raises, on all processes, where a group's samples are not all on one."""
+    if grouped not in (0, processes):
+        raise ValueError(
+            f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
+            + ON_CLIPPING
+        )
+    if groups is None or spread.mesh is None:
+        return
+    names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"clip_and_noise_: several processes have samples of groups {names[counts > 1].tolist()[:10]}, each of which "
+            "would clip its own part. Send all of a group's samples to one process." + ON_CLIPPING
+        )
+
+
+def _add_noise(
+    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, drawing: torch.Generator | None
+) -> None:
+    """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
+    stage = None if recorder.record.stage is None else recorder.record.stage()
+    if spread.groups():  # all draw by a generator in the state of the first's
+        on = next((p.device for p in model.parameters()), torch.device("cpu"))
+        drawing = drawing or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
+        drawing.set_state(spread.firsts(drawing.get_state().to(on)).cpu())
+    if stage is not None:
+        device = torch.device("cpu") if drawing is None else drawing.device
+        seed = int(torch.randint(2**62, (), generator=drawing, device=device))
+        key = sha256(repr((seed, stage.stage_index)).encode()).digest()
+        drawing = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
+    for p in model.parameters():
+        if p.requires_grad and p.grad is not None:
+            kind = torch.promote_types(p.dtype, torch.float32)
+            device = p.device if drawing is None else drawing.device
+            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
+            shape = (*p.shape, 2) if p.is_complex() else p.shape
+            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
+            noise = torch.view_as_complex(noise) if p.is_complex() else noise
+            p.grad += cut_as(noise.to(p.device, p.dtype), p)
