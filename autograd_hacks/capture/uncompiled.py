@@ -36,10 +36,12 @@ class Uncompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.layer()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # The compiler follows this, too, so that evaluation is one graph: it runs for as long as these are so.
             if Switch.enabled and not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 return _run(self, args, kwargs, True)
+        elif torch.compiler.is_compiling():  # traced in another way, for export or by the library's own analysis
+            pass
         elif Switch.on() and (torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs)))):
             return _run(self, args, kwargs, False) if COMPILER in sys.modules else self._call(layer, args, kwargs)
         return (layer._call_impl if self.compiled is None else self.compiled)(*args, **kwargs)
