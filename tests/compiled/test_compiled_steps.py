@@ -78,8 +78,12 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loss_type", ["sum", "mean"])
-@pytest.mark.parametrize("verb", ["rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project"])
+EVERY = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
+
+
+@pytest.mark.parametrize(
+    ("verb", "loss_type"), [*((verb, "sum") for verb in EVERY), ("rows", "mean"), ("clip_and_noise", "mean")]
+)
 def test_every_verb(verb: str, loss_type: str) -> None:
     model = Pictures().double()
     step = autograd_hacks.compile(model, verb, loss_type=loss_type, backend=None, **NUMBERS.get(verb, {}))

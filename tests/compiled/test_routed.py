@@ -45,7 +45,7 @@ def check(model: nn.Module, ids: Tensor, run: Callable[[nn.Module, Tensor], Tens
 def test_language_models_with_routed_experts(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 11, "hidden_size": D, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "vocab_size": 11, "hidden_size": D, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "num_local_experts": E, "head_dim": 4, "use_cache": False,
     }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="eager")
