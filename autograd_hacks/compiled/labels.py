@@ -225,6 +225,9 @@ def labelled(joint: Joint) -> Labels:
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
             labels.mixed(gradient, f"the gradient of {name} has an axis of samples")
+    for node in seen:
+        if isinstance(labels[node], Routed):
+            labels.mixed(node, "an output is in an order that depends on all samples")
     for name, node in (joint.left or {}).items():
         if labels[node] is not None:
             labels.mixed(node, f"what the forward leaves in {name} follows from samples")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autograd_hacks.compiled.labels import RULES, SUM, At, Found, Labels, Rule, name_of, shape, size
 from autograd_hacks.compiled.labels import register_operation as rule
@@ -83,23 +84,31 @@ def _first(labels: Labels, node: fx.Node, at: At, why: str) -> At:
 # Norms.
 
 
+def without_own(labels: Labels, node: fx.Node, x: fx.Node) -> At:
+    """The label of x, if nothing else has samples: of a weight they would be features."""
+    if any(labels[other] is not None for other in node.all_input_nodes if other is not x) or labels[x] is None:
+        labels.unsupported(node, "each sample has weights of its own")
+    found: At = labels[x]
+    return found
+
+
 @rule("native_layer_norm", "_fused_rms_norm")
 def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Found:
-    if labels[x].dim >= len(shape(x)) - len(sizes):
+    if without_own(labels, node, x).dim >= len(shape(x)) - len(sizes):
         labels.mixed(node, "normalises over samples")
     return [labels[x]] * len(node.meta["val"])
 
 
 @rule("native_group_norm")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
-    if labels[x] != At(0, 1, labels[x].inner):
+    if without_own(labels, node, x) != At(0, 1, labels[x].inner):
         labels.mixed(node, "normalises over samples")
     return [labels[x]] * 3
 
 
 @rule("_native_batch_norm_legit_no_training")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
-    return [labels[x], None, None]
+    return [without_own(labels, node, x), None, None]
 
 
 @rule("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_batch_norm", "_batch_norm_with_update")
@@ -107,7 +116,9 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
     if labels[x] is None or labels[x].dim != 1:
         return labels.mixed(node, "normalises over samples (BatchNorm in training mode)")
     statistics = labels[x].moved(0)  # as InstanceNorm has it: samples among the channels of one picture
-    return [labels[x], statistics, statistics, *[None] * (len(node.meta["val"]) - 3)]
+    if any(labels[other] not in (None, statistics) for other in node.all_input_nodes if other is not x):
+        return labels.mixed(node, "samples have the weights of others")
+    return [labels[x], *[statistics] * (len(node.meta["val"]) - 1)]
 
 
 # Windows, resampling, and matrices by themselves: samples are on an axis in front of the places.
@@ -116,6 +127,9 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
 def places(axes: int) -> Rule:
     def within(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
         at = labels.same(node, [labels[x] for x in node.all_input_nodes])
+        given = [x for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor) and x.meta["val"].is_floating_point()]
+        if len({len(shape(x)) for x in given}) > 1:
+            return labels.unsupported(node, "tensors of several numbers of axes")
         if at is not None and at.dim >= len(shape(node.all_input_nodes[0])) - axes:
             labels.mixed(node, "the samples are places of a window")
         made = node.meta["val"]
@@ -148,9 +162,14 @@ for _axes, _names in (
 )  # fmt: skip
 def _(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     at = labels.same(node, [labels[x] for x in node.all_input_nodes])
-    if at is not None and at.dim != 0:
-        return labels.unsupported(node, "the samples are not on the first axis of attention")
+    is_mask = any(labels[x] is not None and len(shape(x)) != 4 and not _is_logsumexp(x) for x in node.all_input_nodes)
+    if at is not None and (at.dim != 0 or is_mask):
+        return labels.unsupported(node, "the samples are not on the first of four axes of attention")
     return [at] * len(node.meta["val"])
+
+
+def _is_logsumexp(x: fx.Node) -> bool:
+    return x.target is operator.getitem and "_scaled_dot_product" in name_of(x.args[0])  # type: ignore[arg-type]
 
 
 # Tables and indices.
@@ -176,7 +195,15 @@ def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Nod
     length = shape(index)[0] // labels.samples
     counts = name_of(offsets) == "arange" and offsets.args[:1] == (0,) and shape(offsets) == [labels.samples]
     step = offsets.args[2] if counts and len(offsets.args) > 2 else 1
-    if labels[w] is not None or at != At(0, 1, length) or not counts or size(_value(step)) != length or more[:1] == (True,):
+    aligned = all(labels[x] in (None, at) for x in node.all_input_nodes)
+    if (
+        labels[w] is not None
+        or not aligned
+        or at != At(0, 1, length)
+        or not counts
+        or size(_value(step)) != length
+        or more[:1] == (True,)
+    ):
         return labels.unsupported(node, "bags that begin anywhere, or are scaled by how often an entry occurs")
     return [own, at, own, own]
 
@@ -318,8 +345,10 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value
 @rule("index_add")
 def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, values: fx.Node, **_: Any) -> Found:
     at, dim = labels[values], dim % len(shape(x))
-    if labels[index] is not None and at is None:
-        return labels.unsupported(node, "adds the same numbers at places of samples' own")
+    if at is None:
+        if labels[index] is not None or labels[x].dim == dim:
+            return labels.unsupported(node, "adds the same numbers at places of samples' own")
+        return labels[x]
     if at.dim != dim:
         return labels.mixed(node, "writes to samples by index") if labels[index] else labels.same(node, [labels[x], at])
     if labels[x] is not None:
