@@ -16,8 +16,12 @@ from autograd_hacks.compiled.labels import register_operation
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess, compute_hess_over
 from autograd_hacks.curvature.ekfac import ekfac_solve
+from autograd_hacks.privacy.bounds import QuantileClip
+from autograd_hacks.privacy.noise import BandedNoise, SecureNoise
+from autograd_hacks.privacy.private import clip_and_noise_
+from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.rules.table import is_supported, register_rule
-from autograd_hacks.verbs.bounds import QuantileClip
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -26,7 +30,6 @@ from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
-from autograd_hacks.verbs.private import PrivateStep, clip_and_noise_
 from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
@@ -53,13 +56,17 @@ __all__ = [
     "PerSampleGrads",
     "over",
     "clip_grad1_norm_",
-    "clip_and_noise_",
-    "PrivateStep",
-    "QuantileClip",
     "during_backward",
     "streaming",
     "describe",
     "verify",
+    # Train privately.
+    "clip_and_noise_",
+    "PrivateStep",
+    "PrivateTraining",
+    "QuantileClip",
+    "SecureNoise",
+    "BandedNoise",
     # In the compiler.
     "compile",
     # Curvature.

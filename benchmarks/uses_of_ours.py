@@ -61,7 +61,7 @@ def private(of: Given) -> Run:
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         for batch in poisson(of):
             autograd_hacks.backward(losses(model, batch), "sum")
-            autograd_hacks.clip_and_noise_(model, BOUND, NOISE, BATCH, generator=noise)
+            autograd_hacks.clip_and_noise_(model, BOUND, NOISE, BATCH, noise=noise)
             optimizer.step()
         return weights(model)
 

@@ -13,7 +13,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "autograd_hacks"
-FLOORS = ["integrations", "curvature", "verbs", "compiled", "reading", "distributed", "capture", "probe", "rules", "forms"]
+FLOORS = [
+    "integrations",
+    "privacy",
+    "curvature",
+    "verbs",
+    "compiled",
+    "reading",
+    "distributed",
+    "capture",
+    "probe",
+    "rules",
+    "forms",
+]
 """A file imports its own floor and those behind it; and `CELLAR`, as all do."""
 CELLAR = ["support", "errors"]
 """Of the floors, these import nothing; support imports errors."""

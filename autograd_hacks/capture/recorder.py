@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import Returned, mark_returned
 from autograd_hacks.capture.backward import Backward
@@ -71,7 +72,6 @@ class Recorder:
         self._plan: Plan | None = None  # of these, where it is not to be looked for
         self._known: Known | None = None  # of the forward that runs
         self._ends: frozenset[Node] = frozenset()  # what made its arguments; later these may hold what it has made itself
-        self._steps: weakref.finalize[[], Recorder] | None = None  # ends hearing of optimizers' steps
 
     def plan_by(self, planner: Planner) -> None:
         """Takes its plans from a planner from now on."""
@@ -83,9 +83,9 @@ class Recorder:
         self.backward.attached = True
         if not self.backward.wants_grad:
             self.backward.watch_behind()
-        if self._steps is None and not self.backward.wants_grad:
-            handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-            self._steps = weakref.finalize(self, handle.remove)
+        if not self.backward.wants_grad:
+            _HEARING.add(self)
+            hear()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
@@ -111,9 +111,8 @@ class Recorder:
         self.backward.detach()
         self.record.clear()
         self.pool.clear()
-        if self._steps is not None:
-            self._steps()
-            self._steps = None
+        _HEARING.discard(self)
+        hear()
 
     def interrupt(self) -> None:
         """A forward was left by what is no Exception, of which hooks don't hear."""
@@ -278,9 +277,9 @@ class Recorder:
     def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
         """Tells calls where their samples are.  Returns whether the plan knows all of the forward."""
         routes = None
-        moves_nothing = not plan.places_left and not plan.names and ran.spans == plan.spans  # told without a walk
+        moves_nothing = not any(plan.places_left) and not plan.names and ran.spans == plan.spans  # told without a walk
         is_same = not moves_nothing and recall(ran, plan, samples or 0)
-        is_known = bool(plan.mixing) or moves_nothing or is_same or places_left(ran.graph, samples or 0) == plan.places_left
+        is_known = bool(plan.mixing) or moves_nothing or is_same or places_left(ran.graph, samples or 0) in plan.places_left
         for noted in ran.noted:
             call, place = noted.call, plan.place_of(noted.call.path, noted.number)
             if place is noted.place is not None and call.samples == samples:
@@ -332,6 +331,23 @@ def _layouts(model: nn.Module, plan: Plan, outputs: Sequence[Tensor]) -> Layouts
     return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, axes)])
 
 
-def _stepped(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
-    if (heard_by := recorder()) is not None:
-        heard_by.stepped(optimizer)
+_HEARING: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""Recorders that hear of each optimizer's step."""
+_HANDLES: list[RemovableHandle] = []
+"""The one hook of torch's by which they do."""
+
+
+def hear() -> None:
+    """Puts the hook on where somebody hears, and takes it off where nobody does.
+
+    Never as a model is collected, which may be while torch goes through its hooks.
+    """
+    if _HEARING and not _HANDLES:
+        _HANDLES.append(register_optimizer_step_post_hook(_stepped))
+    elif not _HEARING and _HANDLES:
+        _HANDLES.pop().remove()
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    for recorder in list(_HEARING):
+        recorder.stepped(optimizer)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autograd_hacks.compiled import operations as operations  # which register rules
 from autograd_hacks.compiled import products as products
 from autograd_hacks.compiled import routed as routed
-from autograd_hacks.compiled.labels import At, Joint, Labels, labelled, size
+from autograd_hacks.compiled.labels import At, Joint, Labels, after, labelled, size
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.compiled.torch_names import (
@@ -30,9 +30,10 @@ from autograd_hacks.compiled.torch_names import (
     make_fx,
     min_cut_rematerialization_partition,
     recurrent_layers_unrolled,
+    with_random_numbers_of_inductor,
     without_idle_views,
 )
-from autograd_hacks.errors import ON_COMPILING, UnsupportedOperation
+from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
 
 Axes = Mapping[int, int]
 """The axis of the samples in tensors among a forward's arguments, by id."""
@@ -52,14 +53,16 @@ class Made:
 
 Verb = Callable[[TakenApart, Mapping[str, fx.Node]], Made]
 """Of a graph taken apart, and the gradients in it by the parameters' names."""
-Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
-"""Hears what a backward pass has made: results by name, and the gradients that are about to arrive, by parameter."""
+Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Hears what a backward pass has made: results by name, and the gradients that are about to arrive, by parameter.  Returns
+those that arrive in their place."""
 
 
 class Backend:
     """Called by torch.compile with the whole graph of a model.
 
     model: whose parameters these are    axes: gives the samples' axes in the arguments of the forward that is traced
+    given: gives the tensors among these arguments, by id
     verb: what is made    begin, deliver: hear of each backward pass, before and after it
     compiles: whether inductor compiles graphs
     is_private: whether what the model leaves in buffers must be free of samples
@@ -69,15 +72,24 @@ class Backend:
         self,
         model: nn.Module,
         axes: Callable[[], Axes],
+        given: Callable[[], set[int]],
         verb: Verb,
         begin: Callable[[], None],
         deliver: Deliver,
         compiles: bool,
         is_private: bool,
     ) -> None:
-        self.model, self.axes, self.verb, self.deliver, self.compiles = model, axes, verb, deliver, compiles
+        self.model, self.axes, self.given, self.verb, self.deliver, self.compiles = (
+            model,
+            axes,
+            given,
+            verb,
+            deliver,
+            compiles,
+        )
         self.begin, self.is_private = begin, is_private
         self.compilations = 0
+        self.made_of_samples: list[Any] = []  # of private steps: what the last forward has made that follows from samples
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
@@ -88,7 +100,15 @@ class Backend:
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
         with recurrent_layers_unrolled() if is_recurrent else nullcontext():
             compiled: Callable[..., Any] = made(module, examples)
-        return compiled
+        if not self.is_private:
+            return compiled
+
+        def watched(*args: Any) -> Any:
+            found = compiled(*args)
+            self.made_of_samples = [found[n] for n in one.made_of_samples]
+            return found
+
+        return watched
 
 
 def _name_of(node: fx.Node) -> str:
@@ -112,6 +132,7 @@ class _Compilation:
         self.results: list[str] = []
         self.places: dict[str, int] = {}  # of parameters' gradients in what the backward returns
         self.certificate: Certificate | None = None
+        self.made_of_samples: list[int] = []  # outputs of the graph by number
 
     # 1. The joint graph.
 
@@ -131,7 +152,10 @@ class _Compilation:
                 if axis is not None:
                     axes[node] = axis
             else:
-                raise UnsupportedOperation(f"the graph has an input of an unknown kind, {kind}." + ON_COMPILING)
+                raise UnsupportedOperation(
+                    f"the graph has an input of an unknown kind, {kind}: of an operation that checks values, as "
+                    "torch.linalg.inv does and inv_ex doesn't. Use that, or add_hooks(model)." + ON_COMPILING
+                )
         for place, (node, kind) in enumerate(zip(flat[outputs:], kinds[outputs:])):
             of = kind.grad_of.idx if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput) else None
             if node is not None and of in self.parameters:
@@ -144,7 +168,14 @@ class _Compilation:
         if self.backend.is_private:
             mutated = [kind.mutated_input if isinstance(kind, InputMutationAOTOutput) else None for kind in kinds]
             written = {own.idx: node for own, node in zip(mutated, flat) if isinstance(own, PlainAOTInput)}
-            left = {self.names[place]: node for place, node in written.items() if place in self.is_buffer}
+            left = {self.names[place]: node for place, node in written.items() if id(self.examples[place]) not in self.axes}
+            of_samples = after(axes)
+            self.made_of_samples = [idx for idx, node in made.items() if node in of_samples]
+            if samples < 2 and (wrong := [name for name, node in left.items() if node in of_samples]):
+                raise SamplesMixed(
+                    f"the forward leaves in {wrong[0]} what follows from a sample, and later steps would know of it."
+                    + ON_COMPILING
+                )
         return Joint(graph, samples, axes, tangents, gradients, others, left), gradients, flat, kinds
 
     def _samples(self) -> int:
@@ -161,8 +192,13 @@ class _Compilation:
         x = self.examples[place]
         if id(x) in self.axes:
             return self.axes[id(x)]
-        is_state = place in self.parameters or place in self.is_buffer or not isinstance(x, Tensor)
         name = self.names[place]
+        if isinstance(x, Tensor) and id(x) not in self.backend.given() and ("['args']" in name or "['kwargs']" in name):
+            raise UnsupportedOperation(
+                f"the model's argument {name} is an array that isn't a tensor, so that it isn't known whether it has "
+                "samples. Give it as a tensor, named in batch=." + ON_COMPILING
+            )
+        is_state = place in self.parameters or place in self.is_buffer or not isinstance(x, Tensor)
         if not is_state and "['args']" not in name and "['kwargs']" not in name and samples in x.shape and samples > 1:
             raise UnsupportedOperation(
                 f"the model reads the tensor {name} of shape {tuple(x.shape)}, which is neither an argument nor a parameter "
@@ -210,6 +246,8 @@ class _Compilation:
             own.target = own.name = before.target
             own.meta["desc"] = before.meta["desc"]
         without_idle_views(traced.graph)
+        if self.backend.compiles:
+            traced = with_random_numbers_of_inductor(traced)
         traced.graph.eliminate_dead_code()
         traced.recompile()
         self.results = list(made_of[-1].results)
@@ -264,7 +302,9 @@ class _Compilation:
             if check is not None:
                 check(found)
             results, found = dict(zip(self.results, found[len(found) - count :])), found[: len(found) - count]
-            self.backend.deliver(results, {name: found[n] for name, n in self.places.items() if found[n] is not None})
+            gradients = {name: found[n] for name, n in self.places.items() if found[n] is not None}
+            for name, gradient in self.backend.deliver(results, gradients).items():
+                found[self.places[name]] = gradient
             return found
 
         call._boxed_call = True  # type: ignore[attr-defined]

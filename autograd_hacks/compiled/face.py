@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn as nn
+from torch import Tensor
 
 from autograd_hacks.errors import ON_COMPILING
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.reading.scale import check_loss_type
+from autograd_hacks.support.draws import Noise, check_noise
 from autograd_hacks.support.kinds import is_number
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def compile(
     max_norm: float | None = None,
     noise_multiplier: float | None = None,
     expected_batch_size: float | None = None,
-    generator: torch.Generator | None = None,
+    noise: Noise = None,
     dim: int | None = None,
     seed: int = 0,
     budget: int = 2**28,
@@ -62,7 +63,7 @@ def compile(
     argument without samples
     loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms',
     'dot' and 'project' fill ``.grad``, too
-    max_norm, noise_multiplier, expected_batch_size, generator: as in `clip_and_noise_`    dim, seed: of 'project'
+    max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`    dim, seed: of 'project'
     budget: bytes of rows that 'clip' keeps from its norms to its sums, which saves time
     backend: 'inductor'; None runs the graph as it is, without a compiler
     dynamic: as in ``torch.compile``    options: inductor's, ``torch._inductor.list_options()``
@@ -84,7 +85,8 @@ def compile(
         "max_norm": max_norm, "noise_multiplier": noise_multiplier, "expected_batch_size": expected_batch_size, "dim": dim,
     }  # fmt: skip
     needed = NUMBERS.get(verb, ())
-    for name, number in numbers.items():
+    check_noise("compile", noise)
+    for name, number in list(numbers.items()):
         if (name in needed) != (number is not None):
             raise TypeError(
                 f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'none'}"
@@ -93,10 +95,9 @@ def compile(
         least = 0 if name == "noise_multiplier" else None
         if number is not None and (not is_number(number) or not (number > 0 or number == least)):
             raise ValueError(f"compile was given {name}={number!r}; expected a number above 0" + ON_COMPILING)
+        numbers[name] = number.item() if isinstance(number, Tensor) else number
     if dim is not None and not isinstance(dim, int):
         raise TypeError(f"compile was given dim={dim!r}; expected an integer" + ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(
-        model, verb, batch, loss_type, param_grad, numbers, generator, seed, budget, backend, dynamic, options
-    )
+    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, seed, budget, backend, dynamic, options)

@@ -62,6 +62,8 @@ RULES: dict[str, Rule] = {}
 """{an operation's name: its rule}; what torch tags as pointwise needs none"""
 OF_ROUTED = "of what is routed"
 """The name of the one rule for operations one of whose tensors is `Routed`."""
+SIZES = {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
+"""Operations that ask for sizes, and not for values."""
 LINEAR: set[str] = set()
 """Operations that are linear in each of their tensors, which may follow a sum over samples."""
 
@@ -236,12 +238,21 @@ def labelled(joint: Joint) -> Labels:
 
 def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that some follow from, themselves among these."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that follow from some, themselves among these."""
+    return _reached(nodes, lambda node: node.users)
+
+
+def _reached(nodes: Iterable[fx.Node], ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += ahead(node)
     return found
 
 
@@ -255,12 +266,20 @@ def _label(labels: Labels, node: fx.Node) -> Found:
     if node.target is operator.getitem:
         found = labels[node.args[0]]
         return found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]
-    if not isinstance(node.target, torch._ops.OpOverload):  # arithmetic of sizes
-        return None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        if any(isinstance(x, torch.Tensor) for x in tree_flatten(node.meta.get("val"))[0]) and any(
+            labels[x] is not None for x in node.all_input_nodes
+        ):
+            return labels.unsupported(
+                node, f"there is no rule for the operation {name_of(node)!r}, a loop or other code of its own"
+            )
+        return None  # arithmetic of sizes
     given = [labels[x] for x in node.all_input_nodes]
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
     name = name_of(node)
+    if name in SIZES:
+        return None
     if any(isinstance(label, Routed) for label in given):
         return RULES[OF_ROUTED](labels, node)
     if SUM in given:

@@ -74,6 +74,13 @@ def axes_of(dims: Axes, axes: int) -> list[int]:
     return [d % axes for d in ([dims] if isinstance(dims, int) else dims)]
 
 
+def by_name(node: fx.Node) -> dict[str, Any]:
+    """An operation's arguments by their names, those that were left out with their defaults."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # rules are of operations alone
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return given | dict(zip([a.name for a in arguments], node.args)) | node.kwargs
+
+
 def reduced(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes, keepdim: bool, adds_up: bool = False) -> Any:
     at, over = labels[x], axes_of(dims, len(shape(x)))
     if at.dim in over:
@@ -86,27 +93,16 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None, keepdim: boo
     return reduced(labels, node, x, dims, keepdim, adds_up=True)
 
 
-@rule("mean", "any", "all", "amax", "amin", "prod", "var", "std", "argmax", "argmin", "logsumexp")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None, keepdim: bool = False, *_: Any, **other: Any) -> Found:
-    keepdim = bool(other.get("keepdim", keepdim)) if isinstance(keepdim, bool) else False
-    return reduced(labels, node, x, dims, keepdim)
-
-
-@rule("var_mean", "std_mean")
-def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None, *, keepdim: bool = False, **_: Any) -> Found:
-    found = reduced(labels, node, x, dims, keepdim)
-    return [found, found]
-
-
-@rule("max", "min", "median", "kthvalue", "mode")
-def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **_: Any) -> Found:
-    if not given:
-        return labels.mixed(node, "takes samples together")
-    if isinstance(given[0], fx.Node):
+@rule(
+    "mean", "any", "all", "amax", "amin", "prod", "var", "std", "argmax", "argmin", "logsumexp", "var_mean", "std_mean",
+    "max", "min", "median", "kthvalue", "mode",
+)  # fmt: skip
+def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
+    given = by_name(node)
+    if isinstance(given.get("other"), fx.Node):
         return pointwise(labels, node)
-    *numbers, keepdim = given if isinstance(given[-1], bool) else (*given, False)
-    found = reduced(labels, node, x, numbers[-1], keepdim)
-    return [found, found]
+    found = reduced(labels, node, x, given.get("dim"), bool(given.get("keepdim")))
+    return [found] * len(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else found
 
 
 @rule("linalg_vector_norm")
@@ -247,7 +243,7 @@ def _is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
 @rule("as_strided")
 def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Any, strides: Any, offset: int = 0) -> Found:
     given = x.meta["val"]
-    if not offset and shape(node) == shape(x):  # strides alone are others
+    if not offset and shape(node) == shape(x) and [size(s) for s in strides] == [size(s) for s in given.stride()]:
         return labels[x]
     is_view = not offset and given.is_contiguous() and _is_contiguous(sizes, strides) and prod(shape(node)) == prod(shape(x))
     found = reshaped(labels[x], shape(x), shape(node), labels.samples) if is_view else None
@@ -256,7 +252,12 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, sizes: Any, strides: Any, offse
 
 @rule("as_strided_scatter")
 def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, sizes: Any, strides: Any, offset: int = 0) -> Found:
-    if shape(node) == shape(src) == shape(x):
+    given = x.meta["val"]
+    if (
+        not offset
+        and shape(node) == shape(src) == shape(x)
+        and [size(s) for s in strides] == [size(s) for s in given.stride()]
+    ):
         return labels.same(node, [labels[src]])
     is_view = not offset and x.meta["val"].is_contiguous() and _is_contiguous(sizes, strides)
     is_view = is_view and isinstance(labels[src], At) and prod(shape(src)) == prod(shape(x))

@@ -275,6 +275,8 @@ class _Indices:
             return None
         sizes = shape(index)
         longest = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[longest] != self.labels.samples:  # each of its rows takes several
+            return None
         return At(self.start + self.axes - len(sizes) + longest)
 
 

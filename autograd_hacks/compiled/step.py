@@ -7,6 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from autograd_hacks.errors import (
     ON_COMPILING,
     NothingRecorded,
     PerSampleGradientError,
+    SamplesMixed,
     UnseenGradient,
     UnsupportedOperation,
 )
@@ -31,13 +33,18 @@ from autograd_hacks.forms import Outer
 from autograd_hacks.forms.opaque import projection
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.by_tensor import ByTensor
+from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.switch import NO_TASK
+from autograd_hacks.support.trees import tensors_of
 
 Gradients = Mapping[str, fx.Node]
 
+_COUNT = count()
 LARGE = 2**18
 """Bytes of rows from which on the memory of earlier ones is used: to ask for it takes as long as writing so many."""
+WEIGHTS = "the samples' weights"
+"""By which name a graph asks for them; parameters have others."""
 SLOW = 2.0
 """Seconds of compiling that are told of on stderr."""
 
@@ -56,7 +63,7 @@ class CompiledStep(nn.Module):
         loss_type: str,
         param_grad: bool,
         numbers: Mapping[str, float | None],
-        generator: torch.Generator | None,
+        noise: Noise,
         seed: int,
         budget: int,
         backend: str | None,
@@ -65,18 +72,27 @@ class CompiledStep(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.verb, self._batch, self._is_mean = model, verb, batch, loss_type == "mean"
-        self._param_grad, self._numbers, self._generator = param_grad, numbers, generator
+        self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
         self._seed, self._budget = seed, budget
         self._given, self._results, self._axes = Given(), dict[str, Tensor](), dict[int, int]()
+        self._tensors = set[int]()
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
         self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
         self._backend = Backend(
-            model, lambda: self._axes, self._make, self._begin, self._deliver, backend is not None, verb == "clip_and_noise"
+            model,
+            lambda: self._axes,
+            lambda: self._tensors,
+            self._make,
+            self._begin,
+            self._deliver,
+            backend is not None,
+            verb == "clip_and_noise",
         )
-        # Of a code object of its own: the compiler counts how often one is compiled anew.
-        run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
+        # Of a place of its own: by that the compiler counts how often one is compiled anew, and learns which sizes change.
+        own = _run.__code__.replace(co_name=f"_run_{next(_COUNT)}")
+        run = types.FunctionType(own, _run.__globals__, own.co_name)
         self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
 
     def __deepcopy__(self, memo: object) -> CompiledStep:
@@ -120,6 +136,7 @@ class CompiledStep(nn.Module):
                 "add_hooks(model) for it." + ON_COMPILING
             ) from error
         self._watch(self._backend.compilations > before)
+        self._check_kept(found)
         took = perf_counter() - began
         if self._backend.compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
@@ -147,15 +164,15 @@ class CompiledStep(nn.Module):
 
     @property
     def weights(self) -> Tensor | None:
-        return self._given.tensors.get("weights")
+        return self._given.tensors.get(WEIGHTS)
 
     @weights.setter
     def weights(self, w: Tensor) -> None:
-        self._given.tensors["weights"] = w
+        self._given.tensors[WEIGHTS] = w
 
     @property
     def direction(self) -> dict[str, Tensor]:
-        return {name: v for name, v in self._given.tensors.items() if name != "weights"}
+        return {name: v for name, v in self._given.tensors.items() if name != WEIGHTS}
 
     @direction.setter
     def direction(self, v: Mapping[str, Tensor]) -> None:
@@ -207,7 +224,14 @@ class CompiledStep(nn.Module):
         for name, p in self._named if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 
-    def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    def _deliver(self, results: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self._task != NO_TASK and self._task == current_task():
+            self._task = NO_TASK
+            raise UnseenGradient(
+                "the compiled step was called several times for one loss, and each sample's gradient is the sum over these "
+                "calls. Call it once, on all inputs: step(torch.cat([a, b])).chunk(2), of twice as many samples; or use "
+                "add_hooks(model)." + ON_COMPILING
+            )
         if self.verb == "rows":
             for name, p in self._named:
                 if p.requires_grad:
@@ -216,11 +240,13 @@ class CompiledStep(nn.Module):
                         p.grad1 = p.grad1.to(p.dtype)  # type: ignore[attr-defined]
         else:
             self._results = results
-        if self.verb == "clip_and_noise":
-            self._add_noise(gradients)
-        self._task, self._arriving = current_task(), {name: g.data_ptr() for name, g in gradients.items()}
+        noised = self._noised(gradients) if self.verb == "clip_and_noise" else {}
+        arriving = {**gradients, **noised}
+        self._task, self._arriving = current_task(), {name: g.data_ptr() for name, g in arriving.items()}
+        return noised
 
-    def _add_noise(self, gradients: Mapping[str, Tensor]) -> None:
+    def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients with noise, in memory of their own: those of two parameters may be one tensor."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise NotImplementedError(
                 "compile(model, 'clip_and_noise') adds noise on each process of several, which would add up to another "
@@ -229,20 +255,31 @@ class CompiledStep(nn.Module):
         multiplier, bound, expected = (
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
-        for name, p in self._named:
-            if not p.requires_grad or not multiplier:
-                continue
-            drawing = self._generator
-            device = p.device if drawing is None else drawing.device
-            noise = torch.normal(0.0, multiplier * bound / expected, p.shape, generator=drawing, device=device).to(p)
-            if name in gradients:
-                gradients[name].add_(noise)
-            else:  # no sample reaches it
-                p.grad = noise if p.grad is None else p.grad.add_(noise)
+        found = dict[str, Tensor]()
+        for name, p in self._named if multiplier else ():
+            if p.requires_grad:
+                noise = drawn(self._noise, name, p, multiplier * bound / expected)
+                if name in gradients:
+                    found[name] = noise.add_(gradients[name])
+                else:  # no sample reaches it
+                    p.grad = noise if p.grad is None else p.grad.add_(noise)
+        return found
+
+    def _check_kept(self, found: Any) -> None:
+        """Raises where a private step's model keeps what follows from samples, of which later steps would know."""
+        made, self._backend.made_of_samples = self._backend.made_of_samples, []
+        returned = {id(x) for x in tensors_of(found)}
+        if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
+            raise SamplesMixed(
+                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that follows from samples and that it doesn't "
+                "return: an attribute, or an entry of a list. Later steps would know of it, and private training "
+                "promises that they don't. Don't keep it." + ON_COMPILING
+            )
 
     def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
         """By argument (id) the axis of its samples."""
         batch = Batch.of(args, kwargs, self._batch)
+        self._tensors = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
         axes = batch.axes
         if axes is None:
             axes = [self._batch if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
@@ -304,15 +341,17 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
     weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
     if step.verb == "clip_and_noise":
         # The loss's own reduction is taken away first, and what is not finite adds nothing.
-        weights = weights.where(norms.isfinite(), 0) * factor / float(step._numbers["expected_batch_size"] or 1)
-    sums = apart.weighted(weights)
+        weights = weights * factor / float(step._numbers["expected_batch_size"] or 1)
+        sums = apart.weighted(weights, norms.isfinite())
+    else:
+        sums = apart.weighted(weights)
     return Made({name: sums.get(node) for name, node in gradients.items()}, {"norms": norms})
 
 
 def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ wₙ gₙ."""
     like = apart.values[next(iter(apart.joint.tangents))]
-    sums = apart.weighted(given(like, step._given, "weights", [apart.samples]))
+    sums = apart.weighted(given(like, step._given, WEIGHTS, [apart.samples]))
     return Made({name: sums.get(node) for name, node in gradients.items()})
 
 

@@ -39,7 +39,7 @@ def over(w: Tensor, x: Tensor, at: At) -> Tensor:
     samples = w.shape[0]
     if at != At(at.dim):
         w = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
-    return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
+    return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(torch.bool if w.dtype == torch.bool else x.dtype)
 
 
 def bytes_of(form: Form) -> int:
@@ -183,7 +183,8 @@ class TakenApart:
     def _over(self, w: Tensor, x: Tensor, at: Any) -> Tensor:
         if not isinstance(at, Sorted):
             return over(w, x, at)
-        return w[self._owners(at)].view(-1, *[1] * (x.ndim - at.dim - 1)).to(x.dtype)
+        kind = torch.bool if w.dtype == torch.bool else x.dtype
+        return w[self._owners(at)].view(-1, *[1] * (x.ndim - at.dim - 1)).to(kind)
 
     def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
         """Of the sums, or means, of a table's entries."""
@@ -287,9 +288,13 @@ class TakenApart:
             return squares(form).to(torch.float64)
         return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
 
-    def weighted(self, w: Tensor) -> dict[fx.Node, Tensor]:
-        """Σₙ wₙ gₙ by node: the same contractions of gradients times weights; or of rows, where these are there."""
+    def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
+        """Σₙ wₙ gₙ by node: the same contractions of gradients times weights; or of rows, where these are there.
+
+        taken: N booleans, of which samples; None for all. What isn't finite elsewhere doesn't matter then
+        """
         values = dict(self.values)
+        w = w if taken is None else w.where(taken, 0)
         for node in self.joint.graph.nodes:
             if self.labels[node] is not SUM or node.op != "call_function":
                 continue
@@ -300,6 +305,9 @@ class TakenApart:
                 continue
             flat, spec = tree_flatten((found.node.args, found.node.kwargs))
             own: list[Any] = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
+            if taken is not None:  # 0 · inf is NaN
+                for n, at in found.at.items():
+                    own[n] = own[n].where(self._over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
             own[found.gradient] = own[found.gradient] * self._over(w, own[found.gradient], found.at[found.gradient])
             if found.node.target is aten.convolution_backward.default:
                 own[-3:] = [found.output == k for k in range(3)]
@@ -308,7 +316,8 @@ class TakenApart:
             values[node] = made if found.output is None else made[found.output]
         sums = {node: values[node] for node in self.forms if node in values}
         for gradient, rows in self._rows.items():
-            sums[gradient] = torch.tensordot(w.to(rows.dtype), rows, 1)
+            kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)
+            sums[gradient] = torch.tensordot(w.to(rows.dtype), kept, 1)
         return sums
 
 
@@ -317,7 +326,12 @@ class OfOneSample(TakenApart):
 
     def __init__(self, joint: Joint, values: Sequence[Any]) -> None:
         super().__init__(replace(joint, outputs=[*joint.outputs, *joint.gradients.values()]), Labels(1), values)
-        self.forms = {node: Dense(self.values[node][None]) for node in joint.gradients.values()}
+        self.forms = {node: Dense(self.values[node][None][: joint.samples]) for node in joint.gradients.values()}
 
-    def weighted(self, w: Tensor) -> dict[fx.Node, Tensor]:
-        return {node: self.values[node] * w[0].to(self.values[node].dtype) for node in self.forms}
+    def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
+        if not self.samples:  # the sums over nobody
+            return {node: self.values[node] for node in self.forms}
+        own = {node: self.values[node] for node in self.forms}
+        if taken is not None:
+            w, own = w.where(taken, 0), {node: x.where(taken[0], 0) for node, x in own.items()}
+        return {node: x * w[0].to(x.dtype) for node, x in own.items()}

@@ -32,10 +32,13 @@ try:
         )
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
         from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._guards import detect_fake_mode
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
         from torch._inductor.fx_passes.joint_graph import early_patterns
         from torch._inductor.fx_passes.post_grad import remove_noop_ops
+        from torch._inductor.fx_passes.replace_random import replace_random_passes
+        from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
     raise ImportError(
@@ -43,6 +46,8 @@ except ImportError as error:
         f"names ({error}); they were seen in torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
     ) from error
 
+MOST = 256
+"""So often a step may be compiled anew: for other sizes, kinds of arguments, and parameters that train."""
 KEPT_WHOLE = (
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten.embedding_dense_backward", "aten.reflection_pad",
 )  # fmt: skip
@@ -61,7 +66,8 @@ def lowered() -> dict[Any, Any]:
 
 def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Contexts in which recurrent layers are traced, step by step, and inductor has other options; for each call again."""
-    return dynamo.config.patch(allow_rnn=True), inductor.config.patch(dict(options))
+    limits: dict[str, Any] = {"recompile_limit": MOST, "accumulated_recompile_limit": MOST}
+    return dynamo.config.patch(allow_rnn=True, **limits), inductor.config.patch(dict(options))
 
 
 @contextmanager
@@ -92,6 +98,13 @@ def without_idle_views(graph: fx.Graph) -> None:
     early_patterns.apply(graph)
 
 
+def with_random_numbers_of_inductor(traced: fx.GraphModule) -> fx.GraphModule:
+    """The graph with inductor's own operations in the place of torch's random ones, which it doesn't compile."""
+    with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in traced.graph.find_nodes(op="placeholder")])):
+        replace_random_passes(traced)
+    return traced
+
+
 CALL = "_compiled_call_impl"
 """What a module's call runs in the place of its forward, if there is such a thing."""
 
@@ -118,5 +131,5 @@ __all__ = [
     "CALL", "BackendCompilerFailed", "GradAOTOutput", "InputMutationAOTOutput", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "TangentAOTInput", "TorchDynamoException", "aot_autograd", "compiling", "compile_fx_inner",
     "decompositions", "joint_graph", "lowered", "make_fx", "min_cut_rematerialization_partition", "plain_call",
-    "recurrent_layers_unrolled", "without_idle_views",
+    "recurrent_layers_unrolled", "with_random_numbers_of_inductor", "without_idle_views",
 ]  # fmt: skip

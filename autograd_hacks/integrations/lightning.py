@@ -1,9 +1,15 @@
-"""Lightning: a callback that measures steps, and clips them."""
+"""Lightning: callbacks that measure steps, and clip them, or train privately."""
 
 from typing import Any
 
-from autograd_hacks.errors import ON_STEPS, needed
+from torch import Tensor
+
+from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
+from autograd_hacks.privacy.poisson import PrivateLoader
+from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.training import PrivateTraining
+from autograd_hacks.verbs.losses import backward
 
 with needed("lightning"):
     import lightning.pytorch as pl
@@ -42,3 +48,79 @@ class GradsCallback(Steps, pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.detach()
+
+
+class PrivateCallback(pl.Callback):
+    """A callback for ``Trainer`` that trains privately.  ``training_step`` returns N losses, one for each sample::
+
+        private = PrivateTraining(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=64, delta=1e-5)
+        trainer = pl.Trainer(callbacks=[PrivateCallback(private)])
+        trainer.fit(module, private.loader(data))
+
+    private: draws the batches, clips, adds the noise and counts    part: as in `GradsCallback`
+
+    With ``accumulate_grad_batches=k`` say ``private.loader(data, parts=k)``.  ``epsilon`` is logged, and in the progress
+    bar; the checkpoint has the training's state, which is as secret as the data.  `last_step` is the last step's
+    `PrivateStep`.
+
+    Raises NotImplementedError for manual optimization and several optimizers, ValueError for another loader, for losses
+    that are no vector, and where the optimizer steps parameters outside of the part.
+    """
+
+    def __init__(self, private: PrivateTraining, part: str = "") -> None:
+        self.private, self.part = private, part
+        self.last_step: PrivateStep | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader = trainer.train_dataloader
+        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+            raise NotImplementedError(
+                f"PrivateCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
+                f"{pl_module.automatic_optimization}; expected one, stepped by the trainer" + ON_PRIVATE
+            )
+        if not isinstance(loader, PrivateLoader):
+            raise ValueError(
+                f"PrivateCallback was given a {type(loader).__name__}; expected private.loader(data), whose batches are "
+                "Poisson-sampled, as epsilon takes them to be" + ON_PRIVATE
+            )
+        if loader.batches.parts != trainer.accumulate_grad_batches:
+            raise ValueError(
+                f"PrivateCallback was given accumulate_grad_batches={trainer.accumulate_grad_batches}, and a loader of "
+                f"{loader.batches.parts} micro-batches a step; expected the same: private.loader(data, parts=...)"
+                + ON_PRIVATE
+            )
+        self.private.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
+        vars(pl_module)["backward"] = self._backward
+
+    def _backward(self, losses: Tensor, *_: Any, **__: Any) -> None:
+        if losses.ndim != 1:
+            raise ValueError(
+                f"training_step returned a loss of shape {tuple(losses.shape)}; expected N losses, one for each sample "
+                "(reduction='none'): a mean may divide each by what the others bring" + ON_PRIVATE
+            )
+        backward(losses, "sum")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        self.last_step = self.private.step(scale / trainer.accumulate_grad_batches, scaler)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.last_step is None:
+            raise RuntimeError(
+                "the trainer steps amid a private step; its micro-batches and the loader's differ" + ON_PRIVATE
+            )
+        pl_module.log("epsilon", self.private.epsilon(), prog_bar=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.private.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.private.load_state_dict(state_dict)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        vars(pl_module).pop("backward", None)
+        self.private.detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)

@@ -134,6 +134,17 @@ class PrivacyEngine(_PrivacyEngine):
     """
 
     def make_private(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
+        """Hooks a model for private training, and returns it, the optimizer and the loader.
+
+        module: trains from then on with hooks (``param_grad=False``, ``independent=True``); it is returned as it is, not
+        wrapped optimizer, data_loader: of the model; returned as a `DPOptimizer` of ours, that clips and adds noise in
+        ``step()``, and as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling=False``
+        noise_multiplier, max_grad_norm, batch_first, loss_reduction, noise_generator: as in Opacus. ``batch_first=False``
+        says that samples are on axis 1    criterion: has no meaning here, as there is no wrapped one
+
+        Raises ValueError for other clipping than 'flat' and another ``grad_sample_mode``, NotImplementedError for a model of
+        several processes.  Samples that mix are refused in the first step.
+        """
         expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
         wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
         if wrong:
@@ -143,6 +154,15 @@ class PrivacyEngine(_PrivacyEngine):
         self._module = module
         _, optimizer, loader = super().make_private(module=module, **options)
         return module, optimizer, loader
+
+    def make_private_with_epsilon(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
+        """`make_private`, with the noise by which ``epochs`` rounds spend ``target_epsilon`` at most, for ``target_delta``.
+
+        target_epsilon, target_delta, epochs: of the whole training; the others as in `make_private`, without
+        noise_multiplier
+        """
+        found: tuple[nn.Module, DPOptimizer, Any] = super().make_private_with_epsilon(module=module, **options)
+        return found
 
     def _prepare_model(self, module: nn.Module, *, batch_first: bool = True, **_: Any) -> _Unwrapped:
         add_hooks(module, batch_dim=0 if batch_first else 1, param_grad=False, independent=True)

@@ -1,12 +1,15 @@
-"""skorch: a callback that measures steps, and clips them."""
+"""skorch: callbacks that measure steps, and clip them, or train privately."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from autograd_hacks.errors import needed
+from autograd_hacks.errors import ON_PRIVATE, needed
 from autograd_hacks.integrations.steps import Steps
+from autograd_hacks.privacy.poisson import PrivateLoader
+from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.training import PrivateTraining
 
 with needed("skorch"):
     from skorch.callbacks import Callback
@@ -52,3 +55,64 @@ class GradsCallback(Callback):
 
     def on_train_end(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         self.steps_.detach()
+
+
+class PrivateCallback(Callback):
+    """A callback for nets that trains privately::
+
+        callback = PrivateCallback(PrivateTraining(max_norm=1.0, noise_multiplier=1.1, delta=1e-5, loss_type="mean"))
+        net = NeuralNetClassifier(Module, criterion=nn.CrossEntropyLoss, callbacks=[callback],
+        iterator_train=callback.loader)
+
+    private: draws the batches, clips, adds the noise and counts; unless told its expected batch size is the net's
+    ``batch_size``, and its loss_type has to be what the criterion's ``reduction`` is
+
+    ``epsilon`` is in ``net.history`` for each batch and epoch; ``last_step`` is the last step's `PrivateStep`.
+
+    Raises ValueError for an iterator that isn't `loader`, and for a criterion that divides by more than the batch's size:
+    class weights, ignored targets.
+    """
+
+    def __init__(self, private: PrivateTraining) -> None:
+        self.private = private
+        self.last_step: PrivateStep | None = None
+
+    def loader(self, data: Any, batch_size: int = 1, **options: Any) -> PrivateLoader:
+        """What ``iterator_train`` is to be."""
+        if self.private.expected_batch_size is None:
+            self.private.expected_batch_size = batch_size
+        return self.private.loader(data, **options)
+
+    def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
+        criterion, told = net.criterion_, self.private.loss_type
+        if net.iterator_train != self.loader:
+            raise ValueError(
+                "PrivateCallback was given a net with another iterator_train; expected "
+                "iterator_train=callback.loader, whose batches are Poisson-sampled, as epsilon takes them to be" + ON_PRIVATE
+            )
+        if getattr(criterion, "reduction", None) != told or getattr(criterion, "weight", None) is not None:
+            raise ValueError(
+                f"PrivateCallback was given {criterion} and loss_type={told!r}; expected a criterion with that "
+                "reduction and without weights of classes, by which each sample's loss is divided by what the others "
+                "bring" + ON_PRIVATE
+            )
+        self.private.attach(net.module_, net.optimizer_)
+
+    def on_batch_begin(self, net: Any, batch: Any = None, training: bool = False, **_: Any) -> None:
+        ignored = getattr(net.criterion_, "ignore_index", None)
+        y = batch[1] if training and isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+        if ignored is not None and isinstance(y, torch.Tensor) and bool((y == ignored).any()):
+            raise ValueError(
+                f"a batch has targets that are {ignored}, which {type(net.criterion_).__name__} leaves out of its mean: the "
+                "others are then divided by how many there are. Leave such samples out of the data." + ON_PRIVATE
+            )
+
+    def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:
+        self.last_step = self.private.step()
+        net.history.record_batch("epsilon", self.private.epsilon())
+
+    def on_epoch_end(self, net: Any, **_: Any) -> None:
+        net.history.record("epsilon", self.private.epsilon())
+
+    def on_train_end(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
+        self.private.detach()

@@ -1,14 +1,33 @@
-"""Hugging Face's Trainer: callbacks that measure steps, and clip them, by hooks or in compiled steps."""
+"""Hugging Face's Trainer: callbacks that measure steps, and clip them, by hooks or in compiled steps; and a private "
+"trainer."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from autograd_hacks.compiled.face import compile
-from autograd_hacks.errors import ON_STEPS, needed
+from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps, mean_of
+from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.privacy.training import PrivateTraining
 
 with needed("transformers"):
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+STATE = "private_training.json"
+"""What a checkpoint holds beside the Trainer's own files."""
+IGNORED = -100
+"""Marks targets without a loss."""
 
 
 class GradsCallback(Steps, TrainerCallback):
@@ -86,3 +105,228 @@ def _log(found: Mapping[str, float], state: Any, logs: dict[str, float] | None) 
     for target in (logs, state.log_history[-1] if state.log_history else None):
         if target is not None:
             target.update(found)
+
+
+# mypy is to see what a mixin stands before; a class that is chosen by an expression is an error to it.
+class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Makes a ``Trainer``, or another class made of it, train privately: ``class PrivateSFT(PrivateMixin, SFTTrainer): ...``
+
+    private: a `PrivateTraining`; what it leaves open is taken from the arguments: the expected batch size is what the
+    trainer would take for a step (``per_device_train_batch_size`` · ``gradient_accumulation_steps`` · processes), and the
+    steps that may spend its ``epsilon`` are the trainer's
+
+    Batches are Poisson-sampled from ``train_dataset``; none that the model sees is larger than
+    ``per_device_train_batch_size``.  Each sample has a loss of its own, see `per_sample_losses`.  Steps are clipped and
+    have noise; ``epsilon`` is in the logs; checkpoints hold what private training needs, so that a training that goes on
+    from there has the same bits.  That part of a checkpoint, private_training.json, is as secret as the data: never publish
+    it.
+
+    Raises NotImplementedError for ``DataParallel`` and for DeepSpeed, ValueError for label smoothing without
+    ``compute_loss_func``, for ``auto_find_batch_size``, which would take steps twice, and for checkpoints without that part.
+    """
+
+    def __init__(self, *args: Any, private: PrivateTraining, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.private = private
+        self.last_step: PrivateStep | None = None
+        self._first_step = 0
+        self._overflowed = False
+        given = self.args
+        if given.n_gpu > 1 or self.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "PrivateTrainer was given DataParallel or DeepSpeed; expected one device, or torchrun: "
+                "DistributedDataParallel or FSDP2" + ON_PRIVATE
+            )
+        if given.label_smoothing_factor and self.compute_loss_func is None:
+            raise ValueError(
+                f"PrivateTrainer was given label_smoothing_factor={given.label_smoothing_factor}; expected "
+                "compute_loss_func, that returns N losses with it" + ON_PRIVATE
+            )
+        if given.auto_find_batch_size:
+            raise ValueError(
+                "PrivateTrainer was given auto_find_batch_size=True, which begins the training again: steps that were taken "
+                "before would be spent for nothing. Say per_device_train_batch_size." + ON_PRIVATE
+            )
+        if private.expected_batch_size is None:
+            private.expected_batch_size = (
+                given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
+            )
+
+    def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """N losses, each of a sample's own outputs and labels alone.
+
+        ``compute_loss_func(outputs, labels, num_items_in_batch=None)`` where it was given; else by the model's logits and
+        ``labels``: the mean cross-entropy over a sample's own tokens (shifted for causal language models), cross-entropy of
+        classes, its binary kind for labels that are numbers of the logits' shape, or squares for one logit.
+        Override it for anything else.
+        """
+        inputs = dict(inputs)
+        labels, plain = inputs.pop("labels", None), self.accelerator.unwrap_model(model)
+        shift = getattr(plain, "prepare_decoder_input_ids_from_labels", None)  # of its own labels, which it isn't given
+        if shift is not None and labels is not None and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = shift(labels=labels)
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        else:
+            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+            losses = sample_losses(logits, labels, _is_shifted(plain))
+        if not isinstance(losses, Tensor) or losses.ndim != 1:
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"compute_loss_func returned {shape}; expected N losses, one for each sample (reduction='none', a mean over "
+                "each sample's own tokens): a mean over the batch divides each by what the others bring" + ON_PRIVATE
+            )
+        return losses
+
+    def get_train_dataloader(self) -> Any:
+        if self.train_dataset is None:
+            raise ValueError("PrivateTrainer was given no train_dataset; expected one with a length" + ON_PRIVATE)
+        data, collate, given = self.train_dataset, self.data_collator, self.args
+        if hasattr(data, "column_names"):
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        self._loader = self.private.loader(
+            data,
+            parts=given.gradient_accumulation_steps,
+            first=self._first_step,
+            collate_fn=collate,
+            num_workers=given.dataloader_num_workers,
+            pin_memory=given.dataloader_pin_memory,
+        )
+        return self._loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        return super().get_batch_samples(self._loader.unmarked(epoch_iterator), num_batches, device)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs, scaler = self._prepare_inputs(inputs), self.accelerator.scaler
+        if self._overflowed and scaler is not None:
+            # Samples that overflowed had no part in the step, so that the scaler itself has seen nothing.
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            self._overflowed = False
+        total, mark = torch.zeros((), device=self.args.device), self.private.at_hand()
+        for part in _cut(inputs, self.private.split(self.args.per_device_train_batch_size)):
+            of_padding = self.private.at_hand().samples
+            with self.compute_loss_context_manager():
+                losses = self.per_sample_losses(model, part)
+            self.private.backward(losses, scaler)
+            total += losses[:of_padding].detach().sum()
+            self.last_step = self.private.step(scaler=scaler)
+        if self.last_step is not None and not self.last_step.norms.isfinite().all():
+            self._overflowed = True
+        return total / max(1, mark.samples) / self.current_gradient_accumulation_steps
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        epsilon = self.private.epsilon()
+        if isfinite(epsilon):
+            logs["epsilon"] = epsilon
+            for bar in [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]:
+                if bar is not None:
+                    bar.set_postfix(epsilon=f"{epsilon:.3f}")
+        if self.last_step is not None:
+            logs["private/clipped"] = float(self.last_step.clipped_fraction)
+        super().log(logs, start_time)
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **options: Any) -> Any:
+        if self.private.planned is None:
+            self.private.planned = num_training_steps
+        return super().create_scheduler(num_training_steps, *args, **options)
+
+    def _inner_training_loop(
+        self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, *others: Any, **options: Any
+    ) -> Any:
+        self._first_step = self.private.steps
+        if resume_from_checkpoint is not None:
+            self._load_private(Path(resume_from_checkpoint) / STATE)
+        try:
+            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, *others, **options)
+        finally:
+            self.private.detach()
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        found = super()._prepare_for_training(*args, **options)
+        self.private.attach(found[0], self.optimizer)
+        return found
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            state = {**self.private.state_dict(), "first_step": self._first_step}
+            (folder / STATE).write_text(json.dumps(state))
+
+    def _load_private(self, path: Path) -> None:
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is not there; expected what PrivateTrainer saves: without the steps that were taken before, and "
+                "the seed of their batches, epsilon would be too small. Resume from a checkpoint that PrivateTrainer "
+                "has made." + ON_PRIVATE
+            )
+        state = json.loads(path.read_text())
+        self._first_step = state["first_step"]
+        self.private.load_state_dict(state)
+
+
+class PrivateTrainer(PrivateMixin, Trainer):
+    """Hugging Face's ``Trainer``, trained privately::
+
+        private = PrivateTraining(max_norm=1.0, epsilon=8.0, delta=1e-5)
+        trainer = PrivateTrainer(model, arguments, train_dataset=data, private=private)
+        trainer.train()
+        private.epsilon(), trainer.last_step
+
+    See `PrivateMixin`.
+    """
+
+
+def _is_shifted(model: Any) -> bool | None:
+    """Whether a language model predicts token t at t - 1, as its own loss has it; None where that isn't known."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return True
+    kind = getattr(model, "loss_type", None)
+    return None if kind is None else kind == "ForCausalLM"
+
+
+def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = None) -> Tensor:
+    """N losses by logits and labels, each of one sample alone.
+
+    logits: N C, N T C, or N    labels: N classes; N T tokens, -100 for none; or numbers, of the shape of the logits or N
+    shifted: whether token t is predicted at t - 1; None where that isn't known, and tokens are refused
+    Raises ValueError for others.
+    """
+    if labels is not None and logits.ndim == 3 and labels.ndim == 2 and shifted is not None:
+        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+        tokens = F.cross_entropy(logits.mT.float(), labels, reduction="none", ignore_index=IGNORED)  # N T
+        return tokens.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    if labels is not None and logits.ndim == 2 and labels.ndim == 1 and not labels.is_floating_point():
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+    if labels is not None and labels.is_floating_point():
+        if logits.shape == labels.shape and logits.ndim == 2:
+            return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
+        if labels.ndim == 1 and logits.numel() == len(labels):
+            return (logits.float().flatten() - labels).square()
+    shape = None if labels is None else tuple(labels.shape)
+    raise ValueError(
+        f"the model's logits have shape {tuple(logits.shape)}, and labels {shape}; expected classes, tokens or "
+        "numbers. Give compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
+    )
+
+
+def _cut(inputs: Mapping[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Micro-batches of some sizes, of one with all their samples in front of each tensor."""
+    if len(sizes) == 1:
+        yield dict(inputs)
+        return
+    start = 0
+    for size in sizes:
+        yield {
+            key: x[start : start + size] if isinstance(x, Tensor) and x.ndim and len(x) == sum(sizes) else x
+            for key, x in inputs.items()
+        }
+        start += size

@@ -65,7 +65,8 @@ class Plan:
     why_unproven: str = ""  # why nothing could be proven, where that is so
     by_rule: set[str] = field(default_factory=set)  # the parameters that some layer's rule gives rows of
     created: dict[Hashable, Any] = field(default_factory=dict)  # by use the plans of graphs that passes make there
-    places_left: tuple[bool | int, ...] = ()  # which nodes that may move samples have left them where they were
+    # Which nodes that may move samples have left them where they were: by proofs that found the same, at several sizes.
+    places_left: frozenset[tuple[bool | int, ...]] = frozenset()
     spans: tuple[int, ...] = ()  # how many nodes there were from one layer's call to the next, and to the outputs
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant ones, in the order of the graph
     returns_parameters: bool = False  # whether something that the model returns follows from parameters alone

@@ -257,9 +257,19 @@ def leave_out_mixed(ran: Ran, found: Found, passes: Passes, draws: torch.Generat
     return passes.run(), passes, numbers(mixed)
 
 
+FEW = 8
+"""So many ways in which nodes leave samples where they were are kept of one plan: they differ where N is the size of
+something else, heads say."""
+
+
+def _found_in(plan: Plan) -> object:
+    calls = {path: list(own) for path, own in plan.calls.items()}
+    return plan.axis, plan.outputs, calls, dict(plan.meetings), set(plan.inner), list(plan.checkpoints)
+
+
 def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> None:
     """Puts into a plan what passes have shown."""
-    hypothesis, meetings = found.hypothesis, found.meetings
+    hypothesis, meetings, before = found.hypothesis, found.meetings, _found_in(plan)
     assert meetings is not None
     outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
     plan.outputs = tuple([at if isinstance(at, Layout) else None for at in outputs])
@@ -297,7 +307,9 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
     }
     plan.zeros = dict.fromkeys((n for n, p in ran.parameters.items() if p.numel() and not bool(p.detach().any())), -1)
     ran.labels, routes = {}, ran.routes(plan, hypothesis.samples)
-    plan.is_labelled, plan.places_left = found.is_chosen, places_left(ran.graph, hypothesis.samples)
+    same = before == _found_in(plan) and len(plan.places_left) < FEW
+    plan.places_left = (plan.places_left if same else frozenset()) | {places_left(ran.graph, hypothesis.samples)}
+    plan.is_labelled = found.is_chosen
     plan.spans = ran.spans
     for use, labels in found.labels.items():
         rows = None

@@ -1,9 +1,14 @@
-"""Which values are numbers, NumPy's too."""
+"""Which values are numbers, NumPy's too, and tensors without axes."""
 
 from numbers import Integral, Real
 
+import torch
+from torch import Tensor
+
 
 def is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -173,6 +173,19 @@ def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collect
     return [name for name in trained if name in chosen]
 
 
+def parts_by(patterns: Iterable[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each pattern with the parameters that it matches.  Raises ValueError for none, and for one that several match."""
+    parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
+    given = [name for _, own in parts for name in own]
+    none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
+    if none or twice:
+        raise ValueError(
+            f"weighted_sum was given patterns of which {none} match no parameter that trains, and several match "
+            f"{twice[:5]}; expected names, or patterns, of different ones" + ON_VERBS
+        )
+    return parts
+
+
 def kind_of(value: object) -> str:
     """A value for people."""
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -102,13 +102,18 @@ class PerSampleGrads(Matrix):
                 return self._each({name: along(name, form) for name, form in self.items()})
             return self._added(along)
 
-    def weighted_sum(self, w: Tensor, budget: int = BUDGET) -> dict[str, Tensor]:
+    def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
         """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
 
-        w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``
-        Raises ValueError for weights of another shape, TypeError for what is no floating-point tensor.
+        w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``; or {name or pattern: such weights}, of these parameters
+        Raises ValueError for weights of another shape, and for patterns that match nothing, or one parameter several times;
+        TypeError for what is no floating-point tensor.
         """
-        with self.summing(lambda: self._by_row(w, several=True)) as (w, _):
+        if isinstance(w, Mapping):
+            parts = arguments.parts_by(w, list(self))
+            return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
+        given = w
+        with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
             # Weights in what a form adds up in, or better.
             weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
@@ -239,6 +244,9 @@ class PerSampleGrads(Matrix):
         made = PerSampleGrads(forms, samples, *kept, batches, self.entries, self.spread)
         made._versions = [*self._versions, *made._versions]
         return made
+
+    def _part(self, names: Iterable[str]) -> PerSampleGrads:
+        return self.with_forms({name: self[name] for name in names}, self.samples)
 
     def local(self) -> PerSampleGrads:
         """The same rows, for sums over the samples of this process alone."""

@@ -61,7 +61,7 @@ def train(steps: int) -> None:
         mine = drawn[dist.get_rank() :: dist.get_world_size()].to(device)  # of this process, none perhaps
         losses = F.cross_entropy(model(images[mine]), labels[mine], reduction="none")
         autograd_hacks.backward(losses, "sum")
-        norms = autograd_hacks.clip_and_noise_(model, BOUND, NOISE, EXPECTED, generator=draws).norms
+        norms = autograd_hacks.clip_and_noise_(model, BOUND, NOISE, EXPECTED, noise=draws).norms
         optimizer.step()
         if step % 10 == 0:
             totals = torch.stack([losses.detach().sum(), (norms > BOUND).double().sum()])

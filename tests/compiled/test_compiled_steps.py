@@ -261,7 +261,7 @@ def test_noise_has_its_deviation() -> None:
     model = nn.Linear(300, 200, bias=False)
     settings: dict[str, Any] = {"max_norm": 2.0, "noise_multiplier": 1.5, "expected_batch_size": 4}
     generator = torch.Generator().manual_seed(0)
-    step = autograd_hacks.compile(model, "clip_and_noise", generator=generator, backend=None, **settings)
+    step = autograd_hacks.compile(model, "clip_and_noise", noise=generator, backend=None, **settings)
     (0 * step(torch.randn(4, 300))).sum().backward()
     assert model.weight.grad is not None
     assert abs(float(model.weight.grad.std()) / (1.5 * 2 / 4) - 1) < 0.02

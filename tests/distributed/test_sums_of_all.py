@@ -165,7 +165,7 @@ def private_and_cut(way: str) -> None:
     for net, seed in ((twin, 5), (model, 5 + dist.get_rank())):
         autograd_hacks.add_hooks(net)
         autograd_hacks.backward(cut_nets.losses(net(x), y))
-        autograd_hacks.clip_and_noise_(net, 0.5, 1.0, 4, generator=torch.Generator().manual_seed(seed))
+        autograd_hacks.clip_and_noise_(net, 0.5, 1.0, 4, noise=torch.Generator().manual_seed(seed))
     for p, q in zip(model.parameters(), twin.parameters()):
         assert_close(whole(p.grad), q.grad, **cut_nets.NEAR)
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autograd_hacks
 from autograd_hacks.capture import recorder
+from autograd_hacks.capture.hooks import recorder_of
 
 FIRST_STEP = """
 import sys, torch, autograd_hacks
@@ -190,3 +191,34 @@ def test_a_slow_proof_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_another_probe_is_refused() -> None:
     with pytest.raises(ValueError, match="probe='twice'; expected True, False or 'once'"):
         autograd_hacks.add_hooks(nn.Linear(2, 2), probe="twice")
+
+
+class Heads(nn.Module):
+    """Of as many heads as some batches have samples: a mask then looks as if it had a row for each pair of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out, self.scale = nn.Linear(5, 5), nn.Linear(5, 2), nn.Parameter(torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (x > -0.5).to(x.dtype).transpose(1, 2)[..., None]  # N heads T 1
+        values = (self.scale * self.heads(x)).transpose(1, 2)[..., None] * keep
+        out: Tensor = self.out(values[..., 0].transpose(1, 2)).mean(1)
+        return out
+
+
+def test_sizes_that_come_again_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with batches of private training, each of another size."""
+    model, proofs = Heads(), list[int]()
+    autograd_hacks.add_hooks(model)
+    hooked = recorder_of(model)
+    prove = hooked.prove
+    assert prove is not None
+    monkeypatch.setattr(hooked, "prove", lambda *args: (proofs.append(args[1].plan.forwards), prove(*args))[1])
+    for number in range(24):
+        x = torch.randn(5 + number % 2, 3, 5)
+        autograd_hacks.backward(squares(model(x)))
+        autograd_hacks.compute_grad1(model)
+        with autograd_hacks.pause_hooks():
+            assert_rows(model, one_backward_per_sample(model, squares, x))
+    assert len(proofs) <= 5, proofs

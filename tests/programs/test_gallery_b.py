@@ -47,3 +47,11 @@ def test_both_backends_are_equally_sure(tmp_path: Path) -> None:
     pytest.importorskip("curvlinops")
     out = printed("uncertainty", tmp_path, "--epochs", "20", "--train", "40", "--test", "30", "--angles", "2")
     assert number(r"furthest that a probability is from the other backend's: (\S+)", out) < 1e-4
+
+
+def test_a_language_model_is_trained_privately_and_its_lengths_are_opacus(tmp_path: Path) -> None:
+    for name in ("peft", "accelerate", "opacus"):
+        pytest.importorskip(name)
+    out = printed("private_language_model", tmp_path, "--epochs", "1", "--sequences", "600", "--public", "5")
+    assert number(r"gradients are Opacus' to (\S+)", out) < 1e-4
+    assert 7.5 < number(r"(?m)^epsilon (\S+) for delta", out) <= 8

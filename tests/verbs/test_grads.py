@@ -187,3 +187,18 @@ def test_a_flat_buffer_has_zeros_where_no_loss_reached() -> None:
     assert buffer[:15].all()
     assert not (buffer[:15] == 1).any()
     assert not buffer[15:].any()
+
+
+def test_weights_by_parameter() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
+    autograd_hacks.add_hooks(model)
+    model(x).square().sum().backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    rows, first, other = grads.dense(), torch.randn(6), torch.randn(3, 6)
+    found = grads.weighted_sum({"0.*": first, "2.bias": other})
+    assert set(found) == {"0.weight", "0.bias", "2.bias"}
+    for name, w in {"0.weight": first, "0.bias": first, "2.bias": other}.items():
+        assert_close(found[name], torch.tensordot(w, rows[name], 1))
+    for wrong in ({"1.*": first}, {"0.*": first, "*.bias": first}):
+        with pytest.raises(ValueError, match="expected names, or patterns, of different ones"):
+            grads.weighted_sum(wrong)

@@ -190,7 +190,7 @@ def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
     ("given", "error"),
     [
         *[(number, ValueError) for number in (0, -1, float("inf"), float("nan"))],
-        *[(thing, TypeError) for thing in (True, "5", torch.tensor(5.0))],
+        *[(thing, TypeError) for thing in (True, "5", torch.tensor([5.0]))],
     ],
 )
 def test_batch_sizes_that_are_none(given: object, error: type[Exception]) -> None:

@@ -1,4 +1,4 @@
-"""A step of differentially private training: clipped gradients with noise, and what the step promises."""
+"""A step of differentially private training: clipped gradients with noise."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,69 +14,15 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.distributed.cut import over_stages
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
 from autograd_hacks.errors import ON_CLIPPING
-from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.privacy.bounds import RULES, Part, QuantileClip, parts_of, weights_of
+from autograd_hacks.privacy.promise import PrivateStep
+from autograd_hacks.support.draws import Noise, check_noise, drawn
 from autograd_hacks.support.parts import cut_as
 from autograd_hacks.verbs.arguments import kind_of
-from autograd_hacks.verbs.bounds import RULES, Part, QuantileClip, parts_of, weights_of
 from autograd_hacks.verbs.clipping import BUDGET, check_numbers, give_back, write_where_it_saves
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 from autograd_hacks.verbs.verify import ask_independent
-
-RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
-"""{how two data sets are neighbours: how many bounds apart their sums are}"""
-
-
-@dataclass(frozen=True, repr=False)
-class PrivateStep(Shown):
-    """What `clip_and_noise_` returns.  Only ``.grad`` is private: norms, weights and shares are not.
-
-    norms: before clipping, N, or of each group in the order of the ids; NaN for what has no part in the sum
-    weights: N, or {pattern: N} where parameters are bounded apart; what each gradient was multiplied by in the sum, 0 where
-    it has no part in that    bound: the longest that one's part of the sum can be
-    expected_batch_size: what the sum was divided by    deviation: of the noise in ``.grad``
-    unit: 'sample', or 'group', whichever comes or goes
-    """
-
-    norms: Tensor
-    weights: Tensor | Mapping[str, Tensor]
-    bound: float
-    expected_batch_size: float
-    deviation: float
-    unit: str
-
-    @property
-    def clipped_fraction(self) -> Tensor:
-        """The share of those in the sum that are shorter there than they were, 0-dim."""
-        parts = self.weights.values() if isinstance(self.weights, Mapping) else [self.weights]
-        taken = self.norms.isfinite()
-        clipped = torch.stack([w < 1 for w in parts]).any(0) & taken if parts else taken
-        return clipped.sum() / taken.sum().clamp(min=1)
-
-    def sensitivity(self, relation: str = "add_remove") -> float:
-        """How far ``.grad`` moves at most between two data sets that are neighbours, in its 2-norm.
-
-        relation: 'add_remove', one sample (or group) more or less; 'zero_out', one replaced by nothing; 'replace_one', one
-        replaced by any other
-        """
-        if relation not in RELATIONS:
-            raise ValueError(f"sensitivity was given {relation!r}; expected one of {', '.join(RELATIONS)}" + ON_CLIPPING)
-        return RELATIONS[relation] * self.bound / self.expected_batch_size
-
-    def _table(self) -> Table:
-        multiplier = self.deviation / self.sensitivity()
-        rows = [
-            ("unit", self.unit),
-            ("in the sum", f"{int(self.norms.isfinite().sum())} of {len(self.norms)}"),
-            ("clipped", f"{float(self.clipped_fraction):.1%}"),
-            ("bound", f"{self.bound:.6g}"),
-            ("expected batch size", f"{self.expected_batch_size:.6g}"),
-            ("sensitivity of .grad, add_remove", f"{self.sensitivity():.6g}"),
-            ("sensitivity of .grad, replace_one", f"{self.sensitivity('replace_one'):.6g}"),
-            ("deviation of the noise in .grad", f"{self.deviation:.6g}"),
-        ]
-        title = f"a private step of {len(self.norms)} {self.unit}s, bound {self.bound:.4g}, noise {multiplier:.4g} of it"
-        return Table(title, [("", ""), *rows])
 
 
 @torch.no_grad()
@@ -86,13 +32,14 @@ def clip_and_noise_(
     noise_multiplier: float,
     expected_batch_size: float,
     groups: Tensor | None = None,
-    generator: torch.Generator | None = None,
+    noise: Noise = None,
     add: bool = False,
     loss_type: str | None = None,
     budget: int = BUDGET,
     process_group: Where = None,
     clip: str | QuantileClip | Callable[[Tensor], Tensor] = "flat",
     mask: Tensor | None = None,
+    scale: float | Tensor = 1.0,
 ) -> PrivateStep:
     """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
 
@@ -108,8 +55,10 @@ def clip_and_noise_(
     noise_multiplier: 0 or more
     groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
     expected. All of a user's must be in this batch
-    generator: that draws the noise, parameter by parameter; torch's own unless told. Where processes share a batch, the
-    state on the first of them counts for all, so that noise is added once
+    noise: what draws it, parameter by parameter: a generator, torch's own unless told; or a function (name, shape,
+    deviation) that returns noise of that shape, which may keep a state: `SecureNoise`, `BandedNoise`, your own. It
+    must be as wide as the accountant takes it to be. Where processes share a batch, that of the first counts, so that it is
+    added once
     add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
     but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
     clip: 'flat', as above; 'per_parameter', each of K parameters by itself, to max_norm / √K; 'automatic' (AUTO-S, Bu et al.
@@ -117,7 +66,7 @@ def clip_and_noise_(
     whose bound follows the norms from max_norm on; or a function of norms, N, that returns weights, N, by which no gradient
     is longer than max_norm
     mask: N booleans; samples where it is False, padding of the batch, have no part in the sum. A loss that is a mean is one
-    over all N
+    over all N    scale: what the losses were multiplied by, to be divided out: ``GradScaler.get_scale()``, a number
 
     Returns a `PrivateStep`: norms, weights, the bound, the noise's deviation, and ``sensitivity()``.
 
@@ -134,6 +83,7 @@ def clip_and_noise_(
     et al. 2018, arXiv:1710.06963, section 3.
     """
     recorder = recorder_of(model)
+    check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
     parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
     if isinstance(clip, QuantileClip) and spread.groups():
@@ -144,7 +94,8 @@ def clip_and_noise_(
 
     def read() -> tuple[_Taken, list[Tensor]]:
         check_may_set(recorder, "clip_and_noise_", add, once=True)
-        grads = write_where_it_saves(grads_of(model, recorder, spread, loss_type), budget, recorder, written)
+        own = grads_of(model, recorder, spread, loss_type, scale)
+        grads = write_where_it_saves(own, budget, recorder, written)
         found = _taken(grads, parts, groups, mask, recorder, budget // 4)
         return found, [weights_of(clip, norms, part.bound) for norms, part in zip(found.by_part, parts)]
 
@@ -160,9 +111,9 @@ def clip_and_noise_(
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size)
     if multiplier:
-        _add_noise(model, spread, recorder, deviation, generator)
+        _add_noise(model, spread, recorder, deviation, noise)
     if isinstance(clip, QuantileClip):
-        clip.follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, generator)
+        clip.follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w, 0.0) for w in weights]
     whole = placed[0] if len(parts) == 1 and not parts[0].pattern else {part.pattern: w for part, w in zip(parts, placed)}
     unit = "sample" if groups is None else "group"
@@ -284,26 +235,22 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         )
 
 
-def _add_noise(
-    model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, drawing: torch.Generator | None
-) -> None:
+def _add_noise(model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, noise: Noise) -> None:
     """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
     stage = None if recorder.record.stage is None else recorder.record.stage()
-    if spread.groups():  # all draw by a generator in the state of the first's
-        on = next((p.device for p in model.parameters()), torch.device("cpu"))
-        drawing = drawing or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-        drawing.set_state(spread.firsts(drawing.get_state().to(on)).cpu())
-    if stage is not None:
-        device = torch.device("cpu") if drawing is None else drawing.device
-        seed = int(torch.randint(2**62, (), generator=drawing, device=device))
-        key = sha256(repr((seed, stage.stage_index)).encode()).digest()
-        drawing = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
-    for p in model.parameters():
+    is_shared = bool(spread.groups())
+    if noise is None or isinstance(noise, torch.Generator):
+        if is_shared:  # all draw by a generator in the state of the first's
+            on = next((p.device for p in model.parameters()), torch.device("cpu"))
+            noise = noise or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
+            noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())
+        if stage is not None:
+            device = torch.device("cpu") if noise is None else noise.device
+            seed = int(torch.randint(2**62, (), generator=noise, device=device))
+            key = sha256(repr((seed, stage.stage_index)).encode()).digest()
+            noise = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
+        is_shared = False
+    for name, p in model.named_parameters():
         if p.requires_grad and p.grad is not None:
-            kind = torch.promote_types(p.dtype, torch.float32)
-            device = p.device if drawing is None else drawing.device
-            # Of a complex number each part has the whole deviation, since norms are over both: torch.normal shares it out.
-            shape = (*p.shape, 2) if p.is_complex() else p.shape
-            noise = torch.normal(0.0, deviation, shape, generator=drawing, dtype=kind.to_real(), device=device)
-            noise = torch.view_as_complex(noise) if p.is_complex() else noise
-            p.grad += cut_as(noise.to(p.device, p.dtype), p)
+            found = drawn(noise, name, p, deviation)
+            p.grad += cut_as(spread.firsts(found) if is_shared else found, p)

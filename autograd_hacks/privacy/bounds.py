@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.support.draws import Noise, drawn
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 
@@ -86,12 +87,11 @@ class QuantileClip:
             )
         return float(left**-0.5)
 
-    def follow(self, norms: Tensor, bound: float, expected: float, noise: float, drawing: torch.Generator | None) -> None:
-        """Takes the bound of the next step from a step's norms.  noise: of the count's deviation; 0 without noise"""
+    def follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
+        """Takes the bound of the next step from a step's norms.  multiplier: of the step's noise; 0 without noise"""
         count = float((norms <= bound).sum())
-        if noise:
-            device = "cpu" if drawing is None else drawing.device
-            count += float(torch.normal(0.0, self.deviation, (), generator=drawing, device=device))
+        if multiplier:
+            count += float(drawn(noise, "the count of QuantileClip", torch.zeros(1, device="cpu"), self.deviation))
         found = bound * exp(-self.rate * (count / expected - self.quantile))
         self.bound = min(max(found, self.least), self.most)
 

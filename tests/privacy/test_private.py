@@ -46,8 +46,8 @@ def assert_grads(model: nn.Module, sums: dict[str, Tensor]) -> None:
         assert_close(p.grad, sums[name], msg=lambda told, name=name: f"{name}: {told}")
 
 
-def step(model: nn.Module, noise: float = 0.0, **options: Any) -> Tensor:
-    return autograd_hacks.clip_and_noise_(model, BOUND, noise, EXPECTED, **options).norms
+def step(model: nn.Module, multiplier: float = 0.0, **options: Any) -> Tensor:
+    return autograd_hacks.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options).norms
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -65,7 +65,7 @@ def test_noise_is_normal_and_drawn_parameter_by_parameter() -> None:
     model, x = hooked(), torch.randn(6, 4)
     _, sums = expected(model, x)
     backward(model, x)
-    step(model, 1.5, generator=torch.Generator().manual_seed(3))
+    step(model, 1.5, noise=torch.Generator().manual_seed(3))
     draws = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
         assert_close(p.grad, sums[name] + torch.normal(0.0, 1.5 * BOUND, p.shape, generator=draws) / EXPECTED)
@@ -109,7 +109,7 @@ def test_an_empty_batch_is_noise(first: bool) -> None:
         step(model)
     for groups in (None, torch.zeros(0, dtype=torch.long)):
         backward(model, x[:0])
-        assert step(model, 1.0, groups=groups, generator=torch.Generator().manual_seed(1)).shape == (0,)
+        assert step(model, 1.0, groups=groups, noise=torch.Generator().manual_seed(1)).shape == (0,)
         draws = torch.Generator().manual_seed(1)
         for p in model.parameters():
             assert_close(p.grad, torch.normal(0.0, BOUND, p.shape, generator=draws) / EXPECTED)
@@ -200,7 +200,7 @@ def test_both_parts_of_complex_numbers_have_the_noise() -> None:
     model = nn.Linear(60, 50, dtype=torch.complex64)
     autograd_hacks.add_hooks(model, param_grad=False)
     autograd_hacks.backward(squares(model(torch.zeros(2, 60, dtype=torch.complex64))) * 0)
-    autograd_hacks.clip_and_noise_(model, 2.0, 3.0, 5.0, generator=torch.Generator().manual_seed(3))
+    autograd_hacks.clip_and_noise_(model, 2.0, 3.0, 5.0, noise=torch.Generator().manual_seed(3))
     draws = torch.Generator().manual_seed(3)
     for p in model.parameters():
         assert p.grad is not None

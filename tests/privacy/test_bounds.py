@@ -29,9 +29,9 @@ def lengths(rows: dict[str, Tensor]) -> Tensor:
     return torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
 
 
-def step(model: nn.Module, x: Tensor, max_norm: Any = BOUND, noise: float = 0.0, **options: Any) -> Any:
+def step(model: nn.Module, x: Tensor, max_norm: Any = BOUND, multiplier: float = 0.0, **options: Any) -> Any:
     autograd_hacks.backward(squares(model(x)))
-    return autograd_hacks.clip_and_noise_(model, max_norm, noise, EXPECTED, **options)
+    return autograd_hacks.clip_and_noise_(model, max_norm, multiplier, EXPECTED, **options)
 
 
 def hooked() -> nn.Module:
@@ -139,10 +139,10 @@ def test_a_bound_that_follows_a_quantile() -> None:
     other = autograd_hacks.QuantileClip(0.5, 0.3, deviation=4.0)
     other.load_state_dict(clip.state_dict())
     assert other.bound == clip.bound
-    noisy = step(model, x, noise=1.5, clip=clip, generator=torch.Generator().manual_seed(1))
+    noisy = step(model, x, multiplier=1.5, clip=clip, noise=torch.Generator().manual_seed(1))
     assert noisy.deviation == pytest.approx((1.5**-2 - 8.0**-2) ** -0.5 * bound / EXPECTED)
     with pytest.raises(ValueError, match="expected a deviation above 4"):
-        step(model, x, noise=8.0, clip=clip)
+        step(model, x, multiplier=8.0, clip=clip)
 
 
 def test_the_noise_is_as_is_said() -> None:
@@ -155,7 +155,7 @@ def test_the_noise_is_as_is_said() -> None:
 
 
 def test_it_prints_as_a_table() -> None:
-    found = step(hooked(), torch.randn(6, 4), noise=1.5)
+    found = step(hooked(), torch.randn(6, 4), multiplier=1.5)
     assert repr(found) == "a private step of 6 samples, bound 2, noise 1.5 of it"
     assert all(part in str(found) for part in ("sensitivity of .grad, replace_one", "0.4", "expected batch size"))
     with pytest.raises(ValueError, match="'swap'; expected one of add_remove"):

@@ -1,0 +1,68 @@
+"""What private steps have spent, by the accountants of Opacus or dp-accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import inf
+from typing import Any, TypeAlias
+
+from autograd_hacks.errors import ON_PRIVATE, needed
+
+History: TypeAlias = "list[tuple[float, float, int]]"
+"""(noise multiplier, sampling rate, steps), in the order of the steps."""
+Accountant: TypeAlias = "Callable[[], Any] | None"
+"""Makes an accountant: ``opacus.accountants.RDPAccountant`` or ``PRVAccountant``, ``dp_accounting.rdp.RdpAccountant`` or
+``dp_accounting.pld.PLDAccountant``; the first of them for None."""
+
+
+def add_steps(history: History, multiplier: float, rate: float, steps: int = 1) -> None:
+    """Notes steps, those that are alike in one entry."""
+    if history and history[-1][:2] == (multiplier, rate):
+        steps += history.pop()[2]
+    history.append((multiplier, rate, steps))
+
+
+def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant: Accountant = None) -> float:
+    """ε of (ε, δ)-differential privacy, for one sample more or less, after some steps of Poisson-sampled batches.
+
+    history: see `History`    delta: δ, in (0, 1)
+    Raises TypeError for what is no accountant, ImportError where none is given and Opacus is not installed.
+    """
+    if not history:
+        return 0.0
+    if any(multiplier == 0 for multiplier, _, _ in history):
+        return inf
+    if accountant is None:
+        with needed("opacus"):
+            accountant = import_module("opacus.accountants").RDPAccountant
+    made = accountant()
+    if hasattr(made, "compose"):
+        with needed("dp_accounting"):
+            dp = import_module("dp_accounting")
+        for multiplier, rate, steps in history:
+            made.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(multiplier)), steps)
+    elif hasattr(made, "history"):
+        made.history = list(history)
+    else:
+        raise TypeError(
+            f"accountant() returned {type(made).__name__}; expected one of Opacus' or dp-accounting's accountants: "
+            "accountant=opacus.accountants.PRVAccountant" + ON_PRIVATE
+        )
+    return float(made.get_epsilon(delta))
+
+
+def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None) -> float:
+    """The least noise multiplier, to a thousandth, by which some steps spend ``epsilon`` at most."""
+    low, high = 0.0, 1.0
+    while spent([(high, rate, steps)], delta, accountant) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise ValueError(
+                f"epsilon={epsilon} was asked of {steps} steps at a sampling rate of {rate:.4g}; no noise is enough. "
+                "Expected a larger epsilon, or fewer steps" + ON_PRIVATE
+            )
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent([(middle, rate, steps)], delta, accountant) > epsilon else (low, middle)
+    return high

@@ -1,0 +1,153 @@
+"""Mechanisms that draw noise: by the operating system's random bits, and correlated from step to step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.support.draws import drawn
+from autograd_hacks.support.kinds import is_whole
+
+PART = 2**20
+"""Numbers that are drawn from the operating system at once."""
+
+
+class SecureNoise:
+    """Normal noise from the operating system's cryptographic generator, safe from the attack on floating-point numbers.
+
+    Each number is the sum of ``draws`` normal ones, 4 unless told, divided by √draws: to tell from the last bits which
+    numbers can't have been drawn takes a search over all of them.  It can't be repeated: two runs never have the same noise.
+
+    Source: Holohan and Braghin 2021, "Secure random sampling in differential privacy" (arXiv:2107.10138), section 4.
+    """
+
+    def __init__(self, draws: int = 4) -> None:
+        if not is_whole(draws) or draws < 1:
+            raise ValueError(f"SecureNoise was given draws={draws!r}; expected a whole number, 1 or more" + ON_CLIPPING)
+        self.draws = draws
+
+    def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
+        """name: of a parameter    shape: of its noise    deviation: the standard deviation of each number"""
+        found = torch.empty(shape, dtype=torch.float64, device="cpu").flatten()
+        for part in found.split(PART):
+            part.copy_(torch.stack([_normal(len(part)) for _ in range(self.draws)]).sum(0))
+        return found.mul_(deviation / sqrt(self.draws)).view(shape)
+
+
+def _normal(count: int) -> Tensor:
+    """Normal numbers in double precision from random bits: Box and Muller 1958."""
+    half = (count + 1) // 2
+    bits = (
+        torch.frombuffer(bytearray(os.urandom(16 * half)), dtype=torch.int64)
+        if half
+        else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
+    u, v = ((bits.view(2, half) >> 11 & (2**53 - 1)).double() + 1) / 2**53  # in (0, 1]
+    radius, angle = (-2 * u.log()).sqrt(), 2 * pi * v
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+
+
+def inverse_square_root(bands: int) -> list[float]:
+    """The first coefficients of (1 - x)^(1/2): 1, -1/2, -1/8, ...  BISR: Kalinin et al. 2025, arXiv:2505.12128."""
+    found = [1.0]
+    for k in range(1, bands):
+        found.append(found[-1] * (k - 1.5) / k)
+    return found
+
+
+class BandedNoise:
+    """Noise that is correlated from step to step, so that most of it cancels in the sum of steps.
+
+    The noise of step t is Σⱼ rⱼ z_{t-j} of independent normal z, (C⁻¹ Z)_t for a banded triangular Toeplitz matrix C⁻¹;
+    ``bands`` of them are kept.  It is scaled by the sensitivity of C, so that ``noise_multiplier`` is that of *one* Gaussian
+    mechanism for the whole training, ``dp_accounting.GaussianDpEvent(noise_multiplier)``, composed once.  Sampling at random
+    doesn't amplify it: every sample may be in ``participations`` steps at most, any two of them ``separation`` apart (data
+    that are visited in a fixed order, epochs of ``separation`` steps).
+
+    steps: of the whole training    bands: how many coefficients, those of (1 - x)^(1/2) (BISR), or ``coefficients`` of your
+    own, the first of them 1    generator: that draws z
+
+    sensitivity: of C, what the deviation is multiplied by
+    ``state_dict()`` holds what a checkpoint needs beside the generator's state.  Raises ValueError for coefficients whose
+    inverse isn't positive and falling, for which that sensitivity isn't known, RuntimeError for more steps than it was told.
+
+    Source: Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv:2505.12128); the sensitivity Kalinin
+    and Lampert 2024 (arXiv:2405.13763), theorem 2.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        bands: int = 4,
+        participations: int = 1,
+        separation: int | None = None,
+        coefficients: Sequence[float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        separation = steps if separation is None else separation
+        for key, count in {
+            "steps": steps,
+            "bands": bands,
+            "participations": participations,
+            "separation": separation,
+        }.items():
+            if not is_whole(count) or count < 1:
+                raise ValueError(f"BandedNoise was given {key}={count!r}; expected a whole number above 0" + ON_CLIPPING)
+        self.steps, self.generator = steps, generator
+        self.coefficients = list(inverse_square_root(bands) if coefficients is None else coefficients)
+        column = _inverse(self.coefficients, steps)
+        if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
+            raise ValueError(
+                f"BandedNoise was given coefficients={self.coefficients}; expected 1 first, and such that their inverse, "
+                f"{[round(c, 3) for c in column[:4]]} ..., is positive and falling: else the sensitivity isn't known"
+                + ON_CLIPPING
+            )
+        visits = [i * separation for i in range(participations) if i * separation < steps]
+        shifted = [sum(column[t - start] for start in visits if start <= t) for t in range(steps)]
+        self.sensitivity = sqrt(sum(c * c for c in shifted))
+        self._past: dict[str, list[Tensor]] = {}
+        self._count: dict[str, int] = {}
+        self._deviation: float | None = None
+
+    def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
+        """name: of a parameter    shape: of its noise    deviation: of independent noise with the same guarantee"""
+        count = self._count.get(name, 0)
+        if count >= self.steps:
+            raise RuntimeError(
+                f"BandedNoise was made for {self.steps} steps, and {name!r} has had that many: another one would spend more "
+                "than was accounted for" + ON_CLIPPING
+            )
+        if self._deviation not in (None, deviation):
+            raise ValueError(
+                f"BandedNoise was given a deviation of {deviation}, and {self._deviation} before; expected the same in each "
+                "step, or the noise of earlier steps would not cancel" + ON_CLIPPING
+            )
+        z = drawn(self.generator, name, torch.empty(shape, device="cpu"), deviation * self.sensitivity)
+        past = [z, *self._past.get(name, [])][: len(self.coefficients)]
+        self._deviation, self._count[name], self._past[name] = deviation, count + 1, past
+        found = torch.zeros_like(z)
+        for r, old in zip(self.coefficients, past):
+            found += r * old
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        past = {name: [z.clone() for z in kept] for name, kept in self._past.items()}
+        return {"past": past, "count": dict(self._count), "deviation": self._deviation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._past = {name: list(kept) for name, kept in state["past"].items()}
+        self._count, self._deviation = dict(state["count"]), state["deviation"]
+
+
+def _inverse(coefficients: Sequence[float], steps: int) -> list[float]:
+    """The first column of C, of the first column of C⁻¹."""
+    column = [1.0]
+    for k in range(1, steps):
+        column.append(-sum(r * column[k - j] for j, r in enumerate(coefficients) if 1 <= j <= k))
+    return column

@@ -1,0 +1,320 @@
+"""What attacks on compiled steps have found: wrong numbers, samples that know of each other, and steps that failed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import one_backward_per_sample, squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed, UnseenGradient, UnsupportedOperation
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PRIVATE: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 2.0, "expected_batch_size": 8, "backend": None}
+
+
+class Inner(nn.Module):
+    """A layer and something after it, or beside it."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Tensor], width: int = 4) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(width, 4), then
+        self.register_buffer("kept", torch.zeros(16))
+        self.other = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.then(self, self.layer(x))
+        return out
+
+
+class TwoOfOneSum(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.turned = nn.Parameter(torch.randn(60, 60)), nn.Parameter(torch.randn(60, 60)), turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + (self.b.t() if self.turned else self.b))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_two_parameters_of_one_gradient_have_noise_of_their_own(turned: bool) -> None:
+    model = TwoOfOneSum(turned)
+    autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)(torch.zeros(4, 60)).sum().backward()
+    for p in (model.a, model.b):
+        assert p.grad is not None
+        assert p.grad.std().item() == pytest.approx(2.0 / 8, rel=0.1)
+    assert model.a.grad is not None
+    assert model.b.grad is not None
+    assert torch.stack([model.a.grad.flatten(), model.b.grad.flatten()]).corrcoef()[0, 1].abs() < 0.1
+
+
+def test_gradients_that_are_expanded_have_noise() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.bias = nn.Linear(3, 2), nn.Parameter(torch.zeros(2000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x) * (1 + self.bias.sum())
+            return out
+
+    model = Scaled()
+    autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)(torch.zeros(4, 3)).sum().backward()
+    assert model.bias.grad is not None
+    assert model.bias.grad.std().item() == pytest.approx(2.0 / 8, rel=0.1)
+
+
+@pytest.mark.parametrize("where", ["loss", "input"])
+@pytest.mark.parametrize("kind", ["linear", "positions", "embedding", "mlp"])
+def test_a_sample_that_is_not_finite_adds_nothing(kind: str, where: str) -> None:
+    models: dict[str, nn.Module] = {
+        "linear": nn.Linear(4, 3), "positions": nn.Linear(4, 3), "embedding": nn.Embedding(5, 3),
+        "mlp": nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)),
+    }  # fmt: skip
+    x = torch.randint(5, (4, 2)) if kind == "embedding" else torch.randn(*([4, 2] if kind == "positions" else [4]), 4)
+    factor = torch.ones(4)
+    if where == "input" and kind != "embedding":
+        x[1] = torch.inf
+    else:
+        factor[1] = torch.inf
+    model, others = models[kind], torch.tensor([0, 2, 3])
+    options = {**PRIVATE, "noise_multiplier": 0.0}
+
+    def stepped(x: Tensor, factor: Tensor) -> list[Tensor | None]:
+        step = autograd_hacks.compile(model, "clip_and_noise", **options)
+        (step(x).square().flatten(1).sum(1) * factor).sum().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    assert_close(stepped(x, factor), stepped(x[others], factor[others]))
+
+
+@pytest.mark.parametrize("verb", ["rows", "norms", "clip"])
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_two_calls_for_one_loss_are_refused(verb: str, param_grad: bool) -> None:
+    options = {"max_norm": 1.0} if verb == "clip" else {"param_grad": param_grad}
+    step = autograd_hacks.compile(nn.Linear(4, 3), verb, backend=None, **options)  # type: ignore[arg-type]  # of several kinds
+    a, b = torch.randn(2, 4, 4)
+    loss = (step(a) - 2 * step(b)).sum()
+    with pytest.raises(UnseenGradient, match="called several times for one loss"):
+        loss.backward()
+    step(a).sum().backward()  # and goes on
+
+
+def loop(model: Any, h: Tensor) -> Tensor:
+    found: Tensor = torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y + y.mean(0)), (torch.tensor(0), h))[1]
+    return found
+
+
+MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a loop": loop,
+    "strides that turn": lambda m, h: h + h.as_strided((4, 4), (1, 4)),
+    "strides that repeat": lambda m, h: h + h.as_strided(h.shape, (0, 1)),
+    "the second smallest": lambda m, h: h + h.t().kthvalue(2).values[:, None],
+    "the most frequent": lambda m, h: h + h.round().t().mode().values[:, None],
+    "pairs by index": lambda m, h: h[torch.arange(4).view(2, 2)].mean(1).repeat(2, 1),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_mix_are_refused(name: str) -> None:
+    step = autograd_hacks.compile(Inner(MIXING[name]), "norms", backend=None)
+    with pytest.raises((SamplesMixed, UnsupportedOperation)):
+        step(torch.randn(4, 4)).sum().backward()
+
+
+def test_order_statistics_of_a_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    for then in (
+        lambda h: h.kthvalue(2).values,
+        lambda h: h.kthvalue(2, 1, True).values[:, 0],
+        lambda h: h.var(1) + h.std(1),
+    ):
+        inner, x = Inner(lambda m, h, then=then: then(model(h))), torch.randn(5, 4)  # type: ignore[misc]  # mypy infers no such lambda
+        step = autograd_hacks.compile(inner, "rows", backend=None)
+        step(x).square().sum().backward()
+        expected = one_backward_per_sample(inner, lambda out: out.square(), x)["layer.weight"]
+        assert_close(inner.layer.weight.grad1, expected)
+
+
+def assigned(model: Any, h: Tensor) -> Tensor:
+    out = h + model.kept[:4]
+    model.kept = h.detach().flatten() * 1
+    return out
+
+
+def attribute(model: Any, h: Tensor) -> Tensor:
+    out = h + model.other[:4]
+    model.other = h.detach().flatten() * 1
+    return out
+
+
+def written(model: Any, h: Tensor) -> Tensor:
+    out = h + model.other[:4]
+    model.other.copy_(h.detach().flatten().repeat(16)[:16])
+    return out
+
+
+def in_place(model: Any, h: Tensor) -> Tensor:
+    out = h + model.kept[:4]
+    model.kept.mul_(0.9).add_(h.detach().mean())
+    return out
+
+
+ELSEWHERE = [torch.zeros(16)]
+
+
+def in_a_list(model: Any, h: Tensor) -> Tensor:
+    out = h + ELSEWHERE[0][:4]
+    ELSEWHERE[0] = h.detach().flatten() * 1
+    return out
+
+
+@pytest.mark.parametrize("keep", [assigned, attribute, written, in_place, in_a_list])
+@pytest.mark.parametrize("samples", [4, 1])
+def test_what_a_private_step_would_hand_on_to_the_next_is_refused(keep: Any, samples: int) -> None:
+    ELSEWHERE[0] = torch.zeros(16)
+    step = autograd_hacks.compile(Inner(keep), "clip_and_noise", **PRIVATE)
+    with pytest.raises((SamplesMixed, UnsupportedOperation)):  # noqa: PT012  # either step may tell
+        for _ in range(2):
+            step(torch.randn(samples, 4)).sum().backward()
+
+
+def test_what_is_free_of_samples_may_be_kept() -> None:
+    def counts(model: Any, h: Tensor) -> Tensor:
+        model.kept.add_(1)
+        model.other = model.other + 1
+        return h
+
+    model = Inner(counts)
+    step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
+    for samples in (4, 3, 1):
+        step(torch.randn(samples, 4)).sum().backward()
+    assert model.kept[0] == 3
+
+
+def test_a_cache_that_is_returned_is_none_that_is_kept() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    )
+    step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
+    out = step(input_ids=torch.randint(11, (3, 5)), use_cache=True)
+    out.logits.square().sum().backward()
+
+
+def test_arrays_among_the_arguments_are_refused() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, z: Any) -> Tensor:
+            out: Tensor = self.layer(x) + torch.as_tensor(z).mean(0)
+            return out
+
+    step = autograd_hacks.compile(Two(), "norms", backend=None)
+    with pytest.raises(UnsupportedOperation, match="Give it as a tensor"):
+        step(torch.randn(4, 4), torch.randn(4, 4).numpy())
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.RReLU()])
+def test_random_numbers_in_compiled_code(module: nn.Module) -> None:
+    """The step's own mask is in rows and in gradients: their sums agree, which the proof asks, and rows are masked."""
+    model = nn.Sequential(nn.Linear(4, 32), module)
+    step = autograd_hacks.compile(model, "rows")
+    out = step(torch.ones(5, 4))
+    out.sum().backward()
+    if isinstance(module, nn.Dropout):
+        assert_close(model[0].bias.grad1, (out != 0).float() * 2)
+    assert_close(model[0].bias.grad1.sum(0), model[0].bias.grad)
+
+
+def test_a_second_model_is_compiled_as_if_it_were_the_first() -> None:
+    def train(model: nn.Module, shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        step = autograd_hacks.compile(model, "rows", backend=None)
+        for n in sizes:
+            x = torch.randn(n, *shape)
+            squares(step(x)).sum().backward()
+            name, p = next(iter(model.named_parameters()))
+            assert_close(p.grad1, one_backward_per_sample(model, squares, x)[name])
+
+    train(nn.Sequential(nn.Linear(4, 3)), (4,), (5, 3))
+    train(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), (1, 4, 4), (5, 4, 6))
+    train(nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), (1, 4, 4), (5, 4, 6))
+
+
+@pytest.mark.slow  # ten compilations
+def test_layers_that_thaw_one_by_one() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(12)]).requires_grad_(False)
+    step = autograd_hacks.compile(model, "clip", max_norm=1.0, backend=None)
+    for layer in reversed(model):
+        layer.requires_grad_(True)
+        step(torch.randn(4, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("verb", ["rows", "norms", "clip"])
+def test_batches_of_nobody(verb: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    options = {"max_norm": 1.0} if verb == "clip" else {}
+    step = autograd_hacks.compile(model, verb, backend=None, **options)  # type: ignore[arg-type]  # of several kinds
+    for n in (4, 0, 3):
+        step(torch.randn(n, 4)).sum().backward()
+        if verb == "rows":
+            assert model[0].weight.grad1.shape == (n, 3, 4)
+        else:
+            assert step.norms.shape == (n,)
+
+
+def test_a_parameter_may_be_called_weights() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weights + self.bias
+
+    model, x = Named(), torch.randn(5, 4)
+    step = autograd_hacks.compile(model, "dot", backend=None)
+    step.direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    assert set(step.direction) == {"weights", "bias"}
+    step(x).sum().backward()
+    assert_close(step.dot, 3 * x.sum(1) + 3)
+
+
+def test_operations_that_check_values_are_refused_by_name() -> None:
+    step = autograd_hacks.compile(
+        Inner(lambda m, h: h @ torch.linalg.inv(m.layer.weight @ m.layer.weight.t() + torch.eye(4))), "norms", backend=None
+    )
+    with pytest.raises(UnsupportedOperation, match="inv_ex"):
+        step(torch.randn(5, 4))
+
+
+def test_attention_over_the_batch() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(model: Any, h: Tensor) -> Tensor:
+        whole = h[None, None].repeat(1, 1, 1, 4)
+        out: Tensor = h + flex_attention(whole, whole, whole)[0, 0, :, :4]
+        return out
+
+    step = autograd_hacks.compile(Inner(attend), "norms", backend=None)
+    with pytest.raises((SamplesMixed, UnsupportedOperation)):
+        step(torch.randn(4, 4)).sum().backward()
+
+
+def test_losses_of_dropout_in_private_steps() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
+    for n in (5, 3):
+        F.cross_entropy(step(torch.randn(n, 4)), torch.randint(3, (n,)), reduction="none").sum().backward()
+    assert step.norms.shape == (3,)

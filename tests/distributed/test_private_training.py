@@ -1,0 +1,59 @@
+"""Private training over processes: what one process gives on whole batches."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net
+from processes import Both
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from autograd_hacks import PrivateTraining
+
+
+def steps(way: str, secure: bool = False, **options: Any) -> None:
+    expected, model = by_hand(net(), *data()), net()
+    run: nn.Module = model
+    if way == "ddp":
+        run = DistributedDataParallel(model)
+    elif way == "fsdp2":
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    private = PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED + (torch.distributed.get_rank() if secure else 0),
+                              secure=secure)  # fmt: skip
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
+    with private.attach(run, optimizer):
+        for _ in range(2):
+            for x, y in private.loader(TensorDataset(*data()), **options):
+                private.backward(losses(run, x, y))
+                if (found := private.step()) is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    kept.append(len(found.norms))
+    assert private.history == [(NOISE, EXPECTED / 30, 2 * STEPS)]
+    parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    if not secure:
+        assert_close([p.detach() for p in parameters], [p.detach() for p in expected.parameters()], rtol=1e-4, atol=1e-5)
+        return
+    for p in parameters:  # the same secret draws on all
+        everyones = [torch.empty_like(p) for _ in range(2)]
+        torch.distributed.all_gather(everyones, p.detach())
+        assert torch.equal(*everyones)
+
+
+def test_each_process_has_its_part_of_each_batch(both: Both) -> None:
+    both(each_way)
+
+
+def each_way() -> None:
+    for way in ("ddp", "fsdp2"):
+        for options in ({}, {"micro_batch_size": 2}):
+            steps(way, **options)
+
+
+def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
+    both(steps, "ddp", True)

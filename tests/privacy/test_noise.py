@@ -1,0 +1,148 @@
+"""Mechanisms of noise: what they are told, what they return, and what correlated noise promises."""
+
+from itertools import combinations, pairwise
+from math import exp, sqrt
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import squares
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import BandedNoise, SecureNoise
+from autograd_hacks.privacy.noise import inverse_square_root
+
+BOUND, EXPECTED = 2.0, 10.0
+
+
+def hooked(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Linear(4, 3, dtype=dtype)
+    autograd_hacks.add_hooks(model, param_grad=False, independent=True)
+    return model
+
+
+def step(model: nn.Module, multiplier: float, **options: Any) -> Any:
+    """With zeros for a batch, so that .grad is noise alone."""
+    autograd_hacks.backward(squares(model(torch.zeros(0, 4, dtype=model.weight.dtype))))  # type: ignore[arg-type]
+    return autograd_hacks.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+def test_a_mechanism_is_told_names_shapes_and_the_deviation(dtype: torch.dtype) -> None:
+    model, told = hooked(dtype), list[Any]()
+
+    def noise(name: str, shape: torch.Size, deviation: float) -> Tensor:
+        told.append((name, tuple(shape), deviation))
+        return torch.full(shape, 3.0, dtype=torch.float64)
+
+    step(model, 1.5, noise=noise)
+    last = (2,) if dtype.is_complex else ()
+    deviation = 1.5 * BOUND / EXPECTED
+    assert told == [("weight", (3, 4, *last), deviation), ("bias", (3, *last), deviation)]
+    for p in model.parameters():
+        assert_close(p.grad, torch.full_like(p, 3 + 3j if dtype.is_complex else 3))
+
+
+def test_noise_of_another_shape_is_refused() -> None:
+    for wrong in (torch.zeros(()), torch.zeros(3, 4, dtype=torch.long), None, torch.zeros(4)):
+        with pytest.raises(ValueError, match="released without noise"):
+            step(hooked(), 1.0, noise=lambda name, shape, deviation, wrong=wrong: wrong)
+    with pytest.raises(TypeError, match=r"expected a torch\.Generator, or a function"):
+        step(hooked(), 1.0, noise=7)
+
+
+def test_numbers_may_be_tensors_without_axes() -> None:
+    model = hooked()
+    autograd_hacks.backward(squares(model(torch.randn(3, 4))))
+    found = autograd_hacks.clip_and_noise_(model, torch.tensor(BOUND), torch.tensor(0), torch.tensor(5))  # type: ignore[arg-type]
+    assert (found.bound, found.expected_batch_size, found.deviation) == (BOUND, 5.0, 0.0)
+    with pytest.raises(TypeError, match="expected a number"):
+        autograd_hacks.clip_and_noise_(model, torch.ones(1), 0.0, 5)  # type: ignore[arg-type]
+
+
+def test_secure_noise_is_normal_and_never_the_same() -> None:
+    first, other = (SecureNoise()("weight", torch.Size((300, 401)), 2.0) for _ in range(2))
+    assert first.shape == (300, 401)
+    assert first.dtype == torch.float64
+    assert not (first == other).any()
+    standard = torch.distributions.Normal(0.0, 2.0)
+    for x in (first, other):  # Kolmogorov and Smirnov: exceeded once in 10,000 times
+        ordered = standard.cdf(x.flatten().sort().values)
+        steps = torch.arange(1, len(ordered) + 1, dtype=torch.float64) / len(ordered)
+        assert (ordered - steps).abs().max() * sqrt(len(ordered)) < 2.23
+    assert torch.stack([first.flatten(), other.flatten()]).corrcoef()[0, 1].abs() < 4 / sqrt(first.numel())
+    assert SecureNoise()("bias", torch.Size((3,)), 1.0).shape == (3,)
+    assert SecureNoise()("none", torch.Size((0, 2)), 1.0).shape == (0, 2)
+    with pytest.raises(ValueError, match="draws=0"):
+        SecureNoise(0)
+    found = step(hooked(), 1.0, noise=SecureNoise(draws=2))
+    assert found.deviation == BOUND / EXPECTED
+
+
+def banded(steps: int, coefficients: list[float]) -> Tensor:
+    """C⁻¹, and what noise must be: its product with independent normal noise."""
+    c = torch.zeros(steps, steps, dtype=torch.float64)
+    for j, r in enumerate(coefficients[:steps]):
+        c += r * torch.ones(steps - j, dtype=torch.float64).diag(-j)
+    return c
+
+
+@pytest.mark.parametrize(("participations", "separation"), [(1, None), (3, 2), (2, 4)])
+def test_correlated_noise_has_the_deviation_of_its_sensitivity(participations: int, separation: int | None) -> None:
+    """The sensitivity by trying all patterns of participation, each the same in all steps or not."""
+    steps = 8
+    noise = BandedNoise(steps, 3, participations, separation)
+    c = banded(steps, noise.coefficients).inverse()
+    least = separation or steps
+    patterns = [p for p in combinations(range(steps), participations) if all(b - a >= least for a, b in pairwise(p))]
+    worst = max(float(c[:, list(p)].sum(1).norm()) for p in patterns)
+    assert noise.sensitivity == pytest.approx(worst)
+
+
+def test_correlated_noise_is_banded() -> None:
+    shape, steps = torch.Size((5,)), 6
+    noise = BandedNoise(steps, 3, generator=torch.Generator().manual_seed(4))
+    found = torch.stack([noise("weight", shape, 0.5) for _ in range(steps)])
+    draws = torch.Generator().manual_seed(4)
+    z = torch.stack([torch.normal(0.0, 0.5 * noise.sensitivity, shape, generator=draws) for _ in range(steps)])
+    assert_close(found.double(), banded(steps, noise.coefficients) @ z.double())
+    with pytest.raises(RuntimeError, match="made for 6 steps"):
+        noise("weight", shape, 0.5)
+    assert inverse_square_root(4) == [1.0, -0.5, -0.125, -0.0625]
+    assert BandedNoise(5, 1).sensitivity == 1  # independent noise
+
+
+def test_sums_of_steps_have_less_of_correlated_noise() -> None:
+    """What it is for: the error of the last iterate, at the same guarantee for data that are visited once."""
+    steps = 64
+    noise = BandedNoise(steps, 8)
+    of_sums = banded(steps, [1.0] * steps) @ banded(steps, noise.coefficients) * noise.sensitivity
+    assert of_sums.square().sum(1).mean() < 0.5 * (steps + 1) / 2
+
+
+def test_correlated_noise_goes_on_from_a_checkpoint() -> None:
+    shape = torch.Size((3, 2))
+    whole = BandedNoise(6, 4, generator=torch.Generator().manual_seed(1))
+    expected = [whole("w", shape, 1.0) for _ in range(6)]
+    before = BandedNoise(6, 4, generator=torch.Generator().manual_seed(1))
+    found = [before("w", shape, 1.0) for _ in range(3)]
+    after = BandedNoise(6, 4, generator=before.generator)
+    after.load_state_dict(before.state_dict())
+    found += [after("w", shape, 1.0) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_what_correlated_noise_refuses() -> None:
+    with pytest.raises(ValueError, match="positive and falling"):
+        BandedNoise(5, coefficients=[1.0, 0.5])
+    with pytest.raises(ValueError, match="positive and falling"):
+        BandedNoise(5, coefficients=[1.0, -1.5])
+    with pytest.raises(ValueError, match="steps=0"):
+        BandedNoise(0)
+    noise = BandedNoise(5)
+    noise("w", torch.Size((2,)), 1.0)
+    with pytest.raises(ValueError, match="the same in each"):
+        noise("w", torch.Size((2,)), exp(1))

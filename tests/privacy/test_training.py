@@ -1,0 +1,315 @@
+"""Private training from the batches to epsilon: against a loop by hand, whole, cut and resumed."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from math import inf, isfinite
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, SIZE, STEPS, by_hand, losses, net
+from private_steps import data as numbers
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import autograd_hacks
+from autograd_hacks import PrivateTraining, QuantileClip
+from autograd_hacks.privacy.accounting import noise_for, spent
+from autograd_hacks.privacy.poisson import seeded
+
+pytestmark = pytest.mark.usefixtures("double")
+
+DELTA = 1e-3
+
+
+def data() -> TensorDataset:
+    return TensorDataset(*numbers())
+
+
+def training(seed: int = SEED, **options: Any) -> PrivateTraining:
+    return PrivateTraining(**{"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED,
+                              "delta": DELTA, "seed": seed, **options})  # fmt: skip
+
+
+def train(
+    private: PrivateTraining, model: nn.Module, epochs: int = 2, upto: float = inf, momentum: float = 0.0, **options: Any
+) -> list[Any]:
+    """As the documentation's loop does."""
+    optimizer, done = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum), list[Any]()
+    with private.attach(model, optimizer):
+        for _ in range(epochs):
+            for x, y in private.loader(data(), **options):
+                private.backward(losses(model, x, y))
+                if (found := private.step()) is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    done.append(found)
+                    if len(done) >= upto:
+                        return done
+    return done
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "in three parts": {"parts": 3},
+    "of two samples at most": {"micro_batch_size": 2},
+    "all of one shape": {"micro_batch_size": 4, "padded": True},
+    "fetched by workers": {"num_workers": 2, "parts": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_as_a_loop_by_hand(way: str) -> None:
+    private, model = training(), net()
+    done = train(private, model, **WAYS[way])
+    assert_close(model.state_dict(), by_hand(net(), *numbers()).state_dict())
+    assert private.steps == len(done) == 2 * STEPS
+    assert private.history == [(NOISE, EXPECTED / SIZE, 2 * STEPS)]
+    sizes = [int((torch.rand(SIZE, generator=seeded(3, "batch", t)) < EXPECTED / SIZE).sum()) for t in range(2 * STEPS)]
+    assert [len(step.norms) for step in done] == sizes  # padding is not among them
+    assert not hasattr(model[0].weight, "grad1")
+
+
+def test_every_sample_is_drawn_with_its_probability() -> None:
+    private = training()
+    batches = private.loader(data()).batches
+    count = Counter(n for t in range(4000) for n in batches.drawn(t))
+    expected, deviation = 4000 * EXPECTED / SIZE, (4000 * 0.2 * 0.8) ** 0.5
+    assert all(abs(count[n] - expected) < 5 * deviation for n in range(SIZE))
+    sizes = torch.tensor([float(len(batches.drawn(t))) for t in range(4000)])
+    assert sizes.var().item() == pytest.approx(SIZE * 0.2 * 0.8, rel=0.1)  # each by itself
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}])
+@pytest.mark.parametrize("clip", ["flat", "a quantile"])
+def test_it_goes_on_from_a_checkpoint_bit_by_bit(options: dict[str, Any], clip: str) -> None:
+    def made(seed: int) -> PrivateTraining:
+        return training(seed, clip=QuantileClip(0.5, deviation=3.0) if clip == "a quantile" else clip)
+
+    whole, expected = made(3), net()
+    train(whole, expected, **options)
+    before, model = made(3), net()
+    train(before, model, upto=7, **options)
+    state = copy.deepcopy(before.state_dict())
+    after = made(99)  # the seed comes from the checkpoint
+    after.load_state_dict(state)
+    rest = train(after, model, epochs=1, **options)
+    assert len(rest) == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters()))
+    assert after.epsilon() == whole.epsilon()
+    assert after.history == whole.history
+    if isinstance(whole.clip, QuantileClip) and isinstance(after.clip, QuantileClip):
+        assert after.clip.bound == whole.clip.bound != BOUND
+
+
+def test_a_bound_that_follows_the_norms_of_whole_steps() -> None:
+    models = []
+    for options in ({}, {"parts": 3}):
+        private, model = training(clip=QuantileClip(0.5, deviation=3.0)), net()
+        train(private, model, **options)
+        models.append((model.state_dict(), private.clip.bound))  # type: ignore[union-attr]
+    assert_close(models[0], models[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": {"0.*": 0.3, "2.*": 0.2}}, {"clip": "per_parameter"}, {"clip": "automatic"}]
+)
+def test_other_ways_to_clip_are_the_same_of_micro_batches(options: dict[str, Any]) -> None:
+    states, steps = [], []
+    for parts in (1, 3):
+        model = net()
+        steps.append(train(training(**options), model, epochs=1, parts=parts))
+        states.append(model.state_dict())
+    assert_close(states[0], states[1])
+    for whole, cut in zip(*steps):
+        assert whole.bound == cut.bound
+        assert_close(whole.norms.sort().values, cut.norms.sort().values)
+        if isinstance(whole.weights, dict):
+            assert whole.weights.keys() == cut.weights.keys()
+            for key, w in whole.weights.items():
+                assert_close(w.sort().values, cut.weights[key].sort().values)
+
+
+def test_secure_noise_is_another_each_time() -> None:
+    models = [net(), net()]
+    for model in models:
+        train(training(secure=True), model, epochs=1)
+    assert not torch.equal(models[0][0].weight, models[1][0].weight)  # type: ignore[arg-type, index]
+
+
+def test_empty_batches_are_steps_too() -> None:
+    private = training(expected_batch_size=0.2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(model, optimizer):
+        for x, y in private.loader(data(), steps=8, parts=2):
+            private.backward(losses(model, x, y))
+            if (found := private.step()) is not None:
+                if not len(found.norms):
+                    assert found.clipped_fraction == 0
+                    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+                optimizer.step()
+    assert private.steps == 8
+
+
+def test_a_step_that_was_left_amid_is_not_added_to_the_next() -> None:
+    private, model, expected = training(), net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(model, optimizer):
+        for x, y in private.loader(data(), parts=3):
+            private.backward(losses(model, x, y))
+            assert private.step() is None
+            with pytest.raises(RuntimeError, match="amid a step"):
+                private.state_dict()
+            break  # as after an interrupt
+    train(private, model)
+    train(training(), expected)
+    assert_close(model.state_dict(), expected.state_dict())
+
+
+def accountants() -> dict[str, Callable[[], Any]]:
+    dp_accounting = pytest.importorskip("dp_accounting")
+    opacus = pytest.importorskip("opacus.accountants")
+    from dp_accounting.pld import PLDAccountant
+    from dp_accounting.rdp import RdpAccountant
+
+    assert dp_accounting.GaussianDpEvent
+    return {"rdp": opacus.RDPAccountant, "prv": opacus.PRVAccountant, "pld": PLDAccountant, "google rdp": RdpAccountant}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_epsilon_by_all_accountants() -> None:
+    history = [(1.1, 0.01, 400), (1.3, 0.01, 200)]
+    by = {name: spent(history, 1e-5, made) for name, made in accountants().items()}
+    assert spent(history, 1e-5) == by["rdp"]
+    assert by["rdp"] == pytest.approx(by["google rdp"], rel=0.05)
+    assert by["pld"] == pytest.approx(by["prv"], rel=0.05)
+    assert by["pld"] < by["rdp"]
+    assert spent([], 1e-5) == 0
+    assert spent([(0.0, 0.01, 1)], 1e-5) == inf
+    with pytest.raises(TypeError, match=r"accountant\(\) returned int"):
+        spent(history, 1e-5, int)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_noise_for_an_epsilon() -> None:
+    multiplier = noise_for(2.0, 1e-5, 0.01, 500)
+    assert spent([(multiplier, 0.01, 500)], 1e-5) <= 2.0 < spent([(0.99 * multiplier, 0.01, 500)], 1e-5)
+    private = training(noise_multiplier=None, epsilon=3.0, steps=2 * STEPS)
+    train(private, net())
+    assert 2.95 < private.epsilon() <= 3.0
+    assert isfinite(private.epsilon(1e-6))
+    with pytest.raises(ValueError, match="no noise is enough"):
+        noise_for(1e-9, 1e-5, 1.0, 10**9)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_what_would_break_the_guarantee_is_refused() -> None:
+    private, model = training(), net()
+    x, y = data().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(RuntimeError, match="no model is attached"):
+        private.step()
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=LR)
+    with pytest.raises(ValueError, match=r"steps 1 parameters of shapes \[\(7,\)\]"):
+        private.attach(model, stranger)
+    with private.attach(model, optimizer):
+        loader = private.loader(data())
+        for batch in DataLoader(data(), batch_size=6, shuffle=True):  # not Poisson
+            private.backward(losses(model, *batch))
+            with pytest.raises(RuntimeError, match="Poisson sampling"):
+                private.step()
+            break
+        batches = iter(loader)
+        first = next(batches)
+        private.backward(losses(model, *first))
+        private.step()
+        next(batches)
+        another = next(batches)  # a batch was left out
+        private.backward(losses(model, *another))
+        with pytest.raises((RuntimeError, ValueError), match=r"booleans|expected one call for each batch"):
+            private.step()
+        for x, y in loader:
+            losses(model, x, y).mean().backward()
+            with pytest.raises(ValueError, match="doesn't know each sample's loss"):
+                private.step()
+            break
+    with pytest.raises(ValueError, match="began with 30"):
+        private.loader(TensorDataset(x, y))
+    for wrong, told in (
+        ({"expected_batch_size": None}, "expected_batch_size=None"),
+        ({"expected_batch_size": 31}, "no larger than that"),
+        ({"delta": 0.1}, "less than 1 / 30"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            training(**wrong).loader(data())
+    with pytest.raises(TypeError, match="which a stream can't give"):
+        training().loader(Stream())
+    with pytest.raises(TypeError, match="batch_size, shuffle"):
+        training().loader(data(), batch_size=3, shuffle=True)
+    with pytest.raises(ValueError, match="without micro_batch_size"):
+        training().loader(data(), padded=True)
+    with pytest.raises(ValueError, match="expected one of them"):
+        training(epsilon=1.0)
+    with pytest.raises(ValueError, match="expected how many steps"):
+        train(training(noise_multiplier=None, epsilon=1.0), net())
+    with pytest.raises(ValueError, match="noise_multiplier=-1"):
+        training(noise_multiplier=-1)
+    with pytest.raises(ValueError, match="expected one bound, from which it starts"):
+        training(clip=QuantileClip(), max_norm={"*": 1.0})
+    with pytest.raises(ValueError, match="delta=1"):
+        training(delta=1)
+    other = training()
+    other.loader(TensorDataset(*(part[:20] for part in data().tensors)))
+    with pytest.raises(ValueError, match="this one has 20"):
+        other.load_state_dict(private.state_dict())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_statistics_are_refused(frozen: bool) -> None:
+    """In training mode samples mix, also where the layer's own parameters don't train."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    if frozen:
+        model[1].requires_grad_(False)
+    with pytest.raises(autograd_hacks.errors.PerSampleGradientError, match=r"BatchNorm|samples"):
+        train(training(), model, epochs=1)
+
+
+def test_a_scaler_finds_its_scale_in_the_gradients() -> None:
+    """Scaled losses give the same steps."""
+    expected, model = net(), net()
+    train(training(), expected)
+    private, optimizer = training(), torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with private.attach(model, optimizer):
+        for _ in range(2):
+            for x, y in private.loader(data(), parts=2):
+                private.backward(losses(model, x, y), scaler)
+                if private.step(scaler=scaler) is not None:
+                    scaler.step(optimizer)
+                    scaler.update()
+    assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_data_may_be_dictionaries() -> None:
+    class Dictionaries(Dataset[dict[str, Tensor]]):
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            x, y = data()[index]
+            return {"x": x, "y": y}
+
+    private, model = training(), net()
+    with private.attach(model):
+        for batch in private.loader(Dictionaries()):
+            private.backward(losses(model, batch["x"], batch["y"]))
+            private.step()
+    assert private.steps == STEPS

@@ -1,0 +1,48 @@
+"""Private training by hand: batches and noise by the same seeds, rows by one backward pass for each sample."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.privacy.poisson import seeded
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+SIZE, EXPECTED, BOUND, NOISE, LR, SEED = 30, 6, 0.5, 1.1, 0.3, 3
+STEPS = 5  # of an epoch
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(5)
+    return torch.randn(SIZE, 4, generator=draws), torch.randint(3, (SIZE,), generator=draws)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def by_hand(
+    model: nn.Module, x: Tensor, y: Tensor, steps: int = 2 * STEPS, loss: Loss = losses, expected: int = EXPECTED
+) -> nn.Module:
+    """The model, trained by SGD."""
+    for t in range(steps):
+        drawn = torch.rand(len(x), generator=seeded(SEED, "batch", t), dtype=torch.float64) < expected / len(x)
+        total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for n in drawn.nonzero()[:, 0].tolist():
+            grads = torch.autograd.grad(loss(model, x[n : n + 1], y[n : n + 1]).sum(), list(model.parameters()))
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            for name, g in zip(total, grads):
+                total[name] += g * min(1.0, BOUND / float(norm))
+        noise = seeded(SEED, "noise", t)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                own = torch.normal(0.0, NOISE * BOUND / expected, p.shape, generator=noise, dtype=p.dtype)
+                p -= LR * (total[name] / expected + own)
+    return model
