@@ -28,6 +28,7 @@ from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
+from autograd_hacks.verbs.metric import Metric
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.streaming import during_backward, streaming
@@ -54,6 +55,7 @@ __all__ = [
     "per_sample_grads",
     "per_sample_jacobian",
     "PerSampleGrads",
+    "Metric",
     "over",
     "clip_grad1_norm_",
     "during_backward",

@@ -28,6 +28,7 @@ from autograd_hacks.forms import (
 )
 from autograd_hacks.forms.chained import Pull
 from autograd_hacks.forms.factored import Factored
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 
 small = st.integers(1, 3)
 
@@ -236,9 +237,29 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
 
 
 @st.composite
+def maps(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], LinearMap]:
+    """A linear map of gradients into a shape, and the shape that these have."""
+    kind = draw(st.sampled_from(["elementwise", "diagonals", "sides", "in turn"]))
+    if kind == "elementwise":
+        return shape, Elementwise(torch.randn(shape, dtype=torch.float64))
+    if kind == "in turn":
+        inner, first = draw(maps(shape))
+        before, second = draw(maps(inner))
+        return before, InTurn([second, first])
+    sizes = shape[0], prod(shape[1:])
+    if kind == "diagonals" or len(shape) != 2:
+        left, right = (torch.randn(size, dtype=torch.float64) if draw(st.booleans()) else None for size in sizes)
+        return shape, Sides(left, right)
+    fans = draw(small), draw(small)
+    flat = [(fans[1],)] if fans[1] == sizes[1] else [(fans[1],), (1, fans[1]), (fans[1], 1)]  # else it keeps its axes
+    inner = (fans[0], *draw(st.sampled_from(flat)))
+    return inner, Sides(torch.randn(sizes[0], fans[0]).double(), torch.randn(fans[1], sizes[1]).double())
+
+
+@st.composite
 def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2) -> Form:
     """Any form, made of others up to `depth` times."""
-    kinds = ["leaf", "sum", "grouping", "concatenation", "passes", "placed", "chained", "weighted"]
+    kinds = ["leaf", "sum", "grouping", "concatenation", "passes", "placed", "chained", "weighted", "mapped"]
     kind = draw(st.sampled_from(kinds)) if depth else "leaf"
     if kind == "placed":
         ends = sorted(draw(st.sets(st.integers(0, shape[0]), min_size=2, max_size=4)))
@@ -250,6 +271,10 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
         v = torch.cat([theta.sin(), theta.square()])
         form = draw(forms(samples, tuple(v.shape), depth - 1))
         return Chained(form, pull_along(v, theta), theta.shape, theta)
+    if kind == "mapped":
+        inner, by = draw(maps(shape))
+        form = draw(forms(samples, inner, depth - 1))
+        return mapped(form, by) if draw(st.booleans()) else Mapped(form, by)
     if kind == "weighted":
         return scale(draw(forms(samples, shape, depth - 1)), torch.randn(samples, dtype=torch.float64))
     if kind == "sum":

@@ -19,6 +19,7 @@ from autograd_hacks.forms.composite import (
 )
 from autograd_hacks.forms.convolution import Convolution
 from autograd_hacks.forms.lookup import Bags, Lookup
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Mapped, Sides, mapped
 from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
@@ -26,6 +27,12 @@ from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.projection import RandomMap
 
 __all__ = [
+    "mapped",
+    "Sides",
+    "Mapped",
+    "LinearMap",
+    "InTurn",
+    "Elementwise",
     "BUDGET",
     "Bags",
     "Chained",

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
-from autograd_hacks.errors import ON_VERBS, BlockTooLarge
+from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
+from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
+from autograd_hacks.verbs.metric import random_sides
 
 if TYPE_CHECKING:
     from typing import Self
@@ -122,6 +124,12 @@ class Algebra(Matrix):
                 "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
                 "trained." + ON_VERBS
             )
+        if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
+            raise ValueError(
+                f"gram was given gradients of shape {tuple(other[differing[0]].shape)} for {differing[0]!r}, and these have "
+                f"{tuple(self[differing[0]].shape)}: one of the two was brought to another shape by a metric. Give both to "
+                "preconditioned(metric)." + ON_METRICS
+            )
         if not per_parameter:
             return self._between(other, lambda name, form: form.gram(other[name], budget))
         with self.reading(), other.reading():
@@ -166,22 +174,51 @@ class Algebra(Matrix):
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
 
-    def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor:
+    @overload
+    def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor: ...
+    @overload
+    def project(
+        self, dim: int | None = None, seed: int = 0, budget: int = BUDGET, *, per_parameter: bool, rank: int | None = None
+    ) -> dict[str, Tensor]: ...
+    def project(
+        self,
+        dim: int | None = None,
+        seed: int = 0,
+        budget: int = BUDGET,
+        *,
+        per_parameter: bool = False,
+        rank: int | None = None,
+    ) -> Tensor | dict[str, Tensor]:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
+
+        per_parameter: whether to return {name: (N, dim)} instead, each parameter's own projection
+        rank: with ``per_parameter``, and in the place of ``dim``: {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P and
+        Q, as `Metric.low_rank` has them; a vector has at most rank² numbers, a side with no more than ``rank`` all its own
 
         R depends on ``seed``, ``dim``, and each parameter's name and shape, and on nothing else: any two batches can be
         compared.  The square of a unit gradient's projected length spreads by √(8 / dim) at most for a matrix of rank one.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v.
 
-        Raises ValueError for a ``dim`` below 1.
+        Raises ValueError for a ``dim`` or ``rank`` below 1, and for neither or both.
         """
+        if rank is not None:
+            if dim is not None or not per_parameter or self.cuts:
+                raise ValueError(
+                    f"project was given rank={rank} with dim={dim} and per_parameter={per_parameter}; expected "
+                    "project(rank=..., per_parameter=True), of parameters that aren't cut over processes" + ON_VERBS
+                )
+            with self.reading():
+                sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
+                return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
         arguments.check_count("project was given dim", dim, "coordinates", ON_VERBS)
 
         def projected(name: str, form: Form) -> Tensor:
-            return form.project(matrix.random_map(name, form.shape, dim, seed, self.cuts.get(name)), budget)
+            return form.project(matrix.random_map(name, form.shape, dim or 0, seed, self.cuts.get(name)), budget)
 
         with self.reading():
-            return self._added(projected, dim)
+            if per_parameter:
+                return self._each({name: projected(name, form) for name, form in self.items()})
+            return self._added(projected, dim or 0)
 
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
         """The sums over samples with the same id: one row for each user, each document.

@@ -22,11 +22,11 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module
 """What wrappers put into the names of the parameters inside."""
 
 
-def check_count(what: str, count: int, of: str, page: str, other: str = "") -> None:
+def check_count(what: str, count: object, of: str, page: str, other: str = "") -> None:
     """Raises for what is no number of things.  other: what might be given instead, for people"""
     if not is_whole(count):
         raise TypeError(f"{what}={count!r}; expected a whole number of {of}{other}" + page)
-    if count < 1:
+    if count < 1:  # type: ignore[operator]  # a whole number
         raise ValueError(f"{what}={count}; expected a number of {of}, 1 or more{other}" + page)
 
 
@@ -173,14 +173,14 @@ def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collect
     return [name for name in trained if name in chosen]
 
 
-def parts_by(patterns: Iterable[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
     """Each pattern with the parameters that it matches.  Raises ValueError for none, and for one that several match."""
     parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
     given = [name for _, own in parts for name in own]
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
     if none or twice:
         raise ValueError(
-            f"weighted_sum was given patterns of which {none} match no parameter that trains, and several match "
+            f"{who} was given patterns of which {none} match no parameter that trains, and several match "
             f"{twice[:5]}; expected names, or patterns, of different ones" + ON_VERBS
         )
     return parts

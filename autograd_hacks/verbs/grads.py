@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import ON_CURVATURE, BlockTooLarge, NothingRecorded, needed
-from autograd_hacks.forms import BUDGET, scale
+from autograd_hacks.errors import ON_CURVATURE, ON_METRICS, BlockTooLarge, NothingRecorded, needed
+from autograd_hacks.forms import BUDGET, Form, scale
+from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.support.display import Shown
+from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs import arguments, matrix, statistics
 from autograd_hacks.verbs.algebra import Algebra
-from autograd_hacks.verbs.arguments import LIMIT
+from autograd_hacks.verbs.arguments import LIMIT, kind_of
+from autograd_hacks.verbs.metric import Metric
 from autograd_hacks.verbs.statistics import NoiseScale
 
 if TYPE_CHECKING:
@@ -121,6 +124,38 @@ class PerSampleGrads(Algebra):
         """The rows wₙ gₙ, lazily.  w: N.  Raises as ``second_moment`` does for other weights."""
         w = self._by_row(w)
         return self.with_forms({name: scale(form, w.to(form.like.device)) for name, form in self.items()}, self.samples)
+
+    def preconditioned(self, metric: Metric) -> PerSampleGrads:
+        """The rows M gₙ, for a linear map M of each parameter's gradients: a `PerSampleGrads` again, with all verbs.
+
+        metric: of all parameters here, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
+
+        A map L G R changes the factors of products, and nothing of a parameter's size is written; other maps are applied
+        within a verb's budget, to some rows at a time, and to sums in ``dot`` and ``weighted_sum``.  Inner products in a
+        metric are ``grads.preconditioned(metric).gram(others)``: M goes to the side with fewer samples, M^½ to both.
+
+        Raises ValueError for a parameter without a map, for one that doesn't fit a parameter's shape, and where a layer is
+        cut over processes.
+        """
+        if not isinstance(metric, Metric):
+            raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
+        if self.cuts:
+            raise ValueError(
+                f"preconditioned: {next(iter(self.cuts))} is cut over processes, and a map needs all of it. Take dense()"
+                + ON_METRICS
+            )
+        model = self._model()
+        named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
+        maps, forms = metric.of(named, list(self)), dict[str, Form]()
+        with self.reading():
+            for name, form in self.items():
+                try:
+                    forms[name] = mapped(form, maps[name])
+                except ValueError as error:
+                    raise ValueError(f"preconditioned: the metric has for {name!r} {error}" + ON_METRICS) from error
+        made = self.with_forms(forms, self.samples)
+        made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
+        return made
 
     # Curvature.
 

@@ -1,0 +1,296 @@
+"""Linear maps of one parameter's gradients, G ↦ M(G), and the form whose rows are M(Gₙ).
+
+``Sides`` keeps products products: L (u ⊗ v) R = (L u) ⊗ (Rᵀ v).  So the verbs of what comes out cost what those of any
+product cost, and nothing of the parameter's size is written.  With other maps, or other forms, rows are written some at a
+time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
+from autograd_hacks.forms.composite import Concatenation, Grouping, Scaled, Sum, add
+from autograd_hacks.forms.convolution import Convolution
+from autograd_hacks.forms.lookup import Lookup
+from autograd_hacks.forms.numerics import put, slices_of
+from autograd_hacks.forms.outer import Outer, Zero
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+class LinearMap(ABC):
+    """G ↦ M(G), for gradients of one parameter."""
+
+    @abstractmethod
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        """The shape of what comes out for a parameter's shape.  Raises ValueError where the map doesn't fit it."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """M(G), ``(..., *shape_of(shape))``.  x: ``(..., *shape)``"""
+
+    @abstractmethod
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        """Mᵀ(V), shape.  v: shape_of(shape)"""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[Tensor]:
+        """What it is made of."""
+
+    @abstractmethod
+    def to(self, like: Tensor) -> LinearMap:
+        """The map in another dtype, on another device."""
+
+    def rows(self, form: Form) -> Form | None:
+        """M(Gₙ) as a form of some kind that is cheaper than `Mapped`; None where there is none."""
+        return None
+
+    def block(self, rows: slice) -> LinearMap | None:
+        """The map of some entries of the parameter's first axis alone; None where entries depend on others."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise(LinearMap):
+    """G ↦ D ∘ G.  scale: D, of the parameter's shape"""
+
+    scale: Tensor
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        if self.scale.shape != shape:
+            raise ValueError(f"a factor for each entry, of shape {tuple(self.scale.shape)}; expected {tuple(shape)}")
+        return shape
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x * self.scale
+
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        return v * self.scale
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [self.scale]
+
+    def to(self, like: Tensor) -> Elementwise:
+        return Elementwise(self.scale.to(like))
+
+    def block(self, rows: slice) -> Elementwise:
+        return Elementwise(self.scale[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Sides(LinearMap):
+    """G ↦ L G R, for a parameter of shape (O, ...) seen as a matrix O I.  A vector is a matrix O 1.
+
+    left: (O', O), or the diagonal of a diagonal matrix, O; None for the identity    right: (I, I'), or I, or None
+    Where R is a matrix with I' != I, what comes out has shape (O', I').
+    """
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        fan_out, fan_in = _fans(shape)
+        left_fits = self.left is None or (self.left.ndim in (1, 2) and self.left.shape[-1] == fan_out)
+        if not left_fits or not (self.right is None or (self.right.ndim in (1, 2) and len(self.right) == fan_in)):
+            given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
+            raise ValueError(
+                f"L and R of shapes {given[0]} and {given[1]} for a parameter of shape {tuple(shape)}; expected L of "
+                f"(any, {fan_out}) or ({fan_out},), and R of ({fan_in}, any) or ({fan_in},): its gradient is seen as a "
+                f"matrix {fan_out} × {fan_in}"
+            )
+        rows = fan_out if self.left is None else len(self.left)
+        columns = fan_in if self.right is None or self.right.ndim == 1 else self.right.shape[1]
+        if columns != fan_in:
+            return torch.Size((rows, columns))
+        return shape if rows == fan_out else torch.Size((rows, *shape[1:]))
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        before = x.shape[: x.ndim - len(shape)]
+        matrix = _to_right(_to_left(x.reshape(*before, *_fans(shape)), self.left), self.right)
+        return matrix.reshape(*before, *self.shape_of(shape))
+
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        turned = [x if x is None or x.ndim == 1 else x.mT for x in (self.left, self.right)]
+        rows, columns = (n if x is None else x.shape[k] for n, x, k in zip(_fans(shape), (self.left, self.right), (0, -1)))
+        return _to_right(_to_left(v.reshape(rows, columns), turned[0]), turned[1]).reshape(shape)
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [x for x in (self.left, self.right) if x is not None]
+
+    def to(self, like: Tensor) -> Sides:
+        return Sides(*(None if x is None else x.to(like) for x in (self.left, self.right)))
+
+    def block(self, rows: slice) -> Sides | None:
+        if self.left is not None and self.left.ndim == 2:
+            return None
+        return Sides(None if self.left is None else self.left[rows], self.right)
+
+    def rows(self, form: Form) -> Form | None:
+        shape, fan_out = self.shape_of(form.shape), form.shape[:1].numel()
+        if isinstance(form, Outer) and fan_out == form.fan_out:
+            return Outer(_of_factor(form.left, self.left, -1), _of_factor(form.right, self.right, 0), shape)
+        if isinstance(form, Lookup) and fan_out == form.entries:
+            values = _of_factor(form.g, self.right, 0)
+            if self.left is not None and self.left.ndim == 2:
+                return Outer(self.left.mT[form.index], values, shape)
+            values = values if self.left is None else values * self.left[form.index][..., None]
+            return Lookup(form.index, values, form.entries, shape)
+        if isinstance(form, Convolution) and form.groups == 1 and (self.right is None or self.right.ndim == 2):
+            g = _of_factor(form.g.movedim(1, -1), self.left, -1).movedim(-1, 1)
+            return form.varied(1, g) if self.right is None else Outer(g.flatten(2).mT, _windows(form, self.right), shape)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class InTurn(LinearMap):
+    """Several maps, the first one first."""
+
+    maps: Sequence[LinearMap]
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        return reduce(lambda now, each: each.shape_of(now), self.maps, shape)
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        for each in self.maps:
+            x, shape = each(x, shape), each.shape_of(shape)
+        return x
+
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        shapes = [shape]
+        for each in self.maps:
+            shapes.append(each.shape_of(shapes[-1]))
+        for each, own in zip(reversed(self.maps), reversed(shapes[:-1])):
+            v = each.transposed(v, own)
+        return v
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [x for each in self.maps for x in each.tensors()]
+
+    def to(self, like: Tensor) -> InTurn:
+        return InTurn([each.to(like) for each in self.maps])
+
+    def rows(self, form: Form) -> Form | None:
+        return reduce(mapped, self.maps, form)
+
+
+def mapped(form: Form, by: LinearMap) -> Form:
+    """The form whose rows are M(Gₙ), for the rows Gₙ of a form.  Raises ValueError where the map doesn't fit its shape."""
+    by.shape_of(form.shape)
+    dtype = reduce(torch.promote_types, (x.dtype for x in by.tensors()), form.like.dtype)
+    form = form.to(dtype)
+    return _mapped(form, by.to(form.like))
+
+
+def _mapped(form: Form, by: LinearMap) -> Form:
+    if isinstance(form, Zero):
+        return Zero(form.samples, by.shape_of(form.shape), form.like)
+    if isinstance(form, Dense):
+        return Dense(by(form.values, form.shape))
+    if isinstance(form, Scaled | Sum | Grouping | Concatenation):
+        return form._of([_mapped(part, by) for part in form.parts])
+    found = by.rows(form)
+    return Mapped(form, by) if found is None else found
+
+
+class Mapped(Form):
+    """J M: its rows are M(Gₙ).
+
+    form: of the rows Gₙ    by: M
+    """
+
+    writes_in_place = False
+
+    def __init__(self, form: Form, by: LinearMap) -> None:
+        self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
+        self.held = tuple(tensor for leaf in form.leaves() for tensor in leaf.held)
+        self.cuts_well = form.cuts_well and by.block(slice(0, 0)) is not None
+
+    @property
+    def like(self) -> Tensor:
+        return self.form.like
+
+    def row_size(self) -> int:
+        return self.form.row_size() + self.form.shape.numel() + self.shape.numel()
+
+    def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
+        pieces = slices_of(self.samples, BUDGET // max(1, self.row_size() * self.sum_dtype.itemsize))
+        if len(pieces) == 1:
+            return put(self.by(self.form.dense(factor=factor), self.form.shape), out)
+        rows = [self.by(self.form[piece].dense(factor=factor), self.form.shape) for piece in pieces]
+        return put(torch.cat(rows), out)
+
+    def __getitem__(self, index: Index) -> Form:
+        return Mapped(self.form[index], self.by)
+
+    def to(self, dtype: torch.dtype) -> Form:
+        if self.like.dtype == dtype:
+            return self
+        form = self.form.to(dtype)
+        return Mapped(form, self.by.to(form.like))
+
+    def block(self, rows: slice) -> Form:
+        by = self.by.block(rows)
+        return super().block(rows) if by is None else Mapped(self.form.block(rows), by)
+
+    def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
+        if self.cuts_well:
+            yield from super().blocks(budget)
+        else:
+            yield slice(0, self.shape[:1].numel()), self  # some entries cost as much as all
+
+    def merge_key(self) -> Hashable:
+        return Mapped, id(self.by), self.form.shape, self.like.dtype
+
+    def merge(self, others: Sequence[Form]) -> Form:
+        return Mapped(add([self.form, *(other.form for other in others if isinstance(other, Mapped))]), self.by)
+
+    def dot(self, v: Tensor, budget: int = BUDGET) -> Tensor:
+        return self.form.dot(self._wide_map().transposed(v.to(self.sum_dtype), self.form.shape), budget)
+
+    def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        found = self._wide_map()(self.form.weighted_sum(w, budget), self.form.shape)
+        return found if total is None else total.add_(found)
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if about is None and isinstance(self.by, Elementwise):
+            return self.form.second_moment(w, None, budget) * self.by.scale.to(self.sum_dtype).abs().square()
+        return super().second_moment(w, about, budget)
+
+    def _wide_map(self) -> LinearMap:
+        """The map in what verbs add up in."""
+        return self.by.to(self.new_sums())
+
+
+def _fans(shape: torch.Size) -> tuple[int, int]:
+    """O and I of a parameter that is seen as a matrix."""
+    return shape[:1].numel(), shape[1:].numel()
+
+
+def _to_left(matrix: Tensor, left: Tensor | None) -> Tensor:
+    return matrix if left is None else left[:, None] * matrix if left.ndim == 1 else left @ matrix
+
+
+def _to_right(matrix: Tensor, right: Tensor | None) -> Tensor:
+    return matrix if right is None else matrix * right if right.ndim == 1 else matrix @ right
+
+
+def _of_factor(factor: Tensor, side: Tensor | None, axis: int) -> Tensor:
+    """A factor (..., F) of outer products, brought to the other side of the map.  axis: which one of ``side`` meets F"""
+    if side is None or side.ndim == 1:
+        return factor if side is None else factor * side
+    return factor @ (side if axis == 0 else side.mT)
+
+
+def _windows(form: Convolution, right: Tensor) -> Tensor:
+    """A convolution's windows times R, (N, L, I'): the input, convolved with the columns of R.  No window is cut."""
+    kernel = right.mT.reshape(right.shape[1], *form.shape[1:])
+    made = _CONVOLUTIONS[len(form.kernel)](form.x, kernel, None, form.stride, form.padding, form.dilation)
+    return made.flatten(2).mT

@@ -1,0 +1,333 @@
+"""Metrics: for each parameter a linear map of its gradients, as optimizers, Kronecker factors and projections have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.distributed.spread import whole_of
+from autograd_hacks.errors import ON_METRICS, NothingRecorded
+from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
+
+Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
+"""A map, a factor for each number, a pair (L, R), or None for the identity."""
+SHARE = 0.1
+"""The damping of Kronecker factors unless told, of the mean eigenvalue.
+Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
+
+
+class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
+    """For each parameter a linear map of its gradients, for ``grads.preconditioned(metric)``.
+
+    maps: {name or pattern, or the parameter itself: map}, where a map is
+
+    * a tensor of the parameter's shape: G ↦ D ∘ G
+    * a pair (L, R): G ↦ L G R, for the parameter seen as a matrix O I (a vector as O 1).  L is (O', O), R is (I, I'); a
+      vector stands for a diagonal matrix, None for the identity.  Products stay products
+    * None: G itself
+    * an `autograd_hacks.forms.LinearMap`
+
+    The tensors are not copied; where one of them is overwritten, verbs of what was preconditioned before raise StaleRecord.
+    Raises TypeError for another map.
+    """
+
+    def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
+        self._maps: dict[str | nn.Parameter, LinearMap] = {key: _map_of(key, given) for key, given in maps.items()}
+
+    def __getitem__(self, key: str | nn.Parameter) -> LinearMap:
+        return self._maps[key]
+
+    def __iter__(self) -> Iterator[str | nn.Parameter]:
+        return iter(self._maps)
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def _table(self) -> Table:
+        rows = [("parameter", "map", "made of tensors of shape")]
+        for key, by in self.items():
+            name = key if isinstance(key, str) else f"of shape {tuple(key.shape)}"
+            rows.append((name, type(by).__name__, ", ".join(str(tuple(x.shape)) for x in by.tensors())))
+        return Table(f"Metric of {len(self)} parameters", rows)
+
+    def of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
+        """{name: map} for all of some parameters.  named: all names of a model's parameters    names: the first ones of some
+
+        Raises ValueError for a parameter without a map or with several, for a pattern that matches none, and where no
+        parameter of the metric is the model's.
+        """
+        by_id = {id(key): by for key, by in self.items() if not isinstance(key, str)}
+        found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
+        if by_id and not any(id(p) in by_id for _, p in named):
+            raise ValueError(
+                f"preconditioned was given a metric of {len(by_id)} parameters, none of which is the model's: expected one "
+                "that was made from the optimizer of this very model" + ON_METRICS
+            )
+        patterns = [key for key in self if isinstance(key, str)]
+        for pattern, own in parts_by(patterns, names, "the metric") if patterns else ():
+            found |= dict.fromkeys(own, self[pattern])
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(
+                f"preconditioned: the metric has no map for {', '.join(map(repr, missing[:5]))}"
+                f"{' ...' if len(missing) > 5 else ''}. Give them one, None for their gradients as they are; or leave them "
+                "out: per_sample_grads(model, only=...)." + ON_METRICS
+            )
+        return {name: found[name] for name in names}
+
+    @classmethod
+    def from_optimizer(cls, optimizer: torch.optim.Optimizer) -> Metric:
+        """What an optimizer divides gradients by, from its state as it is now; without momentum and learning rates.
+
+        * Adam, AdamW, NAdam: g / (√v̂ + eps), v̂ corrected for its bias; with amsgrad the largest v so far
+        * RMSprop: g / (√v + eps).  Adagrad: g / (√Σg² + eps)
+        * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so that products stay products, but for the
+          update's clipping
+        * Muon: (M Mᵀ)^-½ G, or G (Mᵀ M)^-½ on the smaller side, for the momentum M, whose orthogonal factor the update is:
+          Newton and Schulz' iteration is taken for exact
+        * SGD: g itself
+
+        Raises TypeError for other optimizers; NothingRecorded where a parameter has no state yet.
+        Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+        scaling = next((of for names, of in _SCALINGS.items() if _is_one_of(inner, names)), None)
+        if scaling is None:
+            raise TypeError(
+                f"Metric.from_optimizer was given {type(inner).__name__}; expected one of "
+                f"{', '.join(name for names in _SCALINGS for name in names)}. Make its map yourself: "
+                "Metric({name: factor, ...})" + ON_METRICS
+            )
+        maps: dict[str | nn.Parameter, Given] = {}
+        for group in inner.param_groups:
+            for p in group["params"]:
+                state = inner.state.get(p, {})
+                if not state and scaling is not _of_sgd:
+                    raise NothingRecorded(
+                        f"Metric.from_optimizer: {type(inner).__name__} has no state for a parameter of shape "
+                        f"{tuple(p.shape)}. Take a step first, or load_state_dict of a checkpoint."
+                    )
+                with torch.no_grad():
+                    maps[p] = scaling({name: whole_of(x) for name, x in state.items() if isinstance(x, Tensor)} | {
+                        name: x for name, x in state.items() if not isinstance(x, Tensor)
+                    }, group)  # fmt: skip
+        return cls(maps)
+
+    @classmethod
+    def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
+        """(B + √λ/π)⁻¹ G (A + √λ π)⁻¹, for parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
+
+        damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told
+        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping.
+        Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
+        """
+
+        def inverse(factors: tuple[Tensor, Tensor]) -> Sides:
+            a, b = (x.double() for x in factors)
+            mean_a, mean_b = (x.diagonal().mean() for x in (a, b))
+            total = SHARE * mean_a * mean_b if damping is None else damping
+            pi = (mean_a / mean_b).sqrt()
+            shifts = (total**0.5 / pi, total**0.5 * pi)
+            left, right = (
+                torch.linalg.inv(x + shift * torch.eye(len(x), dtype=x.dtype, device=x.device)).to(factors[0])
+                for x, shift in zip((b, a), shifts)
+            )
+            return Sides(left, right)
+
+        return cls._from(model, "kfac", damping, inverse)
+
+    @classmethod
+    def from_ekfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
+        """(EKFAC + λ)⁻¹, as `ekfac_solve`, but lazily: rows are written some at a time, and in ``dot`` none.
+
+        damping: λ > 0; for each parameter a tenth of the mean of its eigenvalues unless told
+        Raises NothingRecorded where no parameter has ``ekfac``, ValueError for another damping, and for
+        ``kfac_bias='joint'``, by which a weight and its bias have one block.
+        """
+
+        def inverse(block: Any) -> LinearMap:
+            if len(block.names) > 1:
+                raise ValueError(
+                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric has "
+                    "one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
+                )
+            shift = SHARE * block.values.mean() if damping is None else damping
+            scale = 1 / (block.values + shift)
+            if block.values.shape[1] == 1:
+                return InTurn([Sides(block.b.mT), Elementwise(scale[:, 0]), Sides(block.b)])
+            return InTurn([Sides(block.b.mT, block.a), _Flat(scale), Sides(block.b, block.a.mT)])
+
+        return cls._from(model, "ekfac", damping, inverse)
+
+    @classmethod
+    def _from(cls, model: nn.Module, attribute: str, damping: float | None, inverse: Any) -> Metric:
+        if damping is not None and not damping > 0:
+            raise ValueError(
+                f"Metric.from_{attribute} was given damping={damping!r}; expected a number above 0" + ON_METRICS
+            )
+        found = {p: vars(p)[attribute] for p in model.parameters() if attribute in vars(p)}
+        if not found:
+            raise NothingRecorded(
+                f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run backprop_hess(output) and "
+                f"compute_hess(model, kind={attribute!r}), or compute_hess_over(model, loader, kind={attribute!r})."
+            )
+        return cls({p: inverse(block) for p, block in found.items()})
+
+    @classmethod
+    def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
+        """G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), by which a matrix's gradient has rank² numbers, a vector's at most so
+        many.
+
+        seed: of random signs over √rank, which keep inner products in expectation: E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
+        pca: whether P and Q are the first eigenvectors of ``kfac``'s factors B and A instead
+        A side with no more than ``rank`` numbers stays as it is.
+
+        Raises ValueError for a rank below 1, NothingRecorded where ``pca`` has no factors.
+        Source: Choe et al. 2024, "LoGra" (arXiv:2405.13954), section 3.
+        """
+        maps: dict[str | nn.Parameter, Given] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                maps[p] = _principal(name, p, rank) if pca else random_sides(name, p.shape, rank, seed)
+        return cls(maps)
+
+
+class _Flat(Elementwise):
+    """A factor for each entry of a parameter that is seen as a matrix O I."""
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        super().shape_of(torch.Size((shape[0], shape[1:].numel())))
+        return shape
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x * self.scale.view(shape)
+
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        return v * self.scale.view(shape)
+
+    def to(self, like: Tensor) -> _Flat:
+        return _Flat(self.scale.to(like))
+
+    def block(self, rows: slice) -> _Flat:
+        return _Flat(self.scale[rows])
+
+
+def _map_of(key: object, given: Given) -> LinearMap:
+    if isinstance(given, LinearMap):
+        return given
+    if given is None:
+        return Sides()
+    if isinstance(given, Tensor):
+        return Elementwise(given)
+    if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
+        return Sides(*given)
+    what = key if isinstance(key, str) else "a parameter"
+    raise TypeError(
+        f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
+        "or None" + ON_METRICS
+    )
+
+
+# Random and principal directions.
+
+
+def random_sides(name: str, shape: torch.Size, rank: int, seed: int) -> Sides:
+    """Pᵀ and Q of random signs, a function of the parameter's name and shape, the rank and the seed."""
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"a projection was given rank={rank!r}; expected a number of directions, 1 or more" + ON_METRICS)
+    if len(shape) < 2:  # as many numbers as a matrix has
+        return Sides(_signs(name, "left", shape[:1].numel(), rank * rank, seed))
+    left, right = (_signs(name, side, n, rank, seed) for side, n in (("left", shape[0]), ("right", shape[1:].numel())))
+    return Sides(left, None if right is None else right.mT)
+
+
+def _signs(name: str, side: str, size: int, rank: int, seed: int) -> Tensor | None:
+    """(rank, size) of ±1/√rank; None for the identity."""
+    if size <= rank:
+        return None
+    key = repr((seed, unwrapped(name), side, size, rank)).encode()
+    generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
+    signs = torch.randint(2, (rank, size), generator=generator, device="cpu")
+    return (2.0 * signs - 1) / rank**0.5
+
+
+def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
+    if "kfac" not in vars(p):
+        raise NothingRecorded(
+            f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
+            "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
+        )
+    a, b = vars(p)["kfac"]
+    left, right = (None if len(x) <= rank else torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x) for x in (b, a))
+    return Sides(None if left is None else left.mT, right)
+
+
+# What optimizers divide by, {names of classes: of a parameter's state and its group's settings}.
+
+
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
+    return 1 / (unbiased.sqrt() + group["eps"])
+
+
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    v = state["square_avg"]
+    v = v - state["grad_avg"].square() if group.get("centered") else v
+    return 1 / (v.sqrt() + group["eps"])
+
+
+def _of_adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    return 1 / (state["sum"].sqrt() + group["eps"])
+
+
+def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    if "exp_avg_sq_row" in state:  # transformers'
+        row, column = state["exp_avg_sq_row"][..., None], state["exp_avg_sq_col"][..., None, :]
+    elif "row_var" in state:
+        row, column = state["row_var"], state["col_var"]
+    else:
+        v = state["variance"] if "variance" in state else state["exp_avg_sq"]
+        return v.clamp(min=torch.finfo(v.dtype).tiny).rsqrt()
+    row = row / row.mean(-2, keepdim=True)
+    # Below this torch's Adafactor takes the same for all, and what is left has rank one no more.
+    floor = torch.finfo(row.dtype).eps ** 2
+    if row.ndim == 2 and bool(row.min() * column.min() > floor):
+        return row[:, 0].rsqrt(), column[0].rsqrt()
+    return (row * column).clamp(min=floor).rsqrt()
+
+
+def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    m = state["momentum_buffer"].double()
+    on_left = m.shape[0] <= m.shape[1]
+    values, vectors = torch.linalg.eigh(m @ m.mT if on_left else m.mT @ m)
+    least = values[-1].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
+    root = ((vectors * values.clamp(min=least).rsqrt()) @ vectors.mT).to(state["momentum_buffer"])
+    return (root, None) if on_left else (None, root)
+
+
+def _of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    return None
+
+
+_SCALINGS = {
+    ("Adam", "AdamW", "NAdam"): _of_adam,
+    ("RMSprop",): _of_rmsprop,
+    ("Adagrad",): _of_adagrad,
+    ("Adafactor",): _of_adafactor,
+    ("Muon",): _of_muon,
+    ("SGD",): _of_sgd,
+}
+
+
+def _is_one_of(optimizer: object, names: Sequence[str]) -> bool:
+    """Whether an optimizer is of one of torch's classes, or transformers' of the same name, and not a subclass that may
+    divide by something else."""
+    kind = type(optimizer)
+    return kind.__name__ in names and kind.__module__.partition(".")[0] in ("torch", "transformers")

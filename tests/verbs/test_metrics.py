@@ -1,0 +1,268 @@
+"""Gradients in a metric: rows that a linear map was applied to, against the map of rows written out by plain torch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from nets import Language
+from oracle import one_backward_per_sample
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import Metric, PerSampleGrads
+from autograd_hacks.errors import NothingRecorded, StaleRecord
+
+Rows = dict[str, Tensor]
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
+
+
+def batch(seed: int = 0, samples: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(samples, 1, 6, 6).double(), torch.randint(5, (samples,))
+
+
+def grads_and_rows(model: nn.Module, x: Tensor, y: Tensor) -> tuple[PerSampleGrads, Rows]:
+    """By the library, and by one backward pass a sample."""
+    autograd_hacks.backward(F.cross_entropy(model(x), y, reduction="none"), "sum")
+    grads = autograd_hacks.per_sample_grads(model)
+    with autograd_hacks.pause_hooks():
+        rows = []
+        for n in range(len(x)):
+            loss = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+            rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    return grads, {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
+
+
+def hooked(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Net().double()
+    autograd_hacks.add_hooks(model)
+    return model
+
+
+def assert_verbs(found: PerSampleGrads, rows: Rows) -> None:
+    """All verbs of preconditioned rows against rows that were preconditioned."""
+    flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
+    w, v = torch.randn(len(flat)).double(), {name: torch.randn_like(x[0]) for name, x in rows.items()}
+    for budget in (2**26, 1000):
+        assert_close(found.norms(budget=budget), flat.norm(dim=1))
+        assert_close(found.gram(budget=budget), flat @ flat.mT)
+        assert_close(found.dot(v, budget), flat @ torch.cat([x.flatten() for x in v.values()]))
+        assert_close(found.weighted_sum(w, budget), {name: torch.einsum("n,n...->...", w, x) for name, x in rows.items()})
+        assert_close(found.second_moment(budget=budget), {name: x.square().sum(0) for name, x in rows.items()})
+    assert_close(found.dense(), rows)
+    assert_close(found.select(slice(1, 3)).dense(), {name: x[1:3] for name, x in rows.items()})
+
+
+def trained_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 3) -> tuple[nn.Module, object]:
+    model = hooked()
+    optimizer = make(list(model.parameters()))
+    with autograd_hacks.pause_hooks():
+        for seed in range(steps):
+            x, y = batch(seed)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def adam_scaling(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
+    """From the definition: the second moments of the gradients that there were, by hand."""
+    state, group = optimizer.state[p], optimizer.param_groups[0]
+    unbiased = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
+    return 1 / (unbiased.sqrt() + group["eps"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_metric_of_adam(kind: type[torch.optim.Adam]) -> None:
+    model, optimizer = trained_by(lambda ps: kind(ps, lr=0.01))
+    grads, rows = grads_and_rows(model, *batch(7))
+    scaled = {name: rows[name] * adam_scaling(optimizer, p) for name, p in model.named_parameters()}
+    assert_verbs(grads.preconditioned(Metric.from_optimizer(optimizer)), scaled)
+
+
+def step_of(optimizer: torch.optim.Optimizer, model: nn.Module, row: Rows) -> Rows:
+    """One more step of an optimizer without momentum, over its learning rate."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = row[name].clone()
+    optimizer.step()
+    return {name: (before[name] - p.detach()) / optimizer.param_groups[0]["lr"] for name, p in model.named_parameters()}
+
+
+def test_the_metric_of_rmsprop_and_adagrad_is_what_their_steps_divide_by() -> None:
+    for make, small in [
+        (lambda ps: torch.optim.RMSprop(ps, lr=0.01, alpha=1.0), 1.0),
+        (lambda ps: torch.optim.Adagrad(ps, lr=0.01, initial_accumulator_value=2.0), 1e-6),
+    ]:
+        model, optimizer = trained_by(make, 2)
+        if small == 1.0:
+            for state in optimizer.state.values():  # with alpha = 1 nothing is averaged
+                state["square_avg"].uniform_(0.5, 2.0)
+        grads, rows = grads_and_rows(model, *batch(7))
+        found = grads.preconditioned(Metric.from_optimizer(optimizer)).select(slice(2, 3)).dense()
+        stepped = step_of(optimizer, model, {name: x[2] * small for name, x in rows.items()})
+        assert_close({n: x[0] for n, x in found.items()}, {n: x / small for n, x in stepped.items()}, rtol=1e-4, atol=1e-8)
+
+
+def test_the_metric_of_adafactor_has_rank_one_and_keeps_products() -> None:
+    model, optimizer = trained_by(lambda ps: torch.optim.Adafactor(ps, lr=0.01))
+    grads, rows = grads_and_rows(model, *batch(7))
+    found = grads.preconditioned(Metric.from_optimizer(optimizer))
+    assert type(found["4.weight"].leaves().__next__()).__name__ == "Outer"
+    state = optimizer.state[model[4].weight]
+    v = state["row_var"] @ state["col_var"] / state["row_var"].mean()
+    assert_close(found["4.weight"].dense(), rows["4.weight"] / v.sqrt())
+    assert_close(found["4.bias"].dense(), rows["4.bias"] / optimizer.state[model[4].bias]["variance"].sqrt())
+
+
+def test_the_metric_of_muon_makes_its_momentum_orthogonal() -> None:
+    torch.manual_seed(0)
+    for shape in ((4, 6), (6, 4)):
+        layer = nn.Linear(*shape[::-1], bias=False).double()
+        optimizer = torch.optim.Muon(layer.parameters())
+        layer.weight.grad = torch.randn(shape).double()
+        optimizer.step()
+        by = Metric.from_optimizer(optimizer)[layer.weight]
+        made = by(optimizer.state[layer.weight]["momentum_buffer"], torch.Size(shape))
+        small = made @ made.mT if shape[0] < shape[1] else made.mT @ made
+        assert_close(small, torch.eye(4).double())
+
+
+def test_sides_and_factors_by_pattern() -> None:
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    left, right, scale = torch.randn(2, 3).double(), torch.randn(9, 4).double(), torch.rand(3).double()
+    columns = None, torch.rand(48).double()
+    metric = Metric({"0.weight": (left, right), model[1].weight: scale, "*.bias": None, "4.weight": columns})
+    found = grads.preconditioned(metric)
+    by_hand = {
+        "0.weight": left @ rows["0.weight"].flatten(2) @ right,
+        "1.weight": rows["1.weight"] * scale,
+        "4.weight": rows["4.weight"] * metric["4.weight"].right,
+    }
+    assert_verbs(found, {name: by_hand.get(name, x) for name, x in rows.items()})
+    assert "Metric of 4 parameters" in str(metric)
+
+
+def test_a_tied_embedding_in_a_metric() -> None:
+    model = Language(7, 3).double()
+    autograd_hacks.add_hooks(model)
+    x = torch.randint(7, (5, 4))
+
+    def losses(y: Tensor) -> Tensor:
+        return y.square().flatten(1).sum(1)
+
+    losses(model(x)).sum().backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    with autograd_hacks.pause_hooks():
+        rows = one_backward_per_sample(model, losses, x)
+    metric = Metric({name: torch.rand_like(p) for name, p in model.named_parameters()})
+    assert_verbs(grads.preconditioned(metric), {name: x * metric[name].scale for name, x in rows.items()})
+    sides = Metric({name: (torch.randn(2, len(p)).double(), None) for name, p in model.named_parameters()})
+    assert_verbs(
+        grads.preconditioned(sides), {name: torch.einsum("po,no...->np...", sides[name].left, x) for name, x in rows.items()}
+    )
+
+
+def test_kronecker_factors_as_a_metric() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    autograd_hacks.add_hooks(model)
+    x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    autograd_hacks.backprop_hess(model(x), "CrossEntropy")
+    autograd_hacks.compute_hess(model, kind="ekfac")
+    grads, rows = grads_and_rows(model, x, y)
+    solved = autograd_hacks.ekfac_solve(model, rows, 0.3)
+    assert_verbs(grads.preconditioned(Metric.from_ekfac(model, 0.3)), solved)
+    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
+    for name, p in model.named_parameters():
+        a, b = p.kfac
+        pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
+        damped_b, damped_a = b + 0.3**0.5 / pi * torch.eye(len(b)), a + 0.3**0.5 * pi * torch.eye(len(a))
+        own = rows[name][..., None] if p.ndim == 1 else rows[name]
+        by_hand = torch.linalg.solve(damped_b, own) @ torch.linalg.inv(damped_a)
+        assert_close(found[name].dense().flatten(), by_hand.flatten())
+
+
+def test_low_rank_projections_are_those_of_the_metric() -> None:
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    metric = Metric.low_rank(model, 4, seed=3)
+    projected = grads.project(rank=4, per_parameter=True, seed=3)
+    for name, by in zip(rows, metric.values()):
+        assert_close(projected[name], by.to(rows[name])(rows[name], rows[name].shape[1:]))
+    assert projected["4.weight"].shape == (6, 4, 4)
+    assert projected["0.weight"].shape == (6, 3, 4)  # a side that is small stays as it is
+    assert_close(projected["1.weight"], rows["1.weight"])
+    # In expectation inner products stay.
+    products = torch.stack([grads.preconditioned(Metric.low_rank(model, 4, seed=s)).gram() for s in range(300)]).mean(0)
+    flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
+    assert_close(products, flat @ flat.mT, rtol=0.2, atol=0.2 * float((flat @ flat.mT).abs().max()))
+
+
+def test_principal_directions_of_factors() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5, bias=False).double()
+    autograd_hacks.add_hooks(model)
+    x = torch.randn(50, 6).double() * torch.tensor([9.0, 8, 1e-3, 1e-3, 1e-3, 1e-3])
+    autograd_hacks.backprop_hess(model(x), "LeastSquares")
+    autograd_hacks.compute_hess(model, kind="kfac")
+    by = Metric.low_rank(model, 2, pca=True)[model.weight]
+    assert by.right.shape == (6, 2)
+    assert float(by.right[:2].square().sum()) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_projections_of_each_parameter_add_up() -> None:
+    model = hooked()
+    grads, _ = grads_and_rows(model, *batch())
+    each = grads.project(16, seed=2, per_parameter=True)
+    assert list(each) == list(grads)
+    assert_close(sum(each.values()), grads.project(16, seed=2))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, _ = trained_by(torch.optim.Adam)
+    grads, _ = grads_and_rows(model, *batch())
+    _, theirs = trained_by(torch.optim.Adam)
+    with pytest.raises(ValueError, match="none of which is the model's"):
+        grads.preconditioned(Metric.from_optimizer(theirs))
+    with pytest.raises(NothingRecorded, match="has no state"):
+        Metric.from_optimizer(torch.optim.Adam(model.parameters()))
+    with pytest.raises(TypeError, match="expected one of Adam"):
+        Metric.from_optimizer(torch.optim.Rprop(model.parameters()))
+    with pytest.raises(ValueError, match=r"no map for '0\.weight'"):
+        grads.preconditioned(Metric({"*.bias": None}))
+    with pytest.raises(ValueError, match=r"for '4.weight' L and R of shapes \(2, 3\)"):
+        grads.preconditioned(Metric({"4.weight": (torch.ones(2, 3), None), "[01].*": None, "4.bias": None}))
+    with pytest.raises(TypeError, match="expected a tensor, a pair"):
+        Metric({"4.weight": 3.0})
+    with pytest.raises(TypeError, match="expected a Metric"):
+        grads.preconditioned({"4.weight": torch.ones(1)})
+    with pytest.raises(NothingRecorded, match="no parameter of the model has kfac"):
+        Metric.from_kfac(model)
+    with pytest.raises(ValueError, match="one of the two was brought"):
+        grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))
+    for wrong in ({"rank": 2}, {"rank": 2, "dim": 3, "per_parameter": True}, {"rank": 0, "per_parameter": True}):
+        with pytest.raises(ValueError, match="project"):
+            grads.project(**wrong)
+    with pytest.raises(TypeError, match="whole number"):
+        grads.project()
+
+
+def test_a_metric_that_was_overwritten_is_stale() -> None:
+    model = hooked()
+    grads, _ = grads_and_rows(model, *batch())
+    scale = torch.ones(5).double()
+    found = grads.preconditioned(Metric({"[01].*": None, "4.weight": None, "4.bias": scale}))
+    scale.mul_(2)
+    with pytest.raises(StaleRecord, match=r"4\.bias"):
+        found.norms()
