@@ -66,7 +66,7 @@ class Repeated(NamedTuple):
         own = call.layer._parameters
         if call.kwargs or call.slots != 1 or not call.edges.keys() <= own.keys():
             return None
-        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision")
+        made = ("args", "state", "versions", "graph", "forward", "is_first", "precision", "documents")
         fields = {name: value for name, value in vars(call).items() if name not in made}
         owned = [(n, p, p.requires_grad, (p.dtype, p.device)) for n, p in own.items() if p is not None]
         return cls(fields, place, rule, noted.hooks[0][1].shape, tuple(owned))

@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
-from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
+from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.probe.documents import Segments
 from autograd_hacks.probe.planner import ONCE, Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
@@ -30,8 +31,8 @@ HOOKS = "hooks"
 MODES = HOOKS, "derivatives", "expand"
 """Names of one thing: losses may have derivatives in them."""
 
-Settings = tuple[Planner, bool, bool, frozenset[str]]
-"""What `add_hooks` was told: how plans are made, ``param_grad``, ``reuse``, and the names of left out parameters."""
+Settings = tuple[Planner, bool, bool, frozenset[str], Segments | None]
+"""What `add_hooks` was told: how plans are made, ``param_grad``, ``reuse``, names of left out parameters, ``segments``."""
 
 
 def add_hooks(
@@ -43,6 +44,7 @@ def add_hooks(
     mode: str = HOOKS,
     independent: bool = False,
     left_out: Collection[str] = (),
+    segments: Segments | None = None,
 ) -> Hooked:
     """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
 
@@ -66,6 +68,13 @@ def add_hooks(
     independent: whether it is also shown that no sample's outputs depend on the values of others, by a way without a
     gradient, as in ``h - h.mean(0).detach()``: by analysis, or else the model is run again with other samples replaced, on
     the first forward of each kind and ever more rarely. Reading then raises where it was not shown: for private training
+
+    segments: where several documents are packed into one sample, and rows are to be theirs, (D, ...): the name of the
+    model's argument that tells them, or a function of all arguments that returns (B, T) whole numbers. An argument named
+    with "position" has the position of each token in its document, one named with "cu_seq" the D + 1 places at which
+    documents begin and end, any other a number for each token, negative for padding. The proofs show that no document's
+    gradients come to another's positions. 'tokens' has each position's own part of its sample's gradient, see
+    `PerSampleGrads.tokens`
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
     manager it removes the hooks at the end, unless the model had hooks before, which then have their settings again::
@@ -101,6 +110,17 @@ def add_hooks(
         )
     if probe not in (True, False, ONCE):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
+    if segments is not None and not (isinstance(segments, str) or callable(segments)):
+        raise TypeError(
+            f"add_hooks was given segments of type {type(segments).__name__}; expected the name of an argument of the "
+            "model, or a function of its arguments that returns a number for each position" + ON_SEGMENTS
+        )
+    if segments is not None and (independent or not probe or batch_dim != 0):
+        raise ValueError(
+            f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}: that "
+            "documents are independent is shown by proofs of their gradients alone, with the samples on axis 0. Leave these "
+            "out; for private training give each document as a sample of its own, padded." + ON_SEGMENTS
+        )
     if left_out and not param_grad:
         raise ValueError(
             "add_hooks was given only=... with param_grad=False, after which nothing would bring the gradients of the "
@@ -109,12 +129,16 @@ def add_hooks(
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
     record = recorder.record
-    before = None if known is None else (known.planner, known.backward.wants_grad, known.pool.reuse, record.left_out)
+    before = (
+        None
+        if known is None
+        else (known.planner, known.backward.wants_grad, known.pool.reuse, record.left_out, known.segments)
+    )
     record.left_out = frozenset(left_out)
     try:
         _hook_all(recorder, model)
         recorder.plan_by(Planner(model, batch_dim, probe, independent))
-        recorder.backward.wants_grad, recorder.pool.reuse = param_grad, reuse
+        recorder.backward.wants_grad, recorder.pool.reuse, recorder.segments = param_grad, reuse, segments
         recorder.attach()
     except BaseException:
         if known is None:
@@ -290,7 +314,9 @@ class Hooked(Shown):
         if self._before is None:
             remove_hooks(self._model)
         else:
-            planner, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out = self._before
+            planner, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out, recorder.segments = (
+                self._before
+            )
             _hook_all(recorder, self._model)  # of parameters that were left out since
             recorder.plan_by(planner)
 

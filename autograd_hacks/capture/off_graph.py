@@ -21,6 +21,7 @@ from autograd_hacks.capture.uses import Edge, NodeUse, ValueUse
 from autograd_hacks.capture.uses import Graph as Held
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
+from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.meetings import Keys, Meetings, memory_of
 from autograd_hacks.probe.plan import AXES, ENTRIES, ROWS, Place, Plan
 from autograd_hacks.probe.routes import Routes
@@ -50,6 +51,7 @@ class Ran:
     roots: Sequence[Node] | None = None  # the nodes that made the outputs, where these are gone
     labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
     returned: Any = None  # what the outputs are in
+    documents: Documents | None = None  # that are packed into its samples, where rows are to be theirs
     off: OffGraph | None = None  # what its plan reads off the graph, once that was looked for
 
     @cached_property
@@ -183,6 +185,7 @@ class OffGraph:
     def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
         self.ran, self.plan, self.samples, self.key = ran, plan, samples, key
         self.is_known = True  # whether the plan knows all uses of parameters
+        self.documents: Documents | None = None  # whose rows are wanted, in the place of samples'
         self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes them
         self.hooks: list[tuple[Node, AtNode]] = []
 
@@ -279,6 +282,7 @@ class OffGraph:
                     labels=self.labels.get(node),
                     graph=weakref.ref(graph),
                     plan=self.plan,
+                    documents=self.documents,
                 ),
             )
 

@@ -30,6 +30,7 @@ from autograd_hacks.capture.uses import Edge
 from autograd_hacks.capture.wrappers import Reduction, check_whole, running_stage
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.batch import Batch
+from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
 from autograd_hacks.probe.planner import Known, Planner
 from autograd_hacks.probe.routes import has_choosing, places_left
@@ -68,6 +69,9 @@ class Recorder:
         self.forward = Forward(self.record, self.backward)
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
         self.said_uncompiled = False  # whether it was said that compiled parts run as they are written
+        self.segments: Segments | None = (
+            None  # what tells documents that are packed into samples, where rows are to be theirs
+        )
         self.is_aside = False  # whether the library runs forwards and backward passes of its own
         self._plan: Plan | None = None  # of these, where it is not to be looked for
         self._known: Known | None = None  # of the forward that runs
@@ -186,6 +190,8 @@ class Recorder:
         outputs = [x for x in tensors_of(output) if not x.is_nested]
         trained = partial(self.record.trained, model, path)
         ran = Ran([model], trained, (args, kwargs), outputs, noted, self._ends, returned=output)
+        if self.segments is not None and not path:
+            ran.documents = documents_of(self.segments, *ran.arguments)
         with plainly_saved():
             return self._end(path, model, ran, output)
 
@@ -200,6 +206,9 @@ class Recorder:
         if plan is self.planner.static or not any(x.grad_fn is not None for x in ran.outputs):
             known = None
         samples, is_proven = self._proven(model, known, ran)
+        self.record.documents = ran.documents
+        for noted in ran.noted if ran.documents is not None else ():
+            noted.call.documents = ran.documents
         is_watched = is_proven or (known is not None and plan.has_doors)
         if is_watched and samples:
             watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
@@ -217,7 +226,7 @@ class Recorder:
             self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             if layout is not None and layout.fits(x, count):
-                own = weakref.ref(self), self.record.forwards, is_proven
+                own = weakref.ref(self), self.record.forwards, is_proven and ran.documents is None
                 mark_returned(x, Returned(x.output_nr, layout, count, plan, *own))
         self.record.returned = list(zip([x.shape for x in ran.outputs], layouts))
         return returned
@@ -228,6 +237,7 @@ class Recorder:
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
         off = ran.off or OffGraph(ran, plan, samples or 0)
+        off.documents = ran.documents
         return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
 
     def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
 from autograd_hacks.support.display import bytes_of, with_unit
@@ -165,6 +166,7 @@ class Record:
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
+    documents: Documents | None = None  # that were packed into the last forward's samples, where rows are theirs
     left_out: frozenset[str] = frozenset()  # names of parameters that nobody asks for: see `add_hooks(only=...)`
     gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
     cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and what is whole

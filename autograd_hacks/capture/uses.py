@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
 from autograd_hacks.forms.composite import magnitudes
+from autograd_hacks.probe.documents import Documents, check_told
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.rules.nodes import BY_OWNERS, NODES, Kept, Met, by_node, carried_back
+from autograd_hacks.rules.nodes import BY_OWNERS, BY_POSITION, NODES, Kept, Met, by_node, carried_back
 from autograd_hacks.rules.rule import Call, Rule
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value
@@ -86,6 +87,7 @@ class Use(ABC):
     is_first: bool = True  # whether no other forward hook came before ours
     precision: torch.dtype | None = None  # autocast's dtype
     plan: Plan | None = field(default=None, repr=False)  # of the forward
+    documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, in the place of samples'
 
     @property
     @abstractmethod
@@ -111,7 +113,8 @@ class Use(ABC):
         """
         if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
             edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
-            return {local: Zero(self.samples, p.shape, p) for local, p in edges.items()}
+            rows = self.samples if self.documents is None else self.documents.count
+            return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
@@ -176,7 +179,13 @@ class LayerCall(Use, Call):
         """The tensors that the layer was given."""
         return [x for x, _ in self.versions]
 
+    def at_place(self, samples: int, layouts: Layouts, labels: Tensor | None, documents: Documents | None) -> LayerCall:
+        """The same call, its samples being at some place."""
+        return replace(self, samples=samples, layouts=layouts, labels=labels, documents=documents)
+
     def batch_size(self, grads: OutputGrads) -> int:
+        if self.documents is not None:
+            return self.documents.losses
         return self._rows(grads) if self.samples is None else self.samples
 
     def _rows(self, grads: OutputGrads) -> int:
@@ -189,6 +198,13 @@ class LayerCall(Use, Call):
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         call = self if grads.live is None else replace(self, args=grads.live[0], kwargs=grads.live[1])
         rule, layout = rule_for(self.layer), self.layouts[0] if self.samples is not None and self.layouts else None
+        if self.documents is not None:
+            features = None if rule is None or rule.features is None else rule.features(self.layer)
+            shape = grads.first.shape
+            found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
+            by_position = check_told(found, self.place, shape)
+            forms = call._by_rule(rule, grads, by_position if by_position.fold else None, self.documents.ids.numel())
+            return {name: self.documents.rows(form) for name, form in forms.items()}
         if self.labels is not None:
             forms = call._by_rule(rule, grads, None, len(self.labels))
             return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
@@ -288,7 +304,7 @@ class NodeUse(Use):
         return f"{self.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
 
     def batch_size(self, grads: OutputGrads) -> int:
-        return self.samples or 0
+        return self.documents.losses if self.documents is not None else self.samples or 0
 
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
@@ -322,9 +338,13 @@ class NodeUse(Use):
             return None
         ((slot, g),) = arrived
         layout = Layout() if self.labels is not None else self.layouts[slot]
+        if self.documents is not None:
+            layout = None if self.labels is not None else self.documents.layout(g.shape, layout)
+            layout = layout if layout is None or not layout.fold or self.node in BY_POSITION else None
         if layout is None:
             return None
         rows = samples if self.labels is None else len(g)
+        rows = rows if self.documents is None else self.documents.ids.numel()
         is_live = torch.is_grad_enabled()  # in a pass of which a graph is made
         kept = Kept(node, lambda x: ready(x if is_live else x.detach(), dtype))
         met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
@@ -334,11 +354,21 @@ class NodeUse(Use):
             return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex() and not value.is_complex:
             form = Dense(form.dense().real)
+        if form is not None and self.documents is not None:
+            return self.documents.rows(form)
         return form if form is None or self.labels is None else gathered(form, self.labels, samples)
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The node called with each sample's part of the gradients."""
         owners: list[Tensor | None] = []
+        if self.documents is not None:
+            for slot, g in enumerate(grads):
+                at = self.layouts[slot] if self.labels is None and slot < len(self.layouts) else None
+                own = None if g is None else self.documents.owners(g.shape, at, g.device)
+                if g is not None and own is None:
+                    check_told(None, self.place, g.shape)
+                owners.append(own)
+            return Dense(by_node(node, value.place, grads, owners, self.documents.count, value.shape))
         for slot, g in enumerate(grads):
             layout = self.layouts[slot] if slot < len(self.layouts) else None
             labels, axis = self.labels, 0 if layout is None or self.labels is not None else layout.axis

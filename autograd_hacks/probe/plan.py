@@ -60,6 +60,8 @@ class Plan:
     names: frozenset[str] = frozenset()  # the parameters that are read off the graph
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
+    leaks: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows of documents
+    untold: str = ""  # why documents can't be told in some output, for people
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     mixing: str = ""  # how they do, for people
     why_unproven: str = ""  # why nothing could be proven, where that is so

@@ -105,13 +105,15 @@ class Gate:
         for number, recorded in enumerate(self.segment.passes):
             for call in reversed(recorded.received):
                 self._ask(number, call)
-        self.samples = self.segment.batch_size()
+        self.samples, told = self.segment.batch_size(), (call.documents for p in self.segment.passes for call in p.received)
+        self.samples = next((d.count for d in told if d is not None), self.samples)
 
     def _ask(self, number: int, call: Use) -> None:
         grads, terms = self.segment.passes[number].received[call], self._terms[number]
         check_seen(call, grads)
         for local, form in call.forms(grads, self.segment.passes[number].received).items():
-            own = scale(form, form.samples) if self._is_mean[number] else form  # the mean has divided by N
+            count = form.samples if call.documents is None else call.documents.losses
+            own = scale(form, count) if self._is_mean[number] else form  # the mean has divided by N
             found = terms.setdefault(call.edges[local].name, {})
             found[call] = add([found[call], own]) if call in found else own
 

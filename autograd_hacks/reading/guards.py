@@ -96,7 +96,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         if recorded.losses is not None and not recorded.losses.complete:
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
-            raise SamplesMixed(record.plan.mixing)
+            raise SamplesMixed(record.plan.mixing or record.plan.untold)
+        if any(use.documents for use in recorded.received):
+            leaks = [why for name, why in record.plan.leaks.items() if name in recorded.calls_of]
+            if leaks:
+                raise SamplesMixed(leaks[0])
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "

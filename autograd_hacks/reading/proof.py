@@ -4,7 +4,6 @@ the batch, and do the rows add up to what arrives."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice, product
 from typing import Any
 
@@ -12,25 +11,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.off_graph import OffGraph, Ran
+from autograd_hacks.capture.off_graph import Ran
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.capture.uses import LayerCall
 from autograd_hacks.distributed.agreement import from_all, mesh_of_parts
-from autograd_hacks.forms import Form, add
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.owners import NOBODY
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import NESTED, Known
 from autograd_hacks.probe.routes import Routes, places_left
-from autograd_hacks.reading.certificate import agree, received_by
+from autograd_hacks.reading.adding_up import check_documents, check_rows
 from autograd_hacks.reading.independence import show_independent
 from autograd_hacks.reading.inner_losses import adds_up, frontier
 from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, random_like, usual_layouts
 from autograd_hacks.rules.table import rule_for
-from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, candidates
-from autograd_hacks.support.parts import is_part, own_of
+from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed
 from autograd_hacks.support.untouched import Aside
@@ -80,6 +77,7 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
     if not found.mixed:
         check_losses_inside(recorder, plan, ran, found, passes, draws)
         check_rows(plan, ran, found, passes)
+        check_documents(plan, ran, found, draws)
         if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds all know
             for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
                 plan.disproven, plan.unsure = plan.disproven | disproven, plan.unsure | unsure
@@ -380,58 +378,3 @@ def why_mixed(ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> str:
         "one: x.unsqueeze(0). A loss of samples alone can be made outside the "
         "model: backward(losses)."
     )
-
-
-def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
-    """Notes which parameters' rows, weighted, don't add up to what the weighted pass brought to them."""
-    samples, w = found.hypothesis.samples, passes.weights.of_pass(0)
-    forms: dict[str, list[Form]] = {}
-    terms: dict[str, list[tuple[Use, OutputGrads, float]]] = {}
-    scale = float(w.max())
-
-    def note(use: Use, grads: OutputGrads) -> None:
-        for local, form in use.forms(grads).items():
-            forms.setdefault(use.edges[local].name, []).append(form)
-            terms.setdefault(use.edges[local].name, []).append((use, grads, scale))
-
-    plan.disproven, plan.shown = {}, set()
-    try:
-        with torch.no_grad(), without_autocast(ran.parameters.values()):
-            for noted in ran.noted:
-                place = found.calls[noted.call]
-                at = [passes.grads.get((noted.call, slot)) for slot in range(noted.call.slots)]
-                if place.kind in (AXES, ROWS) and not noted.is_empty and any(g is not None for g in at):
-                    call = replace(noted.call, samples=samples, layouts=place.layouts, labels=ran.labels.get(noted.call))
-                    call.is_unseen = place.is_unseen  # and not what the plan before said
-                    note(call, OutputGrads(at, [0] * len(at), tuple(call.edges)))
-            for node, use in OffGraph(ran, plan, samples).find().uses(ran.edge_of, 0):
-                grads = [passes.grads.get((node, n)) for n in range(use.slots)]
-                if any(g is not None for g in grads):
-                    received = OutputGrads(grads, [0] * len(grads), tuple(use.edges))
-                    received.kept = use.take(node, grads, received.reached)
-                    note(use, received)
-            # A layer that ends in a loss may hold the tensors that passes began at.
-            begun = {at.node for at in found.hypothesis.places if isinstance(at, Value)}
-            losses = [noted for noted in ran.noted if (rule := rule_for(noted.call.layer)) is not None and rule.by_input]
-            inside = [noted.call for noted in losses if begun and not begun.isdisjoint(ran.inside(noted))]
-            unseen = {edge.name for call in inside for edge in call.edges.values()}
-            for name in list(passes.arrived):
-                grad = passes.arrived.pop(name)  # which is needed no more
-                if name not in forms or name in unseen:
-                    plan.unsure |= bool(grad.any())
-                    continue
-                grad, form = own_of(grad, ran.parameters[name]).to_dense(), add(forms[name])
-                used = [use.precision for use, _, _ in terms[name]]
-                weights = w.to(form.like.device, form.sum_dtype.to_real())
-                is_zero = not bool(grad.any())
-                plan.unsure |= is_zero
-                if not agree(form, weights, grad, used, partial(received_by, form, terms[name])):
-                    where = ", ".join(dict.fromkeys(use.place for use, _, _ in terms[name]))
-                    plan.disproven[name] = (
-                        f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule "
-                        f"is wrong ({where}), or a way that the hooks don't see leads there"
-                    )
-                elif not is_zero:
-                    plan.shown.add(name)
-    except Exception:  # whatever a rule raises, which reading raises again
-        plan.unsure = True

@@ -17,7 +17,7 @@ from autograd_hacks.rules.conv import convolution, transposed_convolution
 from autograd_hacks.rules.embedding import lookup, refuse_scaling_by_frequency
 from autograd_hacks.rules.linear import added, product
 from autograd_hacks.support.graph import Value, kept_by, put_back_by
-from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.sweep import Grads, call_node, outside_passes, sweep
 from autograd_hacks.support.switch import NO_TASK, current_task
 
@@ -60,11 +60,12 @@ class Met:
     def summed(self, x: Tensor) -> Form | None:
         """x: of the gradient's shape, what each entry adds to the entry of the value that was broadcast there."""
         sizes = [1] * (x.ndim - len(self.shape)) + list(self.shape)
-        if sizes[self.layout.axis] != 1:
+        taken = 2 if self.layout.fold == POSITIONS else 1  # axes on which the samples are
+        if any(size != 1 for size in sizes[self.layout.axis : self.layout.axis + taken]):
             return None  # the value has an entry for each sample
         rows = self.first(x)
-        if not self.layout.fold:  # else the positions stand where the folded axis was
-            del sizes[self.layout.axis]
+        if self.layout.fold in ("", POSITIONS):  # else the positions stand where the folded axis was
+            del sizes[self.layout.axis : self.layout.axis + taken]
         over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
         return Dense((rows.sum(over) if over else rows).reshape(self.samples, *self.shape))
 
@@ -159,7 +160,7 @@ def product_of(x: Tensor, *factors: Tensor, is_new: bool = True) -> Tensor:
 def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
     """y = x̂ · weight + bias, on the last axes.  mean, scale: names of what x was normalised with"""
     last = len(met.kept["normalized_shape"])
-    if met.layout.axis >= met.grad.ndim - last:
+    if met.layout.axis + (met.layout.fold == POSITIONS) >= met.grad.ndim - last:
         return None
     if met.place == 2:
         return added(met.first(met.grad), last)
@@ -266,6 +267,14 @@ NODES: dict[str, Formula] = {
     "PreluKernelBackward0": prelu,
 }
 """{a node's name: its formula}"""
+
+BY_POSITION = frozenset(
+    (
+        "MulBackward0", "AddBackward0", "SubBackward0", "DivBackward0", "ExpandBackward0", "EmbeddingBackward0",
+        "NativeLayerNormBackward0", "FusedRmsNormBackward0",
+    )
+)  # fmt: skip
+"""Nodes whose formula may be told that each position is a row, on two axes."""
 
 OF_NODES = frozenset(
     (

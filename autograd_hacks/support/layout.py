@@ -7,18 +7,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+POSITIONS = "B, T"
+"""A fold by which each position is a row: samples on axis 0, positions on axis 1."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """An axis, and what is folded into it: nothing, or T positions of a sample that stand together (N·T) or apart (T·N)."""
+    """An axis, and what is folded into it: nothing, or T positions of a sample that stand together (N·T) or apart (T·N); or
+    two axes, each position being a row."""
 
     axis: int = 0  # counted from the front
-    fold: str = ""  # '', 'N·T' or 'T·N'
+    fold: str = ""  # '', 'N·T', 'T·N', or `POSITIONS`
 
     def samples_first(self, x: Tensor, samples: int) -> Tensor:
         """N ..., with the folded positions on an axis of their own where the folded one was."""
         if not self.fold:
             return x.movedim(self.axis, 0)
+        if self.fold == POSITIONS:
+            return x.flatten(0, 1)
         # Not -1 for what the sizes tell, which would be unknown for a batch of no samples.
         positions = x.shape[self.axis] // max(1, samples)
         if self.fold == "N·T":
@@ -42,6 +48,8 @@ class Layout:
     def fits_shape(self, shape: Sequence[int], samples: int) -> bool:
         if len(shape) <= self.axis:
             return False
+        if self.fold == POSITIONS:
+            return len(shape) > 1 and shape[0] * shape[1] == samples
         size = shape[self.axis]
         return size == samples if not self.fold else samples > 0 and size % samples == 0
 

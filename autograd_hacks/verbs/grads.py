@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
@@ -156,6 +157,31 @@ class PerSampleGrads(Algebra):
         made = self.with_forms(forms, self.samples)
         made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
         return made
+
+    _by_token: Callable[[nn.Module], PerSampleGrads] | None = None
+    """What `tokens` reads, where these are of a record."""
+
+    def tokens(self) -> PerSampleGrads:
+        """The contributions of single positions to these rows: row (n, t) of a layer's weight is what its position t adds to
+        sample n's gradient.  Verbs have an axis T behind that of the samples then: ``norms`` is (N, T).
+
+        Over t they add up to the rows of samples.  They are not the gradients of tokens' own losses, which reach the
+        positions before them, too: take these by `per_sample_jacobian` of the losses.  Each layer has positions of its own:
+        what the embedding did with a word, and what the last layer made of its place.
+
+        Known for Linear, Embedding, and norm layers on (N, T, ...), and transformers' Conv1D.  For parameters that are read
+        off the graph hook the model by ``add_hooks(model, segments='tokens')``, whose rows are these at once.
+
+        Raises NothingRecorded where the backward pass's record was freed; BatchSizeError and UnsupportedLayer for a layer
+        whose positions can't be told apart (recurrent ones, convolutions, what runs on one position a sample).
+        """
+        model = self._model()
+        if self._by_token is None or model is None:
+            raise NothingRecorded(
+                "tokens() is for what per_sample_grads(model) has returned, before it is selected, grouped, scaled or "
+                "preconditioned; do that with what tokens() returns."
+            )
+        return self._by_token(model)
 
     # Curvature.
 

@@ -10,6 +10,7 @@ from autograd_hacks.capture import hooks
 from autograd_hacks.capture.hooks import HOOKS, Hooked, recorder_of
 from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.probe.batch import Batch, BatchDim
+from autograd_hacks.probe.documents import Segments
 from autograd_hacks.reading.checkpoints import look_inside
 from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
@@ -26,12 +27,13 @@ def add_hooks(
     mode: str = HOOKS,
     independent: bool = False,
     only: str | Iterable[str] | None = None,
+    segments: Segments | None = None,
 ) -> Hooked:
     left_out: set[str] = set()
     if only is not None and isinstance(model, nn.Module):
         names = [name for name, _ in model.named_parameters()]
         left_out = set(names).difference(names_matching(only, model, names))
-    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out)
+    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out, segments)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.why_unshown = look_inside, _why_unshown

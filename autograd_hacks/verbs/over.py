@@ -16,6 +16,7 @@ from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
 from autograd_hacks.forms.base import written_bytes
+from autograd_hacks.probe.documents import Segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.kinds import is_number
@@ -52,6 +53,7 @@ def over(
     out: str | os.PathLike[str] | None = None,
     only: str | Iterable[str] | None = None,
     budget: int = KEPT,
+    segments: Segments | None = None,
 ) -> Any:
     """What a verb says of each sample of a loader, one batch after the other: (D, ...) for D samples, on the CPU.
 
@@ -70,6 +72,9 @@ def over(
     only: as in `per_sample_grads`
     budget: bytes for gradients of ``against``, which are kept from batch to batch, by each of the checkpoints, as far as
     they fit
+
+    segments: as in `add_hooks`: where documents are packed into samples, and rows are to be theirs; ``loss`` then returns a
+    loss for each document, D. Those of `add_hooks` unless told
 
     ``.grad`` stays as it is.  What is kept is taken anew where the model's weights have changed; if anything else that
     ``loss`` depends on may change in between, give ``budget=0``.
@@ -93,7 +98,8 @@ def over(
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
         file = RowFile(_of_process(out), origin)
-    recorder.planner.doubt()  # what was proven with another loss
+    recorder.planner.doubt()  # what was proven with another loss, or of samples
+    told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget, states is not None)
     pieces: list[dict[str, Tensor]] = []
     batches, before = 0, None if states is None else _cloned(model.state_dict())
@@ -119,6 +125,7 @@ def over(
                     "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
                 )
     finally:
+        recorder.segments = told
         if before is not None:
             model.load_state_dict(before)
     record.clear("over has read its passes, and thrown them away")

@@ -2,7 +2,9 @@
 ``.grad`` as these rows make it."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.nn as nn
@@ -10,14 +12,27 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.distributed.spread import Spread, Where, spread_of
-from autograd_hacks.errors import ON_HOOKS, ON_PASSES, ON_PROCESSES, ON_SCALERS, NothingRecorded
+from autograd_hacks.errors import (
+    ON_HOOKS,
+    ON_PASSES,
+    ON_PROCESSES,
+    ON_SCALERS,
+    ON_SEGMENTS,
+    BatchSizeError,
+    NothingRecorded,
+    UnsupportedLayer,
+)
 from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.numerics import accumulation_dtype
+from autograd_hacks.probe.documents import tokens_of
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_sets_all
 from autograd_hacks.reading.scale import check_ordinary, check_scale
 from autograd_hacks.support.contexts import without_autocast
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.parts import joined, part_of
 from autograd_hacks.support.restored import switches_kept
@@ -70,7 +85,63 @@ def grads_of(
     like = {name: part_of(parameters[name]) for name in names}
     filled = {name: forms[name] or Zero(samples, like[name].shape, like[name]) for name in names}
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
-    return PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, spread=spread)
+    entries: tuple[int, ...] = ()
+    if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
+        samples, *entries_of = tokens.ids.shape
+        entries, of = tuple(entries_of), (*of[:2], [samples])
+    made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)
+    made._by_token = partial(
+        _read_tokens, weakref.ref(recorder), [*map(weakref.ref, record.segments)], spread, loss_type, scale, names
+    )
+    return made
+
+
+def _uses(record: Record) -> Iterator[Use]:
+    """All uses that passes came by."""
+    return (use for segment in record.segments for recorded in segment.passes for use in recorded.received)
+
+
+def _read_tokens(
+    of: weakref.ref[Recorder],
+    segments: Sequence[weakref.ref[Segment]],
+    spread: Spread,
+    loss_type: str | None,
+    scale: float | Tensor,
+    names: Sequence[str],
+    model: nn.Module,
+) -> PerSampleGrads:
+    """The rows of positions, from the record that rows were read from."""
+    recorder = of()
+    known = [own() for own in segments]  # freed with the record
+    if recorder is None or len(known) != 1 or recorder.record.segments != known:
+        raise NothingRecorded(
+            "tokens() reads the record of the backward pass again, and that was freed, or is of several batches. Call it "
+            "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
+        )
+    uses = list(dict.fromkeys(_uses(recorder.record)))
+    if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
+        return grads_of(model, recorder, spread, loss_type, scale, names)
+    shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
+    if shape is None:
+        raise BatchSizeError(
+            "tokens(): no output of the model has samples on axis 0 and positions on axis 1, so that it isn't known what a "
+            "position is. Tell it beforehand: add_hooks(model, segments=...)" + ON_SEGMENTS
+        )
+    documents = tokens_of(shape[0], shape[1])
+    for use in uses:
+        if isinstance(use, NodeUse):
+            raise UnsupportedLayer(
+                f"tokens(): {use.place}, was read as its gradient came, for samples. Ask for tokens before the forward, "
+                "add_hooks(model, segments='tokens'), or leave the parameter out, add_hooks(model, only=...)." + ON_SEGMENTS
+            )
+    before = [use.documents for use in uses]
+    try:
+        for use in uses:
+            use.documents = documents
+        return grads_of(model, recorder, spread, loss_type, scale, names)
+    finally:
+        for use, own in zip(uses, before):
+            use.documents = own
 
 
 def compute_grad1(

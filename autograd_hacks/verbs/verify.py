@@ -13,9 +13,18 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Record
 from autograd_hacks.distributed.shards import alone
 from autograd_hacks.distributed.spread import Spread, spread_of
-from autograd_hacks.errors import ON_WRONG, NothingRecorded, ProbeFailed, SamplesMixed, UnsupportedLayer, VerificationFailed
+from autograd_hacks.errors import (
+    ON_SEGMENTS,
+    ON_WRONG,
+    NothingRecorded,
+    ProbeFailed,
+    SamplesMixed,
+    UnsupportedLayer,
+    VerificationFailed,
+)
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
+from autograd_hacks.probe.documents import documents_of
 from autograd_hacks.reading.certificate import agree
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import is_shown
@@ -26,6 +35,7 @@ from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import cut_as, own_of, part_of
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
 from autograd_hacks.support.untouched import untouched
+from autograd_hacks.verbs.leaks import check_values
 
 HEADER = ("parameter", "compared", "largest difference", "largest value")
 
@@ -54,6 +64,9 @@ def verify(
     nobody, as the library doesn't
     loss: of the model's output makes N losses, to be checked too: those of some samples may not change with the others'
     outputs
+    Of a model with ``add_hooks(segments=...)`` rows are of documents, and it also replaces documents by others' tokens: what
+    the model returns for one may not change with the others packed into the same sample.
+
     independent: whether it is also shown that what the model returns for a sample doesn't depend on the values of others, by
     a way without a gradient; see `add_hooks`
 
@@ -187,6 +200,14 @@ def _with_autograd(
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
         raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
     record = recorder.record
+    if recorder.segments is not None:
+        told = documents_of(recorder.segments, *arguments)
+        if told.is_of_tokens:
+            raise ValueError(
+                "verify(model) compares rows with the derivatives of what the model returns, and segments='tokens' has "
+                "parts of these. Verify with add_hooks(model), without segments." + ON_SEGMENTS
+            )
+        check_values(model, recorder, arguments, told)
     parameters = record.asked({name: p for name, p in model.named_parameters() if p.requires_grad})
     draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
@@ -208,6 +229,12 @@ def _with_autograd(
             )
         slot, count = next(iter(places)), recorder.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
+        documents = record.documents
+        weights_of: dict[int, Callable[[Tensor, Tensor], Any]] = {slot: at.over for slot, at in places.items()}
+        if documents is not None:
+            ones = torch.ones(documents.count, device="cpu")
+            places = {slot: at for slot, at in places.items() if documents.over(outputs[slot], ones) is not None}
+            weights_of, samples = dict.fromkeys(places, documents.over), documents.count
         if not samples:
             return []
         if loss is not None:
@@ -223,7 +250,7 @@ def _with_autograd(
         expected = []
         with recorder.backward.silent():
             for _, _, w in weights:
-                weighted = {slot: g * places[slot].over(g, w.to(g)) for slot, g in grads.items()}
+                weighted = {slot: g * weights_of[slot](g, w.to(g)) for slot, g in grads.items()}
                 expected.append(_pull(outputs, weighted, parameters))
         _pull(outputs, grads, parameters)
         forms, comparison = read(model, dict(model.named_parameters()), recorder, "sum"), _Comparison(record)

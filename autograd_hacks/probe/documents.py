@@ -1,0 +1,187 @@
+"""Documents that are packed into one sample: whose each position is, and how rows of positions become rows of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError
+from autograd_hacks.forms import Form, Grouping, gathered
+from autograd_hacks.support.layout import POSITIONS, Layout
+from autograd_hacks.support.trees import tensors_of
+
+Segments: TypeAlias = str | Callable[..., Tensor]
+"""The name of an argument that tells documents, `TOKENS`, or a function of the model's arguments."""
+
+TOKENS = "tokens"
+"""As ``segments``: each position is a document of its own."""
+PADDED = 4
+"""By so many times more rows than there are positions, documents are brought beside each other, filled up to the longest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Whose each position of a batch is.
+
+    ids: B T, in [0, count), negative for padding    count: D, how many rows there are
+    is_of_tokens: whether rows are of single positions, as far as they are parts of their sample's loss
+    """
+
+    ids: Tensor
+    count: int
+    is_of_tokens: bool = False
+
+    @property
+    def losses(self) -> int:
+        """By how many a mean over losses has divided."""
+        return len(self.ids) if self.is_of_tokens else self.count
+
+    def layout(self, shape: Sequence[int], at: Layout | None, features: int = 0) -> Layout | None:
+        """Where the positions are in a tensor whose samples are known to be at some place; None where that can't be told.
+
+        features: how many of its last axes belong to a position
+        """
+        samples, positions = self.ids.shape
+        if at == Layout() and tuple(shape[:2]) == (samples, positions) and len(shape) - features >= 2:
+            return Layout(0, POSITIONS)
+        # Rows may have been chosen in another order, which a proof of documents shows, and nothing does for tokens.
+        is_merged = at is not None and at.axis == 0 and (at.fold == "N·T" or 1 in (samples, positions))
+        is_merged &= not self.is_of_tokens
+        return Layout() if is_merged and len(shape) - features == 1 and shape[0] == samples * positions else None
+
+    def over(self, x: Tensor, values: Tensor) -> Tensor | None:
+        """A value for each document, to be multiplied by a tensor whose positions are on its first axes; 0 for padding.
+        values: D.  None where they are not there."""
+        of_positions = values.to(x)[self.ids.clamp(min=0).to(x.device)].masked_fill(self.ids.to(x.device) < 0, 0)
+        if tuple(x.shape[:2]) == tuple(self.ids.shape):
+            return of_positions.view(*self.ids.shape, *[1] * (x.ndim - 2))
+        if x.ndim and x.shape[0] == self.ids.numel():
+            return of_positions.view(-1, *[1] * (x.ndim - 1))
+        return None
+
+    def owners(self, shape: Sequence[int], at: Layout | None, device: torch.device) -> Tensor | None:
+        """Whose each entry is of a tensor of some shape, as far as broadcasting goes; None where that can't be told."""
+        where = self.layout(shape, at)
+        if where is None:
+            return None
+        axes = self.ids.shape if where.fold else (self.ids.numel(),)
+        return self.ids.to(device).reshape(*axes, *[1] * (len(shape) - len(axes)))
+
+    def rows(self, form: Form) -> Form:
+        """Rows of documents from rows of positions, (B T)."""
+        ids = self.ids.flatten().to(form.like.device)
+        if (ids < 0).any():
+            kept = (ids >= 0).nonzero()[:, 0]
+            form, ids = form[kept], ids[kept]
+        if len(ids) == self.count:  # each has one position
+            order = ids.argsort()
+            is_sorted = torch.equal(order, torch.arange(len(ids), device=ids.device))
+            return form if is_sorted else form[order]
+        longest = int(torch.bincount(ids, minlength=self.count).max()) if len(ids) else 0
+        if self.count * longest > PADDED * len(ids):
+            return Grouping(form, ids, self.count)
+        return gathered(form, ids, self.count)
+
+
+def tokens_of(samples: int, positions: int) -> Documents:
+    """Each position a row: row t · N + n is position t of sample n."""
+    ids = torch.arange(samples * positions, device="cpu").view(positions, samples).T
+    return Documents(ids, samples * positions, is_of_tokens=True)
+
+
+def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Documents:
+    """The documents of a forward's batch.
+
+    Raises ValueError where the argument isn't there, or doesn't cover the batch.
+    """
+    like = next((x for x in tensors_of((args, kwargs)) if x.ndim >= 2), None)
+    if like is None:
+        raise ValueError(
+            "segments: no argument of the model has samples and positions, (B, T) or (B, T, ...), so that there is nothing "
+            "for documents to be in" + ON_SEGMENTS
+        )
+    samples, positions = like.shape[:2]
+    if segments == TOKENS:
+        return tokens_of(samples, positions)
+    if callable(segments):
+        told, what = segments(*args, **kwargs), f"the function {getattr(segments, '__name__', 'given')!r}"
+        return _by_ids(told, samples, positions, what)
+    found: Any = kwargs.get(segments)
+    what = f"the argument {segments!r}"
+    if found is None:
+        raise ValueError(
+            f"add_hooks was given segments={segments!r}, and the model was given no argument of this name, but "
+            f"{', '.join(kwargs) or 'none by name'}. Give it by name: model(..., {segments}=...)" + ON_SEGMENTS
+        )
+    if "position" in segments:
+        return _by_positions(found, samples, positions, what)
+    if isinstance(found, Tensor) and found.ndim == 1 and "cu_seq" in segments:
+        return _by_ends(found, samples, positions, what)
+    return _by_ids(found, samples, positions, what)
+
+
+def _by_ids(told: object, samples: int, positions: int, what: str) -> Documents:
+    """told: B T, a number for each document, within its sample; negative for padding"""
+    ids = _checked(told, (samples, positions), what, "a whole number for each position, negative for padding")
+    keys = ids + (ids.max() + 1).clamp(min=1) * torch.arange(samples, device=ids.device)[:, None]
+    known, numbers = keys[ids >= 0].unique(return_inverse=True)
+    found = torch.full_like(ids, -1)
+    found[ids >= 0] = numbers
+    return Documents(found, len(known))
+
+
+def _by_positions(told: object, samples: int, positions: int, what: str) -> Documents:
+    """told: B T or 1 T, the position of each token in its document"""
+    if isinstance(told, Tensor) and told.ndim == 2 and told.shape == (1, positions):
+        told = told.expand(samples, positions)
+    ids = _checked(told, (samples, positions), what, "the position of each token in its document, 0 for the first")
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+    if bool((ids[begins] != 0).any()):
+        wrong = int(ids[begins][ids[begins] != 0][0])
+        raise ValueError(
+            f"segments: {what} goes on at position {wrong} where a document begins; expected 0, 1, 2, ... in each, by which "
+            "it can be seen where they begin" + ON_SEGMENTS
+        )
+    numbers = begins.flatten().cumsum(0).view_as(ids) - 1
+    count = int(numbers.max()) + 1 if numbers.numel() else 0
+    return Documents(numbers, count)
+
+
+def _by_ends(told: Tensor, samples: int, positions: int, what: str) -> Documents:
+    """told: D + 1, where each document begins in the batch's positions laid end to end, and their number"""
+    ends, size = told.detach().long().cpu(), samples * positions
+    if len(ends) < 1 or int(ends[0]) != 0 or int(ends[-1]) != size or bool((ends.diff() < 0).any()):
+        raise ValueError(
+            f"segments: {what} is {ends.tolist()[:8]}{' ...' if len(ends) > 8 else ''}; expected numbers from 0 to {size}, "
+            f"the number of positions of {samples} × {positions}, ascending: where each document begins" + ON_SEGMENTS
+        )
+    lengths = ends.diff()
+    lengths = lengths[lengths > 0]
+    ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
+    return Documents(ids.view(samples, positions), len(lengths))
+
+
+def _checked(told: object, shape: tuple[int, int], what: str, expected: str) -> Tensor:
+    if not isinstance(told, Tensor) or told.is_floating_point() or tuple(told.shape) != shape:
+        given = f"{told.dtype} of shape {tuple(told.shape)}" if isinstance(told, Tensor) else type(told).__name__
+        raise ValueError(
+            f"segments: {what} is {given}; expected whole numbers of shape {shape}, {expected}, for the whole batch"
+            + ON_SEGMENTS
+        )
+    return told.detach().long()
+
+
+def check_told(where: Layout | None, what: str, shape: Sequence[int]) -> Layout:
+    """Raises where it can't be told which positions rows belong to."""
+    if where is None:
+        raise BatchSizeError(
+            f"{what} has made a tensor of shape {tuple(shape)}, in which the positions of documents can't be told apart: "
+            "they are on axis 1 behind the samples, or folded into axis 0, nowhere else. Leave its parameters out, "
+            "add_hooks(only=...); or give each document as a sample of its own, padded." + ON_SEGMENTS
+        )
+    return where

@@ -1,0 +1,102 @@
+"""Documents that are packed into one row of a language model of transformers', against each document by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import SamplesMixed
+
+transformers = pytest.importorskip("transformers")
+
+WORDS, LENGTHS = 20, (5, 3, 6)
+SMALL = {
+    "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def llama(attention: str) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attn_implementation=attention))
+
+
+def qwen3(attention: str) -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8, attn_implementation=attention))
+
+
+def gpt2(attention: str) -> nn.Module:
+    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    chances = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **chances, attn_implementation=attention))
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).expand(samples, -1)
+    return torch.randint(WORDS, positions.shape), positions
+
+
+def loss(model: nn.Module, ids: Tensor, positions: Tensor, **more: Any) -> Tensor:
+    """The sum over all tokens whose next one is of the same document."""
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
+    each = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    return (each * (positions[:, 1:] != 0)).sum()
+
+
+def assert_rows(model: nn.Module, grads: autograd_hacks.PerSampleGrads, ids: Tensor, positions: Tensor) -> None:
+    rows = []
+    with autograd_hacks.pause_hooks():
+        for n in range(len(ids)):
+            for x, at in zip(ids[n : n + 1].split(LENGTHS, 1), positions[n : n + 1].split(LENGTHS, 1)):
+                rows.append(torch.autograd.grad(loss(model, x, at), list(model.parameters())))
+    assert_close(grads.dense(), {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))})
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+def test_position_ids_tell_documents(make: Callable[[str], nn.Module], attention: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model = make(attention).double()
+    autograd_hacks.add_hooks(model, segments="position_ids")
+    given = batch(samples)
+    loss(model, *given).backward()
+    assert_rows(model, autograd_hacks.per_sample_grads(model, "sum"), *given)
+
+
+def test_a_mask_that_forgets_documents_is_refused() -> None:
+    """transformers takes a mask of padding that it is given for the whole mask."""
+    torch.manual_seed(0)
+    model = llama("sdpa").double()
+    autograd_hacks.add_hooks(model, segments="position_ids")
+    ids, positions = batch(2)
+    loss(model, ids, positions, attention_mask=torch.ones_like(ids)).backward()
+    with pytest.raises(SamplesMixed, match="documents mix"):
+        autograd_hacks.per_sample_grads(model)
+
+
+def by_length(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> tuple[Tensor, None]:
+    """What FlashAttention's interface for packed sequences computes.  q, k, v: 1 H T D"""
+    lengths = more["cu_seq_lens_q"].diff().tolist()
+    groups = q.shape[1] // k.shape[1]
+    parts = zip(*(x.split(lengths, 2) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))))
+    out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=more.get("scaling")) for part in parts]
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+def test_lengths_tell_documents_as_flash_attention_is_given_them() -> None:
+    transformers.AttentionInterface.register("by_length", by_length)
+    torch.manual_seed(0)
+    model = llama("by_length").double()
+    autograd_hacks.add_hooks(model, segments="cu_seq_lens_q")
+    ids, positions = batch(1)
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)])
+    loss(model, ids, positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends).backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    model.set_attn_implementation("sdpa")
+    assert_rows(model, grads, ids, positions)

@@ -1,0 +1,311 @@
+"""Rows of documents that are packed into one sample, against one backward pass for each document by itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer
+
+WORDS, WIDTH = 11, 8
+
+
+class Attention(nn.Module):
+    """Causal attention within documents.  leak: '' or how documents come to see each other"""
+
+    def __init__(self, leak: str = "") -> None:
+        super().__init__()
+        self.qkv, self.out, self.leak = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), leak
+        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)  # read off the graph
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None]
+        if self.leak != "mask":
+            mask = mask & (document[:, :, None] == document[:, None, :])
+        y = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0])
+        if self.leak == "value":
+            y = y - x.mean(1, keepdim=True).detach()
+        return x + y * (y.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * self.gain
+
+
+class Packed(nn.Module):
+    def __init__(self, leak: str = "") -> None:
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.second, self.head = Attention(leak), Attention(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        document = (position_ids == 0).cumsum(1)
+        x = self.norm(self.words(ids) + self.places(position_ids))
+        return self.head(self.second(self.first(x, document), document))
+
+
+def batch(samples: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, their positions in documents, and the words to come."""
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(samples, -1).contiguous()
+    ids = torch.randint(WORDS, positions.shape)
+    return ids, positions, torch.randint(WORDS, ids.shape)
+
+
+def losses(model: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor, **more: Any) -> Tensor:
+    return F.cross_entropy(model(ids, position_ids=positions, **more).mT, targets, reduction="none")
+
+
+def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor]) -> dict[str, Tensor]:
+    """One backward pass for each document, which the model is given alone."""
+    rows = []
+    with autograd_hacks.pause_hooks():
+        for n in range(samples):
+            begin = 0
+            for length in lengths:
+                own = [x[n : n + 1, begin : begin + length] for x in given]
+                rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters())))
+                begin += length
+    return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
+
+
+def hooked(segments: Any, leak: str = "", **settings: Any) -> Packed:
+    torch.manual_seed(0)
+    model = Packed(leak).double()
+    autograd_hacks.add_hooks(model, segments=segments, **settings)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"param_grad": False}])
+@pytest.mark.parametrize(
+    ("samples", "lengths"), [(2, [3, 2, 4]), (1, [3, 2, 4]), (1, [5]), (3, [1, 1, 1]), (1, [9, 1, 1, 1, 1])]
+)
+def test_rows_are_those_of_documents_alone(samples: int, lengths: list[int], settings: dict[str, bool]) -> None:
+    model = hooked("position_ids", **settings)
+    for _ in range(3):  # proven, steady
+        given = batch(samples, lengths)
+        losses(model, *given).sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        rows = one_by_one(model, samples, lengths, given)
+        assert_close(grads.dense(), rows)
+        flat = torch.cat([x.flatten(1) for x in rows.values()], 1)
+        assert_close(grads.norms(), flat.norm(dim=1))
+        assert_close(grads.gram(), flat @ flat.mT)
+        autograd_hacks.clear_backprops(model)
+
+
+def test_documents_of_other_lengths_in_each_step_and_a_mean_over_their_losses() -> None:
+    model = hooked("position_ids")
+    for lengths in ([3, 2, 4], [6, 3], [1, 1, 7], [9], [2, 2, 2, 3]):
+        given = batch(2, lengths)
+        each = losses(model, *given)
+        whose = ((given[1] == 0).flatten().cumsum(0) - 1).to(torch.long)
+        of_documents = torch.zeros(int(whose.max()) + 1).double().index_add(0, whose, each.flatten())
+        model.zero_grad()
+        autograd_hacks.backward(of_documents)
+        autograd_hacks.compute_grad1(model)
+        rows = one_by_one(model, 2, lengths, given)
+        for name, p in model.named_parameters():
+            assert_close(p.grad1, rows[name])
+            assert_close(p.grad1.mean(0), p.grad)
+        autograd_hacks.clip_grad1_norm_(model, 0.5)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+
+def as_ids(ids: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
+    return (position_ids == 0).cumsum(1)
+
+
+def test_every_way_to_tell_documents_says_the_same() -> None:
+    lengths, samples = [3, 2, 4], 2
+    given = batch(samples, lengths)
+    ends = torch.tensor([0, 3, 5, 9, 12, 14, 18])
+    found = []
+    for segments in (
+        "position_ids",
+        as_ids,
+        lambda *args, **kwargs: as_ids(*args, **kwargs) + 7,
+        "document_ids",
+        "cu_seqlens",
+    ):
+        torch.manual_seed(0)
+        model = Packed().double()
+        own = model.forward
+        model.forward = lambda *a, cu_seqlens=None, own=own, **k: own(*a, **k)  # type: ignore[method-assign]
+        autograd_hacks.add_hooks(model, segments=segments)
+        more = {"document_ids": as_ids(*given[:2])} if segments == "document_ids" else {}
+        more |= {"cu_seqlens": ends} if segments == "cu_seqlens" else {}
+        losses(model, *given, **more).sum().backward()
+        found.append(autograd_hacks.per_sample_grads(model, "sum").dense())
+    for other in found[1:]:
+        assert_close(other, found[0])
+
+
+def test_padding_belongs_to_no_document() -> None:
+    model, given = hooked(lambda ids, position_ids: (position_ids == 0).cumsum(1).where(ids != 0, -1)), batch(2, [3, 4])
+    given[0][:] = given[0].clamp(min=1)
+    given[0][:, 5:] = 0
+    (losses(model, *given) * (given[0] != 0)).sum().backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    rows = one_by_one(model, 2, [3, 2], [x[:, :5] for x in given])
+    assert_close(grads.dense(), rows)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_documents_that_see_each_other_are_refused(samples: int) -> None:
+    model = hooked("position_ids", "mask")
+    losses(model, *batch(samples, [3, 2, 4])).sum().backward()
+    with pytest.raises(SamplesMixed, match="documents mix"):
+        autograd_hacks.per_sample_grads(model)
+
+
+def test_verify_finds_values_that_leak_without_a_gradient() -> None:
+    model, given = hooked("position_ids", "value"), batch(2, [3, 2, 4])
+    losses(model, *given).sum().backward()
+    with pytest.raises(SamplesMixed, match="changed at the positions of others"):
+        autograd_hacks.verify(model)
+    right = hooked("position_ids")
+    losses(right, *given).sum().backward()
+    autograd_hacks.verify(right, samples=4)
+    for p in right.parameters():
+        p.grad = None
+    autograd_hacks.clear_backprops(right)
+
+
+def test_over_a_loader_of_packed_batches() -> None:
+    model = hooked(None)
+    batches = [batch(2, [3, 2]), batch(1, [1, 4, 2])]
+
+    def of_documents(model: nn.Module, given: Any) -> Tensor:
+        whose = (given[1] == 0).flatten().cumsum(0) - 1
+        return torch.zeros(int(whose.max()) + 1).double().index_add(0, whose, losses(model, *given).flatten())
+
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
+    rows = [one_by_one(model, 2, [3, 2], batches[0]), one_by_one(model, 1, [1, 4, 2], batches[1])]
+    by_hand = [torch.cat([x.flatten(1) for x in own.values()], 1).norm(dim=1) for own in rows]
+    assert_close(norms, torch.cat(by_hand))
+    losses(model, *batches[0]).sum().backward()
+    assert autograd_hacks.per_sample_grads(model).samples == 2  # of samples again
+
+
+def test_a_loss_of_what_has_no_positions_is_refused() -> None:
+    class Pooled(Packed):
+        def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Any:
+            logits = super().forward(ids, position_ids)
+            return logits, logits.mean(1)
+
+    model, given = Pooled().double(), batch(2, [3, 2, 4])
+    autograd_hacks.add_hooks(model, segments="position_ids")
+    model(given[0], position_ids=given[1])[0].sum().backward()
+    autograd_hacks.per_sample_grads(model)
+    model(given[0], position_ids=given[1])[1].sum().backward()
+    with pytest.raises(SamplesMixed, match="whose it is can't be told"):
+        autograd_hacks.per_sample_grads(model)
+
+
+def test_what_does_not_cover_the_batch_is_refused() -> None:
+    given = batch(2, [3, 2])
+    for segments, match in [
+        ("documents", "no argument of this name"),
+        (lambda ids, position_ids: position_ids[:, :3], r"expected whole numbers of shape \(2, 5\)"),
+        (lambda ids, position_ids: position_ids.double(), "float64"),
+        (lambda ids, position_ids: None, "NoneType"),
+    ]:
+        model = hooked(segments)
+        with pytest.raises(ValueError, match=match):
+            losses(model, *given)
+    model = hooked("position_ids")
+    with pytest.raises(ValueError, match="goes on at position 2"):
+        losses(model, given[0], given[1] + 2, given[2])
+    model = Packed()
+    model.forward = lambda ids, cu_seqlens: model.head(model.words(ids))  # type: ignore[method-assign]
+    autograd_hacks.add_hooks(model, segments="cu_seqlens")
+    with pytest.raises(ValueError, match="expected numbers from 0 to 10"):
+        model(given[0], cu_seqlens=torch.tensor([0, 3, 9]))
+    with pytest.raises(TypeError, match="segments"):
+        autograd_hacks.add_hooks(model, segments=3)
+    with pytest.raises(ValueError, match="segments"):
+        autograd_hacks.add_hooks(model, segments="position_ids", independent=True)
+
+
+# Tokens.
+
+
+def contributions(model: nn.Module, layer: nn.Linear, given: Sequence[Tensor]) -> Tensor:
+    """What each position adds to the gradient of a Linear's weight, N T O I, by plain hooks."""
+    seen: dict[str, Tensor] = {}
+    handles = [
+        layer.register_forward_hook(lambda m, args, y: seen.update(x=args[0].detach())),
+        layer.register_full_backward_hook(lambda m, before, after: seen.update(g=after[0].detach())),
+    ]
+    with autograd_hacks.pause_hooks():
+        losses(model, *given).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return torch.einsum("nto,nti->ntoi", seen["g"], seen["x"])
+
+
+def test_tokens_are_what_positions_add() -> None:
+    torch.manual_seed(0)
+    model, given = Packed().double(), batch(3, [4])
+    for layer in (model.first, model.second):
+        layer.gain.requires_grad_(False)
+    autograd_hacks.add_hooks(model)
+    losses(model, *given).sum().backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    tokens = grads.tokens()
+    rows = tokens.dense()
+    assert tokens.norms().shape == (3, 4)
+    assert_close({name: x.sum(1) for name, x in rows.items()}, grads.dense())
+    for path in ("first.qkv", "head"):
+        assert_close(rows[f"{path}.weight"], contributions(model, model.get_submodule(path), given))
+    words = rows["words.weight"]
+    for n, t in [(0, 0), (2, 3)]:
+        assert words[n, t].abs().sum(1).nonzero()[:, 0].tolist() == [int(given[0][n, t])]
+    assert tokens.gram().shape == (3, 4, 3, 4)
+    losses(model, *given)
+    with pytest.raises(NothingRecorded, match="freed"):
+        grads.tokens()
+
+
+def test_a_mean_over_samples_gives_tokens_of_their_losses() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double(),
+        torch.randn(5, 6, 3).double(),
+    )
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backward(model(x).square().flatten(1).sum(1))
+    grads = autograd_hacks.per_sample_grads(model)
+    assert_close({name: rows.sum(1) for name, rows in grads.tokens().dense().items()}, grads.dense())
+
+
+def test_tokens_of_parameters_that_are_read_off_the_graph_are_asked_for_beforehand() -> None:
+    given = batch(2, [4])
+    model = hooked(None)
+    losses(model, *given).sum().backward()
+    with pytest.raises(UnsupportedLayer, match="segments='tokens'"):
+        autograd_hacks.per_sample_grads(model).tokens()
+    expected = autograd_hacks.per_sample_grads(model, "sum").dense()
+    model = hooked("tokens")
+    losses(model, *given).sum().backward()
+    tokens = autograd_hacks.per_sample_grads(model, "sum")
+    assert tokens.norms().shape == (2, 4)
+    assert_close({name: rows.sum(1) for name, rows in tokens.dense().items()}, expected)
+    assert_close(tokens.tokens().dense(), tokens.dense())
+    with pytest.raises(ValueError, match="tokens"):
+        autograd_hacks.verify(model)
+
+
+def test_layers_without_positions_have_no_tokens() -> None:
+    torch.manual_seed(0)
+    for model in (nn.GRU(3, 4, batch_first=True), nn.Sequential(nn.Conv1d(6, 4, 1), nn.Flatten(), nn.Linear(12, 2))):
+        autograd_hacks.add_hooks(model)
+        out = model(torch.randn(5, 6, 3))
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        with pytest.raises((BatchSizeError, UnsupportedLayer)):
+            autograd_hacks.per_sample_grads(model).tokens()
