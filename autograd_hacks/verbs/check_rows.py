@@ -54,8 +54,8 @@ def check_rows(
     float32, with ε of the coarsest dtype among parameters, rows and autocast
 
     What is further off is looked at once more: how far is autograd's row from that in double precision, of weights that were
-    rounded once more?  Sixteen times that is taken for rounding, as of a loss near zero or a gradient that cancels, and the
-    verdict says so.
+    rounded once more?  Sixteen times that is taken for rounding, as of a loss near zero or a gradient that cancels; the
+    verdict then says that there are too few digits, and in how many samples.
 
     Random numbers are those that a step would draw now.  With dropout, first set the generator to the state from which the
     engine's forward started.  Afterwards the model, ``.grad``, buffers and generators are as they were; what the loss
@@ -65,8 +65,8 @@ def check_rows(
     Returns a table, which prints: a line for each parameter, and the share that was given.  Raises VerificationFailed with
     that table where a row is wrong or not finite, or where less than ``coverage`` is given; ValueError for losses that are
     not N numbers with a graph, unknown or frozen parameters, other shapes, another N; TypeError for what is no model,
-    function or tensor; ShardedParameters where processes hold parts; UnsupportedLayer under reentrant
-    checkpoints; ProbeFailed where something can't be put back.
+    function or tensor; ShardedParameters where processes hold parts; UnsupportedLayer under reentrant checkpoints;
+    ProbeFailed where something can't be put back.
     """
     _check_arguments(model, loss, rows, coverage, tolerance)
     known, aside = _known_names(model), Aside(model, batch)
@@ -81,12 +81,10 @@ def check_rows(
     wrong = [line.name for line in result.parameters if not line.is_right]
     if wrong or result.share < coverage:
         found = f"wrong {comparison.what}" if wrong else f"too few {comparison.what}"
-        short = (
-            ""
-            if result.share >= coverage
-            else f", and {percent(coverage)} of the parameters are asked for (coverage={coverage})"
+        asked = f", where {percent(coverage)} of the parameters are asked for (coverage={coverage})"
+        raise VerificationFailed(
+            f"check_rows found {found}{asked if result.share < coverage else ''}:\n{result}" + ON_CHECKING
         )
-        raise VerificationFailed(f"check_rows found {found}{short}:\n{result}" + ON_CHECKING)
     return result
 
 

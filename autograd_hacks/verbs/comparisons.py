@@ -133,8 +133,8 @@ class _Line:
                 verdict = f"autograd's own is not finite: {len(off)} of {counted(len(samples), 'sample')}"
             elif not math.isfinite(self.given[worst]):
                 verdict = f"not finite: {len(off)} of {counted(len(samples), 'sample')}"
-        elif self.relative(worst) > tolerance:
-            verdict = f"right, as far as {digits} has digits"
+        elif few := sum(self.relative(n) > tolerance for n in samples):
+            verdict = f"right; too few digits in {digits}: {few} of {counted(len(samples), 'sample')}"
         return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
 
 
@@ -206,7 +206,7 @@ class Comparison(ABC):
         """What all that was given has in common, though it is wrong."""
         common = self._factor(range(self.samples))
         if common is not None:
-            return self._of_factor(common)
+            return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
         factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
         if len(factors) < self.samples:
             return ""
