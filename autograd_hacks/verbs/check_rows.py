@@ -1,5 +1,6 @@
 """Anybody's per-sample gradients against the definition: one plain backward pass for each sample's loss."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from autograd_hacks.capture.hooks import pause_hooks
 from autograd_hacks.errors import ON_CHECKING, ShardedParameters, UnsupportedLayer, VerificationFailed
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.parts import has_parts
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import map_tensors
 from autograd_hacks.support.untouched import Aside
 from autograd_hacks.verbs.comparisons import (
@@ -40,9 +42,9 @@ def check_rows(
     """Compares per-sample gradients, whoever has computed them, with the definition: row n is the gradient of ``losses[n]``.
 
     The model runs once, ``losses = loss(model, *batch)``, and autograd takes one plain backward pass from each of the N
-    losses.  No part of the library computes gradients there; the model needs no hooks, and those of the library are paused.
-    Since it is one forward, dropout and BatchNorm mean what they mean in a step.  If losses mix samples, row n is still the
-    derivative of loss n.
+    losses.  No part of the library computes gradients there; the model needs no hooks.  The library's are paused, and
+    modules' backward hooks, which engines put on, don't run.  Since it is one forward, dropout and BatchNorm mean what they
+    mean in a step.  If losses mix samples, row n is still the derivative of loss n.
 
     batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
     loss: returns N losses, one for each sample
@@ -209,7 +211,7 @@ def _losses(
 
     is_double: of weights that are rounded once more, whether in double precision; None as they are
     """
-    with aside.run() as copied, pause_hooks(), torch.enable_grad(), ExitStack() as stack:
+    with aside.run() as copied, pause_hooks(), torch.enable_grad(), _without_hooks(model), ExitStack() as stack:
         (own,) = copied((batch,))
         if is_double is not None:
             _round(model)
@@ -232,6 +234,18 @@ def _losses(
             why = "complex numbers" if losses.is_complex() else "losses without a graph: they don't depend on what trains"
             raise ValueError(f"the loss given to check_rows returned {why}; expected N real losses to derive" + ON_CHECKING)
         yield losses
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """A context in which modules' backward hooks don't run: other engines put them on, and they may change gradients."""
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(kept(module, *names))
+            for name in names:
+                setattr(module, name, OrderedDict())
+        yield
 
 
 def _round(model: nn.Module) -> None:

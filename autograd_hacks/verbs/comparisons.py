@@ -208,10 +208,10 @@ class Comparison(ABC):
         if common is not None:
             return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
         factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
-        if len(factors) < self.samples:
+        if len(factors) < self.samples or self.lines[0].index is None:  # one number always has the right direction
             return ""
         return (
-            f"All {self.what} have the right direction and another length, {min(factors):.3g} to {max(factors):.3g} times "
+            f"All {self.what} have the right direction and the wrong length, {min(factors):.3g} to {max(factors):.3g} times "
             "the right one: clipped or weighted, or of losses that are divided by something other than N."
         )
 

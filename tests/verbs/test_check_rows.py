@@ -170,10 +170,12 @@ def test_a_common_factor_is_recognised_and_refused(factor: float, says: str) -> 
 def test_other_mistakes_are_recognised() -> None:
     model, batch, rows = case()
     scaled = {name: x * torch.linspace(0.5, 1, N).view(-1, *[1] * (x.ndim - 1)) for name, x in rows.items()}
-    assert "another length, 0.5 to 1 times" in found("wrong rows", model, batch, losses_of, scaled)
+    assert "the wrong length, 0.5 to 1 times" in found("wrong rows", model, batch, losses_of, scaled)
     assert "squares" in found("wrong norms", model, batch, losses_of, flat(rows).square().sum(1))
     squares = {name: x.flatten(1).square().sum(1) for name, x in rows.items()}
     assert "squares" in found("wrong norms", model, batch, losses_of, squares)
+    norms = flat(rows).norm(dim=1) * torch.linspace(0.5, 1, N)
+    assert "All norms" not in found("wrong norms", model, batch, losses_of, norms)
     half = {**rows, "0.weight": rows["0.weight"] * N}  # of some parameters alone
     assert "All rows" not in found("wrong rows", model, batch, losses_of, half)
 
@@ -328,6 +330,36 @@ def test_rows_of_a_model_with_hooks() -> None:
         check_rows(model, (x, y), losses_of, grads.norms(per_parameter=True))
         check_rows(model, (x, y), losses_of, grads.gram())
         assert torch.equal(autograd_hacks.per_sample_grads(model).norms(), grads.norms())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_rows_of_a_model_with_another_engines_hooks() -> None:
+    """Theirs don't run, and keep what they have."""
+    model, batch, rows = case()
+    seen: list[str] = []
+    handles = [layer.register_full_backward_hook(lambda *_: seen.append("backward")) for layer in model]
+    handles += [layer.register_full_backward_pre_hook(lambda *_: (torch.zeros(N, 1),)) for layer in model]
+    check_rows(model, batch, losses_of, rows)
+    found("wrong rows", model, batch, losses_of, {name: 2 * x for name, x in rows.items()})
+    assert not seen
+    for handle in handles[3:]:
+        handle.remove()
+    losses_of(model, *batch).sum().backward()
+    assert seen == ["backward"] * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+def test_rows_of_a_model_that_opacus_has_wrapped() -> None:
+    opacus = pytest.importorskip("opacus")
+    model, batch, rows = case()
+    wrapped = opacus.GradSampleModule(model, loss_reduction="sum")
+    losses_of(wrapped, *batch).sum().backward()
+    theirs = {name: p.grad_sample for name, p in model.named_parameters()}
+    checked = check_rows(model, batch, losses_of, theirs, coverage=1.0)
+    assert [line.verdict for line in checked.parameters] == ["right"] * 4
+    check_rows(wrapped, batch, losses_of, {f"_module.{name}": x for name, x in rows.items()})
+    assert all(p.grad_sample is theirs[name] for name, p in model.named_parameters())
+    assert not any(layer.activations for layer in model if hasattr(layer, "activations"))
 
 
 BAD: dict[str, tuple[Callable[[Rows], Any], str]] = {
