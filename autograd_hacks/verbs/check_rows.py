@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.hooks import pause_hooks
 from autograd_hacks.errors import ON_CHECKING, ShardedParameters, UnsupportedLayer, VerificationFailed
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
+from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.trees import map_tensors
@@ -56,7 +58,7 @@ def check_rows(
     float32, with ε of the coarsest dtype among parameters, rows and autocast
 
     What is further off is looked at once more: how far is autograd's row from that in double precision, of weights that were
-    rounded once more?  Sixteen times that is taken for rounding, as of a loss near zero or a gradient that cancels; the
+    rounded once more?  Four times that is taken for rounding, as of a loss near zero or a gradient that cancels; the
     verdict then says that there are too few digits, and in how many samples.
 
     Random numbers are those that a step would draw now.  With dropout, first set the generator to the state from which the
@@ -127,6 +129,8 @@ def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
     known = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not known:
         raise ValueError("check_rows was given a model without parameters that train" + ON_CHECKING)
+    if lazy := [name for name, p in known.items() if is_lazy(p)]:
+        raise ValueError(f"parameter {lazy[0]!r} has no shape yet; run the model once before check_rows" + ON_CHECKING)
     return known
 
 
@@ -214,13 +218,12 @@ def _losses(
     with aside.run() as copied, pause_hooks(), torch.enable_grad(), _without_hooks(model), ExitStack() as stack:
         (own,) = copied((batch,))
         if is_double is not None:
-            _round(model)
+            _round(model, is_double)
         if is_double:
             own = map_tensors(_doubled, own)
-            tensors = [*model.parameters(), *model.buffers()]
-            for x in tensors:
+            for x in model.buffers():
                 x.data = _doubled(x.data)
-            stack.enter_context(without_autocast(tensors))
+            stack.enter_context(without_autocast([*model.parameters(), *model.buffers()]))
         losses = loss(model, *own) if isinstance(batch, tuple) else loss(model, own)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -233,6 +236,12 @@ def _losses(
         if not losses.requires_grad or losses.is_complex():
             why = "complex numbers" if losses.is_complex() else "losses without a graph: they don't depend on what trains"
             raise ValueError(f"the loss given to check_rows returned {why}; expected N real losses to derive" + ON_CHECKING)
+        # It leads to no parameter that it uses: these would have gradients of zero.
+        if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
+            raise UnsupportedLayer(
+                "check_rows takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the "
+                "model without checkpointing, or with use_reentrant=False." + ON_CHECKING
+            )
         yield losses
 
 
@@ -248,14 +257,19 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _round(model: nn.Module) -> None:
-    """Moves all weights by at most twice their dtype's ε, relative to each."""
+def _round(model: nn.Module, is_double: bool) -> None:
+    """Moves all weights at random by up to half of their dtype's ε, relative to each, or by 2 ε where they stay in it.
+
+    is_double: whether they go on in double precision
+    """
     draws = torch.Generator().manual_seed(0)  # its own, so that the model draws what it has drawn
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point() or p.is_complex():
-                by = torch.rand(p.shape, generator=draws, device="cpu", dtype=torch.float32) * 4 - 2
-                p.add_(p * (by * torch.finfo(p.dtype).eps).to(p.device))
+                by = torch.rand(p.shape, generator=draws, device="cpu", dtype=torch.float32) - 0.5
+                by = by * (torch.finfo(p.dtype).eps * (1 if is_double else 4))
+                p.data = _doubled(p.data) if is_double else p.data
+                p.add_(p * by.to(p.device))
 
 
 def _doubled(x: Tensor) -> Tensor:
@@ -266,15 +280,7 @@ def _doubled(x: Tensor) -> Tensor:
 
 def _gradients(losses: Tensor, parameters: Sequence[Tensor], n: int) -> Gradients:
     """The gradient of loss n, by one plain backward pass."""
-    try:
-        found = torch.autograd.grad(losses[n], parameters, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise UnsupportedLayer(
-            "check_rows takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the "
-            "model without checkpointing, or with use_reentrant=False." + ON_CHECKING
-        ) from error
+    found = torch.autograd.grad(losses[n], parameters, retain_graph=True, allow_unused=True)
     return [None if g is None else exact(g) for g in found]
 
 

@@ -22,7 +22,7 @@ WHOLE = "all parameters"
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
 _BUCKETS = 64
 """Numbers in a row's sketch."""
-_ROUNDINGS = 16.0
+_ROUNDINGS = 4.0
 """How many times as far as by one rounding of all weights a row may be off: other kernels add up in another order."""
 _ALIKE = 1e-3
 """How far rows may be from a multiple of the right ones to be called that."""
@@ -51,8 +51,9 @@ class CheckedParameter:
 class CheckedRows(Shown):
     """What `check_rows` returns.  It prints as a table, in a terminal and in a notebook.
 
-    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given
-    numbers: in all parameters that train and that some loss depends on    hint: what the errors have in common, or nothing
+    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given; all for
+    norms and products over all parameters    numbers: in all parameters that train and that some loss depends on
+    hint: what the errors have in common, or nothing
     """
 
     parameters: Sequence[CheckedParameter]
@@ -67,7 +68,9 @@ class CheckedRows(Shown):
         return self.covered / self.numbers if self.numbers else 1.0
 
     def _table(self) -> Table:
-        title = f"{counted(self.samples, 'sample')}, attributed: {percent(self.share)} of {_big(self.numbers)} parameters"
+        is_whole = any(line.name == WHOLE for line in self.parameters)
+        given = "over all" if is_whole else f"attributed: {percent(self.share)} of"
+        title = f"{counted(self.samples, 'sample')}, {given} {_big(self.numbers)} parameters"
         return Table(title, [_HEADER, *(line.cells() for line in self.parameters)], self.hint, is_whole=True)
 
     __repr__ = Shown.__str__
