@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from test_check_rows import N, Rows, case, losses_of
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
@@ -84,3 +87,14 @@ def test_reentrant_checkpoints_are_refused() -> None:
 
     with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="use_reentrant=False"):
         check_rows(model, (x, y), checkpointed, rows)
+
+
+def test_parts_of_parameters_are_refused() -> None:
+    model, batch, rows = case()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(autograd_hacks.errors.ShardedParameters, match="the whole model, in one process"):
+            check_rows(model, batch, losses_of, rows)
+    finally:
+        dist.destroy_process_group()
