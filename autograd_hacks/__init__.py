@@ -22,6 +22,7 @@ from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.rules.table import is_supported, register_rule
+from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -62,6 +63,7 @@ __all__ = [
     "streaming",
     "describe",
     "verify",
+    "check_rows",
     # Train privately.
     "clip_and_noise_",
     "PrivateStep",

@@ -1,6 +1,7 @@
 """``python -m autograd_hacks``: what there is, and whether it works here, on one's own model."""
 
 import argparse
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -9,13 +10,15 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import ProbeFailed, SamplesMixed
+from autograd_hacks.errors import ProbeFailed, SamplesMixed, VerificationFailed
+from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.trees import tensors_of
 
@@ -32,6 +35,7 @@ PAGES = {
     "examples": "scripts that run by themselves, each with a picture",
 }
 WHERE = "expected module:function, of a function without arguments that returns a model and the arguments of its forward"
+ENGINE = "expected module:function, of a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,18 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model",
         nargs="?",
         metavar="MODULE:FUNCTION",
-        help="without arguments, returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x})",
+        help="without arguments, returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x}); with --engine "
+        "also (model, batch, loss)",
+    )
+    doctor.add_argument(
+        "--engine",
+        metavar="MODULE:FUNCTION",
+        help="checks another engine's numbers: of (model, batch, loss), returns what check_rows takes: rows by parameter, "
+        "norms, or a Gram matrix",
     )
     options = parser.parse_args(arguments)
     if options.command is None:
         print("\n".join(_overview()))
         return 0
     try:
-        model, args, kwargs = _made_for_the_purpose() if options.model is None else _returned_by(options.model)
+        engine = None if options.engine is None else _function(options.engine, ENGINE)
+        given = _made_for_the_purpose() if options.model is None else _returned_by(options.model, engine is not None)
     except ValueError as error:
         doctor.error(str(error))
     print("\n".join(_machine()), end="\n\n")
-    return _check(model, args, kwargs, options.model or "a small model")
+    if engine is not None:
+        return _check_engine(engine, given, options.engine, options.model or "a small model")
+    return _check(given.model, given.args, given.kwargs, options.model or "a small model")
 
 
 def _overview() -> Iterator[str]:
@@ -63,6 +77,7 @@ def _overview() -> Iterator[str]:
     yield ""
     yield "  python -m autograd_hacks doctor                   versions, devices, and whether rows are right here"
     yield "  python -m autograd_hacks doctor module:function   the same of a model: the function returns (model, x)"
+    yield "  python -m autograd_hacks doctor --engine module:function, of (model, batch, loss): another engine's rows"
     yield "  python -c 'import autograd_hacks; help(autograd_hacks.add_hooks)'"
     yield ""
     docs = Path(autograd_hacks.__file__).parent.parent / "docs"
@@ -94,44 +109,95 @@ def _version(name: str) -> str:
         return "-"
 
 
-Given = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-"""A model, and arguments of its forward, positional and by keyword."""
+class Given(NamedTuple):
+    """A model, arguments of its forward, positional and by keyword, and a loss of both, if there is one."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[..., Tensor] | None = None
 
 
 def _made_for_the_purpose() -> Given:
     device, draws = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    return model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {}
+    return Given(model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {})
 
 
-def _returned_by(place: str) -> Given:
-    """Raises ValueError where ``module:function`` is not there, fails, or returns something else."""
+def _function(place: str, expected: str) -> Callable[..., Any]:
+    """Raises ValueError where ``module:function`` is not there, with what was expected."""
     module, colon, name = place.partition(":")
     if not (module and colon and name):
-        raise ValueError(f"{place!r} names no function; {WHERE}")
+        raise ValueError(f"{place!r} names no function; {expected}")
     if module.endswith(".py"):
-        raise ValueError(f"{place!r} names a file; {WHERE}, here {Path(module).stem}:{name}")
+        raise ValueError(f"{place!r} names a file; {expected}, here {Path(module).stem}:{name}")
     sys.path.insert(0, os.getcwd())  # as python -m does, and a console script would not
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {module!r} here; {WHERE}")
-    function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}"), name, None)
+        raise ValueError(f"there is no module {module!r} here; {expected}")
+    function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}", expected=expected), name, None)
     if not callable(function):
-        raise ValueError(f"module {module!r} has no function {name!r}; {WHERE}")
-    returned = _tried(function, what=f"{place}()")
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        raise ValueError(f"module {module!r} has no function {name!r}; {expected}")
+    return cast(Callable[..., Any], function)
+
+
+def _returned_by(place: str, with_loss: bool) -> Given:
+    """Raises ValueError where ``module:function`` is not there, fails, or returns something else.
+
+    with_loss: whether it may return a loss, too
+    """
+    returned = _tried(_function(place, WHERE), what=f"{place}()", expected=WHERE)
+    is_long = with_loss and isinstance(returned, tuple) and len(returned) == 3 and callable(returned[2])
+    if not (isinstance(returned, tuple) and (len(returned) == 2 or is_long) and isinstance(returned[0], nn.Module)):
         kinds = ", ".join(type(x).__name__ for x in returned) if isinstance(returned, tuple) else type(returned).__name__
-        raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}})")
-    model, given = returned
+        more = " or (model, batch, loss)" if with_loss else ""
+        raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}}){more}")
+    model, given, loss = returned if is_long else (*returned, None)
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # as Hugging Face's tokenizers return it
-        return model, (), dict(given)
-    return model, given if isinstance(given, tuple) else (given,), {}
+        return Given(model, (), dict(given), loss)
+    return Given(model, given if isinstance(given, tuple) else (given,), {}, loss)
 
 
-def _tried(function: Callable[..., Any], *args: Any, what: str) -> Any:
+def _tried(function: Callable[..., Any], *args: Any, what: str, expected: str) -> Any:
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} has raised {type(error).__name__}: {error}; {WHERE}") from error
+        raise ValueError(f"{what} has raised {type(error).__name__}: {error}; {expected}") from error
+
+
+def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) -> int:
+    """An engine's numbers against one plain backward pass for each sample.  name, of: of the engine and the model"""
+    model, batch = given.model, given.kwargs or given.args
+    loss = given.loss or (_squares_by_name if given.kwargs else _squares)
+    state = random_state(cuda_devices_of(model))  # for dropout: both draw the same
+    try:
+        with with_random_state(state):
+            numbers = engine(copy.deepcopy(model), batch, loss)  # engines hook and wrap what they are given
+        with with_random_state(state):
+            print(autograd_hacks.check_rows(model, batch, loss, numbers))
+    except VerificationFailed as error:
+        print(f"{of}: the numbers of {name} are wrong. {error}")
+        return 1
+    except Exception as error:  # whatever an engine or a model raises: that is what the doctor is to say
+        print(f"{of}: nothing was checked of {name}. {type(error).__name__}: {error}")
+        return 1
+    print(f"\n{of}: the numbers of {name} are autograd's")
+    return 0
+
+
+def _squares(model: nn.Module, *batch: Any) -> Tensor:
+    """N losses for any model: half the squares of each sample's outputs, samples being on their first axis."""
+    return _halves(model(*batch))
+
+
+def _squares_by_name(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return _halves(model(**batch))
+
+
+def _halves(returned: Any) -> Tensor:
+    outputs = [x for x in tensors_of(returned) if x.requires_grad and x.ndim]
+    if not outputs:
+        raise ValueError("the model returned no outputs with samples to make losses of; return (model, batch, loss)")
+    return torch.stack([x.square().reshape(len(x), -1).sum(1) for x in outputs]).sum(0) / 2
 
 
 def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:

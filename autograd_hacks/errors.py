@@ -25,6 +25,7 @@ ON_BATCH = see("Where the batch is", "usage.rst")
 ON_RULES = see("Add your own layer", "extending.rst")
 ON_SCALERS = see("A GradScaler", "usage.rst")
 ON_WRONG = see("Rows that are wrong")
+ON_CHECKING = see("Check anyone's rows", "knock_outs.rst")
 ON_VERBS = see("What verbs are given", "reductions.rst")
 ON_SEGMENTS = see("Documents in packed batches", "reductions.rst")
 ON_NOISE = see("Noise and signal", "reductions.rst")
@@ -92,7 +93,7 @@ class ProbeFailed(PerSampleGradientError, section="A model that can't be probed"
 
 
 class VerificationFailed(PerSampleGradientError, section="Rows that are wrong"):
-    """`verify` has found per-sample gradients that are not autograd's."""
+    """`verify` or `check_rows` has found per-sample gradients that are not autograd's."""
 
 
 class HigherOrderError(PerSampleGradientError, section="What is refused", page="derivatives.rst"):

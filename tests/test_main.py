@@ -58,6 +58,35 @@ def alone():
     return nn.Linear(3, 2)
 
 number = 3
+
+def with_loss():
+    model, x, y = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)), torch.randn(5, 3), torch.arange(5) % 2
+    return model, (x, y), lambda model, x, y: nn.functional.cross_entropy(model(x), y, reduction="none")
+
+def losses_of(model, batch, loss):
+    return loss(model, *batch) if isinstance(batch, tuple) else loss(model, batch)
+
+def right(model, batch, loss):
+    losses = losses_of(model, batch, loss)
+    grads = [torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in losses]
+    return {name: torch.stack(rows) for (name, _), rows in zip(model.named_parameters(), zip(*grads))}
+
+def norms(model, batch, loss):
+    return torch.stack([rows.flatten(1).norm(dim=1) for rows in right(model, batch, loss).values()]).norm(dim=0)
+
+def of_mean(model, batch, loss):
+    return {name: rows / len(rows) for name, rows in right(model, batch, loss).items()}
+
+def some(model, batch, loss):
+    rows = right(model, batch, loss)
+    return {name: rows[name] for name in list(rows)[1:]}
+
+def hooks_in_passing(model, batch, loss):
+    next(model.modules()).register_forward_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return right(model, batch, loss)
 """
 
 
@@ -168,3 +197,55 @@ def test_the_doctor_names_what_it_was_not_given(
     error = capsys.readouterr().err
     assert says in error
     assert "module:function" in error
+
+
+@pytest.mark.parametrize("model", [None, "good", "two", "keywords", "dictionary", "with_loss"])
+@pytest.mark.parametrize("engine", ["right", "norms"])
+def test_the_doctor_checks_another_engine(
+    models: str, engine: str, model: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--engine", f"{models}:{engine}", *([f"{models}:{model}"] if model else [])]) == 0
+    out = capsys.readouterr().out
+    assert ("over all" if engine == "norms" else "attributed: 100 % of") in out
+    assert f"the numbers of {models}:{engine} are autograd's" in out
+
+
+def test_the_doctor_says_what_an_engine_leaves_out(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:some"]) == 0
+    out = capsys.readouterr().out
+    assert "attributed: 53.8 % of 26 parameters" in out
+    assert "not given" in out
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("of_mean", "are wrong. check_rows found wrong rows"),
+        ("hooks_in_passing", "nothing was checked of made_up_models:hooks_in_passing. ZeroDivisionError"),
+        ("good", "nothing was checked of made_up_models:good. TypeError"),
+    ],
+)
+def test_the_doctor_finds_wrong_numbers(models: str, engine: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:{engine}"]) == 1
+    out = capsys.readouterr().out
+    assert says in out
+    assert ("rows are 1/N times" in out) == (engine == "of_mean")
+    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:right"]) == 0
+
+
+@pytest.mark.parametrize(
+    "place", ["made_up_models", "no_such_models:right", "made_up_models:other", "made_up_models:number"]
+)
+def test_the_doctor_names_the_engine_that_it_was_not_given(
+    models: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--engine", place])
+    assert stop.value.code == 2
+    assert "a function of (model, batch, loss)" in capsys.readouterr().err
+
+
+def test_a_loss_is_for_engines_alone(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", f"{models}:with_loss"])
+    assert "returned Sequential, tuple, function" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""Anybody's per-sample gradients against the definition: one plain backward pass for each sample's loss."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from autograd_hacks.capture.hooks import pause_hooks
+from autograd_hacks.errors import ON_CHECKING, ShardedParameters, UnsupportedLayer, VerificationFailed
+from autograd_hacks.support.contexts import autocast_dtype, without_autocast
+from autograd_hacks.support.graph import CHECKPOINT, Graph
+from autograd_hacks.support.parts import has_parts
+from autograd_hacks.support.restored import kept
+from autograd_hacks.support.trees import map_tensors
+from autograd_hacks.support.untouched import Aside
+from autograd_hacks.verbs.comparisons import (
+    CheckedRows,
+    Comparison,
+    Gradients,
+    Gram,
+    Norms,
+    NormsByParameter,
+    Rows,
+    counted,
+    exact,
+    percent,
+)
+
+
+def check_rows(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor],
+    rows: Mapping[str, Tensor | None] | Tensor,
+    coverage: float = 0.0,
+    tolerance: float | None = None,
+) -> CheckedRows:
+    """Compares per-sample gradients, whoever has computed them, with the definition: row n is the gradient of ``losses[n]``.
+
+    The model runs once, ``losses = loss(model, *batch)``, and autograd takes one plain backward pass from each of the N
+    losses.  No part of the library computes gradients there; the model needs no hooks.  The library's are paused, and
+    modules' backward hooks, which engines put on, don't run.  Since it is one forward, dropout and BatchNorm mean what they
+    mean in a step.  If losses mix samples, row n is still the derivative of loss n.
+
+    batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
+    loss: returns N losses, one for each sample
+    rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; (N,), norms over all parameters
+    that train; or (N, N), their Gram matrix.  A shared parameter may have any of its names.  A parameter without rows, or
+    with None, is a line "not given"
+    coverage: the least share of the model's numbers that must be given, 1.0 for all of them
+    tolerance: the largest relative error of a sample's row that is right; unless told 4 ε^(3/4) with ε of the coarsest
+    dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
+
+    What is further off is looked at once more: how far is autograd's row from that in double precision, of weights that were
+    rounded once more?  Four times that is taken for rounding, as of a loss near zero or a gradient that cancels; the
+    verdict then says that there are too few digits, and in how many samples.
+
+    Random numbers are those that a step would draw now.  With dropout, first set the generator to the state from which the
+    engine's forward started.  Afterwards the model, ``.grad``, buffers and generators are as they were; what the loss
+    itself keeps is not restored.  Rows are compared sample by sample, so that memory is a step's and one or two gradients
+    more (for a Gram matrix up to 256 MiB more).
+
+    Returns a table, which prints: a line for each parameter, and the share that was given.  Raises VerificationFailed with
+    that table where a row is wrong or not finite, or where less than ``coverage`` is given; ValueError for losses that are
+    not N numbers with a graph, unknown or frozen parameters, other shapes, another N; TypeError for what is no model,
+    function or tensor; ShardedParameters where processes hold parts; UnsupportedLayer under reentrant checkpoints;
+    ProbeFailed where something can't be put back.
+    """
+    _check_arguments(model, loss, rows, coverage, tolerance)
+    known, aside = _known_names(model), Aside(model, batch)
+    parameters = list(known.values())
+    with _losses(aside, model, batch, loss) as losses:
+        comparison = _comparison(model, rows, known, len(losses), tolerance)
+        comparison.compare(partial(_gradients, losses, parameters))
+        values = exact(losses).cpu()
+    if comparison.doubtful():
+        _look_again(comparison, values, parameters, partial(_losses, aside, model, batch, loss))
+    result = comparison.result()
+    wrong = [line.name for line in result.parameters if not line.is_right]
+    if wrong or result.share < coverage:
+        found = f"wrong {comparison.what}" if wrong else f"too few {comparison.what}"
+        asked = f", where {percent(coverage)} of the parameters are asked for (coverage={coverage})"
+        raise VerificationFailed(
+            f"check_rows found {found}{asked if result.share < coverage else ''}:\n{result}" + ON_CHECKING
+        )
+    return result
+
+
+def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, tolerance: float | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"check_rows was given {type(model).__name__} for the model; expected a torch.nn.Module" + ON_CHECKING
+        )
+    if not callable(loss):
+        raise TypeError(
+            f"check_rows was given {type(loss).__name__} for the loss; expected a function of the model "
+            "and the batch that returns N losses" + ON_CHECKING
+        )
+    if not isinstance(rows, Mapping | Tensor):
+        raise TypeError(
+            f"check_rows was given {type(rows).__name__} for the rows; expected a mapping from names of "
+            "parameters to tensors, N norms, or an N × N Gram matrix" + ON_CHECKING
+        )
+    for name, x in rows.items() if isinstance(rows, Mapping) else ():
+        if not isinstance(x, Tensor | None):
+            raise TypeError(
+                f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms. Of "
+                "autograd_hacks.per_sample_grads give dense()." + ON_CHECKING
+            )
+    if not 0 <= coverage <= 1:
+        raise ValueError(f"coverage is {coverage}; expected a share of the parameters, from 0 to 1" + ON_CHECKING)
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ValueError(f"tolerance is {tolerance}; expected a relative error between 0 and 1, such as 1e-4" + ON_CHECKING)
+    if has_parts(model):
+        raise ShardedParameters(
+            "check_rows was given a model of which processes hold parts. Give it the whole model, in one process."
+            + ON_CHECKING
+        )
+
+
+def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, each once, by its first name."""
+    known = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not known:
+        raise ValueError("check_rows was given a model without parameters that train" + ON_CHECKING)
+    if lazy := [name for name, p in known.items() if is_lazy(p)]:
+        raise ValueError(f"parameter {lazy[0]!r} has no shape yet; run the model once before check_rows" + ON_CHECKING)
+    return known
+
+
+def _comparison(
+    model: nn.Module,
+    rows: Mapping[str, Tensor | None] | Tensor,
+    known: Mapping[str, nn.Parameter],
+    n: int,
+    tolerance: float | None,
+) -> Comparison:
+    """What compares the kind of numbers that were given.  n: the number of samples"""
+    given = {"": rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
+    dtype = _coarsest([*model.parameters(), *given.values()])
+    shapes = {name: p.shape for name, p in known.items()}
+    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance, dtype)
+    if isinstance(rows, Tensor):
+        if rows.shape not in ((n,), (n, n)):
+            raise ValueError(
+                f"check_rows was given a tensor of shape {tuple(rows.shape)}, and the loss returned {counted(n, 'number')}; "
+                f"expected norms of shape {(n,)} or a Gram matrix of shape {(n, n)}" + ON_CHECKING
+            )
+        return Norms(rows, *basis) if rows.ndim == 1 else Gram(rows, *basis)
+    places = {name: _place(model, name, known) for name in given}
+    if not given:
+        raise ValueError("check_rows was given a mapping without rows: it is empty, or all of it is None" + ON_CHECKING)
+    own = list(shapes.values())
+    are_norms = all(x.shape == (n,) for x in given.values()) and any(len(own[place]) for place in places.values())
+    for name, x in given.items():
+        expected = (n, *own[places[name]])
+        if x.shape != expected and not are_norms:
+            raise ValueError(
+                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, one for "
+                f"each loss, or norms of shape {(n,)} for all parameters" + ON_CHECKING
+            )
+    kind = NormsByParameter if are_norms else Rows
+    return kind({name: (places[name], x) for name, x in given.items()}, *basis)
+
+
+def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> int:
+    """The number of a parameter among those that train.  name: any that it has"""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    if name not in every:
+        some = ", ".join(map(repr, list(known)[:3]))
+        raise ValueError(f"check_rows was given rows of {name!r}, which the model lacks; it has {some}, ..." + ON_CHECKING)
+    if not every[name].requires_grad:
+        raise ValueError(
+            f"check_rows was given rows of {name!r}, which is frozen. Leave them out, or let it train: requires_grad_()"
+            + ON_CHECKING
+        )
+    return next(place for place, p in enumerate(known.values()) if p is every[name])
+
+
+def _look_again(
+    comparison: Comparison,
+    values: Tensor,
+    parameters: Sequence[Tensor],
+    again: Callable[[bool], AbstractContextManager[Tensor]],
+) -> None:
+    """Has rounding allowed for, in the samples whose losses rounding changes but little.
+
+    values: the losses    again: a forward with all weights rounded once more, in double precision or in their own
+    """
+    half = torch.finfo(comparison.dtype).eps ** 0.5
+    for is_double in (True, False):
+        try:
+            with again(is_double) as losses:
+                # Dropout may draw other masks in another precision, which would be no rounding.
+                apart = (exact(losses).cpu() - values).abs()
+                if (apart <= half * values.abs().clamp(min=float(values.abs().median()))).all() or not is_double:
+                    comparison.compare_again(partial(_gradients, losses, parameters))
+                    return
+        except Exception:  # whatever a model raises that was written for one precision
+            if not is_double:
+                raise
+
+
+@contextmanager
+def _losses(
+    aside: Aside, model: nn.Module, batch: Any, loss: Callable[..., Tensor], is_double: bool | None = None
+) -> Iterator[Tensor]:
+    """A context with the N losses of a forward that leaves no trace.
+
+    is_double: of weights that are rounded once more, whether in double precision; None as they are
+    """
+    with aside.run() as copied, pause_hooks(), torch.enable_grad(), _without_hooks(model), ExitStack() as stack:
+        (own,) = copied((batch,))
+        if is_double is not None:
+            _round(model, is_double)
+        if is_double:
+            own = map_tensors(_doubled, own)
+            for x in model.buffers():
+                x.data = _doubled(x.data)
+            stack.enter_context(without_autocast([*model.parameters(), *model.buffers()]))
+        losses = loss(model, *own) if isinstance(batch, tuple) else loss(model, own)
+        if not isinstance(losses, Tensor) or losses.ndim != 1:
+            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"the loss given to check_rows returned {what}; expected a vector of N losses, one for each sample "
+                "(reduction='none', and further axes added up: losses.flatten(1).sum(1))" + ON_CHECKING
+            )
+        if not len(losses):
+            raise ValueError("the loss given to check_rows returned no losses; give it at least one sample" + ON_CHECKING)
+        if not losses.requires_grad or losses.is_complex():
+            why = "complex numbers" if losses.is_complex() else "losses without a graph: they don't depend on what trains"
+            raise ValueError(f"the loss given to check_rows returned {why}; expected N real losses to derive" + ON_CHECKING)
+        # It leads to no parameter that it uses: these would have gradients of zero.
+        if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
+            raise UnsupportedLayer(
+                "check_rows takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the "
+                "model without checkpointing, or with use_reentrant=False." + ON_CHECKING
+            )
+        yield losses
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """A context in which modules' backward hooks don't run: other engines put them on, and they may change gradients."""
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(kept(module, *names))
+            for name in names:
+                setattr(module, name, OrderedDict())
+        yield
+
+
+def _round(model: nn.Module, is_double: bool) -> None:
+    """Moves all weights at random by up to half of their dtype's ε, relative to each, or by 2 ε where they stay in it.
+
+    is_double: whether they go on in double precision
+    """
+    draws = torch.Generator().manual_seed(0)  # its own, so that the model draws what it has drawn
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() or p.is_complex():
+                by = torch.rand(p.shape, generator=draws, device="cpu", dtype=torch.float32) - 0.5
+                by = by * (torch.finfo(p.dtype).eps * (1 if is_double else 4))
+                p.data = _doubled(p.data) if is_double else p.data
+                p.add_(p * by.to(p.device))
+
+
+def _doubled(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.to(torch.float64) if x.is_floating_point() else x
+
+
+def _gradients(losses: Tensor, parameters: Sequence[Tensor], n: int) -> Gradients:
+    """The gradient of loss n, by one plain backward pass."""
+    found = torch.autograd.grad(losses[n], parameters, retain_graph=True, allow_unused=True)
+    return [None if g is None else exact(g) for g in found]
+
+
+def _coarsest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype with the fewest digits among tensors and what autocast computes in."""
+    dtypes = [x.dtype for x in tensors if x.is_floating_point() or x.is_complex()]
+    dtypes += [dtype for x in tensors if (dtype := autocast_dtype(x.device)) is not None]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

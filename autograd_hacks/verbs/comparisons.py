@@ -1,0 +1,405 @@
+"""Rows, norms or Gram matrices that were given, against those of plain backward passes, and the table of what differs."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from autograd_hacks.support.display import Shown, Table, progress
+
+Gradients = Sequence[Tensor | None]
+"""Of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the parameter."""
+GradientsOf = Callable[[int], Gradients]
+
+WHOLE = "all parameters"
+
+_HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
+_BUCKETS = 64
+"""Numbers in a row's sketch."""
+_ROUNDINGS = 4.0
+"""How many times as far as by one rounding of all weights a row may be off: other kernels add up in another order."""
+_ALIKE = 1e-3
+"""How far rows may be from a multiple of the right ones to be called that."""
+_GRAM_BYTES = 2**28
+"""What rows that are held for a Gram matrix may take, beside one."""
+
+
+@dataclass(frozen=True)
+class CheckedParameter:
+    """A line of what `check_rows` returns."""
+
+    name: str
+    shape: tuple[int, ...]  # of the parameter; () for norms and products over all parameters
+    error: float | None  # the largest of all samples, relative to the sample's own row; None where nothing was given
+    sample: int | None  # that has it
+    verdict: str
+    is_right: bool  # also where nothing was given
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, a column each."""
+        error = "" if self.error is None else f"{self.error:.1e}"
+        return self.name, str(self.shape), error, "" if self.sample is None else str(self.sample), self.verdict
+
+
+@dataclass(frozen=True, repr=False)
+class CheckedRows(Shown):
+    """What `check_rows` returns.  It prints as a table, in a terminal and in a notebook.
+
+    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given; all for
+    norms and products over all parameters    numbers: in all parameters that train and that some loss depends on
+    hint: what the errors have in common, or nothing
+    """
+
+    parameters: Sequence[CheckedParameter]
+    samples: int
+    covered: int
+    numbers: int
+    hint: str = ""
+
+    @property
+    def share(self) -> float:
+        """The share of the numbers that was given."""
+        return self.covered / self.numbers if self.numbers else 1.0
+
+    def _table(self) -> Table:
+        is_whole = any(line.name == WHOLE for line in self.parameters)
+        given = "over all" if is_whole else f"attributed: {percent(self.share)} of"
+        title = f"{counted(self.samples, 'sample')}, {given} {_big(self.numbers)} parameters"
+        return Table(title, [_HEADER, *(line.cells() for line in self.parameters)], self.hint, is_whole=True)
+
+    __repr__ = Shown.__str__
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, for people."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """For people, rounded down: less than all is never shown as 100 %."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def _big(number: int) -> str:
+    for unit, size in {"G": 10**9, "M": 10**6}.items():
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,}"
+
+
+class _Line:
+    """One parameter's rows or norms, or those over all parameters: what was given beside what is right, by sample."""
+
+    def __init__(self, name: str, index: int | None, shape: Sequence[int] = ()) -> None:
+        self.name, self.index, self.shape = name, index, tuple(shape)  # index: the parameter's number; None over all
+        self.error: list[float] = []  # the distance
+        self.scale: list[float] = []  # the length relative to which that counts
+        self.right: list[float] = []  # the length of what is right
+        self.given: list[float] = []  # the length of what was given
+        self.product: list[float] = []  # the inner product of both
+        self.sketches: dict[int, Tensor] = {}  # of what is right, where the distance is large
+        self.noise: dict[int, float] = {}  # how large it may be, where that was looked at again
+
+    def add(self, given: Tensor, right: Tensor, scale: float | None = None) -> None:
+        """The next sample.  scale: unless it is the length of what is right"""
+        self.error.append(float(vector_norm(given - right)))
+        self.right.append(float(vector_norm(right)))
+        self.scale.append(self.right[-1] if scale is None else scale)
+        self.given.append(float(vector_norm(given)))
+        self.product.append(float((given.conj() * right).sum().real))
+
+    def is_off(self, n: int, tolerance: float) -> bool:
+        """Whether sample n's is too far off, or no number."""
+        return not self.error[n] <= tolerance * self.scale[n] + self.noise.get(n, 0.0)
+
+    def relative(self, n: int) -> float:
+        """The error of sample n."""
+        if self.error[n] == 0:
+            return 0.0
+        return self.error[n] / self.scale[n] if self.scale[n] and math.isfinite(self.error[n]) else math.inf
+
+    def checked(self, tolerance: float, digits: str) -> CheckedParameter:
+        """The line of the table.  digits: the dtype that these are of"""
+        samples = range(len(self.error))
+        off = [n for n in samples if self.is_off(n, tolerance)]
+        worst = max(off or samples, key=self.relative)
+        verdict = "right"
+        if off:
+            verdict = f"wrong: {len(off)} of {counted(len(samples), 'sample')}"
+            if not math.isfinite(self.right[worst]):
+                verdict = f"autograd's own is not finite: {len(off)} of {counted(len(samples), 'sample')}"
+            elif not math.isfinite(self.given[worst]):
+                verdict = f"not finite: {len(off)} of {counted(len(samples), 'sample')}"
+        elif few := sum(self.relative(n) > tolerance for n in samples):
+            verdict = f"right; too few digits in {digits}: {few} of {counted(len(samples), 'sample')}"
+        return CheckedParameter(self.name, self.shape, self.relative(worst), worst, verdict, not off)
+
+
+class Comparison(ABC):
+    """Of what was given with what plain backward passes say.
+
+    parameters: {name: shape} of all that train, each once
+    tolerance: the relative error of right numbers    dtype: whose digits they have
+    """
+
+    what, power = "rows", ""
+
+    def __init__(self, parameters: Mapping[str, torch.Size], samples: int, tolerance: float, dtype: torch.dtype) -> None:
+        self.parameters, self.samples, self.tolerance, self.dtype = dict(parameters), samples, tolerance, dtype
+        self.reached = [False] * len(parameters)
+        self.length = [0.0] * samples  # of whole gradients
+        self.lines: list[_Line] = []
+
+    @abstractmethod
+    def look(self, n: int, gradients: Gradients) -> None:
+        """Compares sample n."""
+
+    @abstractmethod
+    def look_again(self, n: int, gradients: Gradients) -> None:
+        """Allows for rounding in sample n.  gradients: with all weights rounded once more"""
+
+    def compare(self, of: GradientsOf) -> None:
+        """Compares all samples."""
+        for n in progress(range(self.samples), "checking rows", "sample"):
+            self.note(n, of(n))
+
+    def note(self, n: int, gradients: Gradients) -> None:
+        """Takes sample n."""
+        self.reached = [known or g is not None for known, g in zip(self.reached, gradients)]
+        self.length[n] = _length(gradients)
+        self.look(n, gradients)
+
+    def doubtful(self) -> list[int]:
+        """The samples that are too far off, and so are to be looked at again."""
+        return sorted({n for line in self.lines for n in line.sketches})
+
+    def compare_again(self, of: GradientsOf) -> None:
+        """The doubtful ones, with all weights rounded once more."""
+        for n in progress(self.doubtful(), "checking again", "sample"):
+            self.look_again(n, of(n))
+
+    def allowance(self, n: int, apart: float) -> float:
+        """How far sample n's may be off.  apart: how far it is from that with all weights rounded once more"""
+        least = torch.finfo(self.dtype).eps / 16 * self.length[n]  # of rows that are zero but for rounding
+        found = _ROUNDINGS * apart + least
+        return found if math.isfinite(found) else 0.0
+
+    def result(self) -> CheckedRows:
+        """The table."""
+        digits, covered, numbers = str(self.dtype).removeprefix("torch."), 0, 0
+        checked = [line.checked(self.tolerance, digits) for line in self.lines if line.index is None]
+        is_whole = bool(checked)
+        for index, (name, shape) in enumerate(self.parameters.items()):
+            own = [line.checked(self.tolerance, digits) for line in self.lines if line.index == index]
+            numbers += shape.numel() * self.reached[index]
+            covered += shape.numel() * (self.reached[index] and bool(own or is_whole))
+            if not own and not is_whole:
+                verdict = "not given" if self.reached[index] else "not given; no loss depends on it"
+                own = [CheckedParameter(name, tuple(shape), None, None, verdict, True)]
+            checked += own
+        hint = "" if all(line.is_right for line in checked) else self.hint()
+        return CheckedRows(checked, self.samples, covered, numbers, hint)
+
+    def hint(self) -> str:
+        """What all that was given has in common, though it is wrong."""
+        common = self._factor(range(self.samples))
+        if common is not None:
+            return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
+        factors = [c for n in range(self.samples) if (c := self._factor([n])) is not None]
+        if len(factors) < self.samples or self.lines[0].index is None:  # one number always has the right direction
+            return ""
+        return (
+            f"All {self.what} have the right direction and the wrong length, {min(factors):.3g} to {max(factors):.3g} times "
+            "the right one: clipped or weighted, or of losses that are divided by something other than N."
+        )
+
+    def _of_factor(self, c: float) -> str:
+        """Where all is c times what is right."""
+        n = self.samples ** (1 + len(self.power))
+        if self.samples > 1 and abs(c * n - 1) < _ALIKE:
+            return (
+                f"All {self.what} are 1/N{self.power} times the samples' own, N = {self.samples}: they are of the "
+                "mean of the losses. Multiply them, or tell the engine so (loss_reduction='mean')."
+            )
+        if self.samples > 1 and abs(c / n - 1) < _ALIKE:
+            return (
+                f"All {self.what} are N{self.power} times the samples' own, N = {self.samples}: the engine took the "
+                "sum of the losses for their mean. Divide them, or tell the engine so (loss_reduction='sum')."
+            )
+        return f"All {self.what} are {c:.6g} times the samples' own."
+
+    def _factor(self, samples: Sequence[int]) -> float | None:
+        """The number by which the right ones of some samples are multiplied to be those given; None if there is none."""
+        found = [(line.given[n], line.product[n], line.right[n]) for line in self.lines for n in samples]
+        total = sum(right**2 for _, _, right in found)
+        if not (0 < total < math.inf and all(math.isfinite(x) for numbers in found for x in numbers)):
+            return None
+        c = sum(product for _, product, _ in found) / total
+        far = [given**2 - 2 * c * product + (c * right) ** 2 for given, product, right in found]
+        near = [(_ALIKE * c) ** 2 * (right**2 + 1e-6 * total / len(found)) for _, _, right in found]
+        return c if all(a <= b for a, b in zip(far, near)) else None
+
+
+class Rows(Comparison):
+    """Rows by parameter.  given: {name: (index of the parameter, (N, *shape))}"""
+
+    def __init__(self, given: Mapping[str, tuple[int, Tensor]], *known: Any) -> None:
+        super().__init__(*known)
+        shapes = list(self.parameters.values())
+        self.lines = [_Line(name, index, shapes[index]) for name, (index, _) in given.items()]
+        self._given = list(given.values())
+
+    def _pairs(self, gradients: Gradients) -> Iterator[tuple[_Line, Tensor, Tensor | None]]:
+        for line, (index, given) in zip(self.lines, self._given):
+            yield line, given, gradients[index]
+
+    def look(self, n: int, gradients: Gradients) -> None:
+        for line, given, g in self._pairs(gradients):
+            own = exact(given[n])
+            line.add(own, torch.zeros_like(own) if g is None else g.to(own.device))
+            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
+                line.sketches[n] = _sketch(g, 0)
+
+    def look_again(self, n: int, gradients: Gradients) -> None:
+        for line, _, g in self._pairs(gradients):
+            if n in line.sketches:
+                line.noise[n] = self.allowance(n, float(vector_norm(line.sketches[n] - _sketch(g, 0))))
+
+
+class NormsByParameter(Rows):
+    """Norms by parameter.  given: {name: (index of the parameter, (N,))}"""
+
+    what = "norms"
+
+    def look(self, n: int, gradients: Gradients) -> None:
+        for line, given, g in self._pairs(gradients):
+            own = exact(given[n])
+            line.add(own, torch.zeros_like(own) if g is None else vector_norm(g).to(own.device))
+            if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
+                line.sketches[n] = _sketch(g, 0)
+
+    def hint(self) -> str:
+        return _squares(self.lines) or super().hint()
+
+
+class Norms(Comparison):
+    """Norms over all parameters.  given: (N,)"""
+
+    what = "norms"
+
+    def __init__(self, given: Tensor, *known: Any) -> None:
+        super().__init__(*known)
+        self.lines, self._given = [_Line(WHOLE, None)], exact(given)
+
+    def look(self, n: int, gradients: Gradients) -> None:
+        (line,) = self.lines
+        line.add(self._given[n], self._given.new_tensor(self.length[n]))
+        if line.is_off(n, self.tolerance) and math.isfinite(line.error[n]):
+            line.sketches[n] = _sketch_of_all(gradients)
+
+    def look_again(self, n: int, gradients: Gradients) -> None:
+        (line,) = self.lines
+        line.noise[n] = self.allowance(n, float(vector_norm(line.sketches[n] - _sketch_of_all(gradients))))
+
+    def hint(self) -> str:
+        return _squares(self.lines) or super().hint()
+
+
+class Gram(Comparison):
+    """All pairs' inner products, over all parameters.  given: (N, N)"""
+
+    what, power = "products", "²"
+
+    def __init__(self, given: Tensor, *known: Any) -> None:
+        super().__init__(*known)
+        self.lines, self._given = [_Line(WHOLE, None)], exact(given).cpu()
+        self._right = torch.zeros_like(self._given)
+        self._sketches: dict[int, Tensor] = {}
+        self._apart: dict[int, float] = {}
+
+    def compare(self, of: GradientsOf) -> None:
+        """Block by block of samples, whose rows are held."""
+        bytes_of_row = 8 * sum(shape.numel() for shape in self.parameters.values())
+        height = max(1, _GRAM_BYTES // max(1, bytes_of_row))
+        for start in progress(range(0, self.samples, height), "checking products", "block"):
+            block: list[Gradients] = []
+            for m in range(start, self.samples):
+                gradients = of(m)
+                if len(block) < height:
+                    block.append(gradients)
+                    self.note(m, gradients)
+                products = self._right.new_tensor([_product(own, gradients) for own in block])
+                self._right[start : start + len(block), m] = self._right[m, start : start + len(block)] = products
+        self._conclude()
+
+    def look(self, n: int, gradients: Gradients) -> None:
+        self._sketches[n] = _sketch_of_all(gradients)
+
+    def look_again(self, n: int, gradients: Gradients) -> None:
+        self._apart[n] = self.allowance(n, float(vector_norm(self._sketches[n] - _sketch_of_all(gradients))))
+        if len(self._apart) == self.samples:
+            self._conclude()
+
+    def doubtful(self) -> list[int]:
+        """All samples, since each has products with all others."""
+        is_off = any(line.is_off(n, self.tolerance) for line in self.lines for n in range(self.samples))
+        return list(range(self.samples)) if is_off else []
+
+    def _conclude(self) -> None:
+        """Makes the line.  An error in product (n, m) counts relative to the lengths of both."""
+        line, lengths = _Line(WHOLE, None), self._right.new_tensor(self.length)
+        apart = self._right.new_tensor([self._apart.get(n, 0.0) for n in range(self.samples)])
+        scale, noise = lengths[:, None] * lengths, apart[:, None] * lengths + apart * lengths[:, None]
+        error = (self._given - self._right).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        beyond = (error / (self.tolerance * scale + noise)).nan_to_num(nan=-1.0, posinf=math.inf)  # 0 / 0 is right
+        for n, m in enumerate(beyond.argmax(1).tolist()):  # what is furthest off stands for the row
+            line.add(self._given[n], self._right[n], float(scale[n, m]))
+            line.error[n], line.noise[n] = float(error[n, m]), float(noise[n, m])
+        self.lines = [line]
+
+
+def exact(x: Tensor) -> Tensor:
+    """A tensor in double precision, out of its graph."""
+    x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
+    x = x.cpu() if x.device.type == "mps" else x  # which has no such numbers
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _length(gradients: Gradients) -> float:
+    return math.hypot(*(float(vector_norm(g)) for g in gradients if g is not None))
+
+
+def _product(a: Gradients, b: Gradients) -> float:
+    return sum(float((x.conj() * y).sum().real) for x, y in zip(a, b) if x is not None and y is not None)
+
+
+def _sketch(g: Tensor | None, seed: int) -> Tensor:
+    """A few numbers of a gradient: the distance of two sketches is that of the gradients, in the mean of all signs.
+
+    Source: Charikar, Chen, Farach-Colton 2002, count sketch.
+    """
+    if g is None:
+        return torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
+    flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
+    draws = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, flat.shape, generator=draws, dtype=torch.int8, device="cpu") * 2 - 1
+    signed = flat * signs.to(flat.device)
+    return F.pad(signed, (0, -len(flat) % _BUCKETS)).view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
+
+
+def _sketch_of_all(gradients: Gradients) -> Tensor:
+    return torch.stack([_sketch(g, seed) for seed, g in enumerate(gradients)]).sum(0)
+
+
+def _squares(lines: Sequence[_Line]) -> str:
+    """What to say where squares of norms were given."""
+    pairs = [(given, right) for line in lines for given, right in zip(line.given, line.right)]
+    if not all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
+        return ""
+    return "All norms are the squares of the right ones; give their roots."

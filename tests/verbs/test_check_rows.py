@@ -1,0 +1,401 @@
+"""`check_rows`: what it must find in other engines' numbers, what it must pass, and that it leaves no trace.
+
+The oracle is one backward pass for each sample, from ``oracle.py``.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import one_loss_at_a_time
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks import check_rows
+from autograd_hacks.errors import VerificationFailed
+from autograd_hacks.verbs import comparisons
+
+Rows = dict[str, Tensor]
+N = 6
+
+
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def case(dtype: torch.dtype = torch.float64, samples: int = N) -> tuple[nn.Module, tuple[Tensor, Tensor], Rows]:
+    """A model, a batch, and the right rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    x, y = torch.randn(samples, 5, dtype=dtype), torch.arange(samples) % 3
+    return model, (x, y), rows_of(model, (x, y))
+
+
+def rows_of(model: nn.Module, batch: tuple[Any, ...], losses: Callable[..., Tensor] = losses_of) -> Rows:
+    found = one_loss_at_a_time(model, lambda: losses(model, *batch))
+    return {name: rows for name, rows in found.items() if rows is not None}
+
+
+def flat(rows: Rows) -> Tensor:
+    return torch.cat([x.flatten(1) for x in rows.values()], 1)
+
+
+def found(says: str, *args: Any, **kwargs: Any) -> str:
+    """What is raised, which says something."""
+    with pytest.raises(VerificationFailed, match=says) as raised:
+        check_rows(*args, **kwargs)
+    return str(raised.value)
+
+
+def line_of(text: str, name: str) -> list[str]:
+    (line,) = [line for line in text.split("\n") if line.startswith(f"{name} ")]
+    return re.split("  +", line)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_right_numbers_pass_in_every_form(dtype: torch.dtype) -> None:
+    model, batch, rows = case(dtype)
+    norms = {name: x.double().flatten(1).norm(dim=1).to(dtype) for name, x in rows.items()}
+    whole = flat(rows).double()
+    for given in (rows, norms, whole.norm(dim=1), whole @ whole.T):
+        checked = check_rows(model, batch, losses_of, given, coverage=1.0)
+        assert all(line.verdict == "right" for line in checked.parameters)
+        assert (checked.samples, checked.share, checked.numbers) == (N, 1.0, 75)
+        title = "over all 75 parameters" if isinstance(given, Tensor) else "attributed: 100 % of 75 parameters"
+        assert str(checked).split("\n")[0] == f"{N} samples, {title}"
+        assert "<table" in checked._repr_html_()
+    assert [line.name for line in check_rows(model, batch, losses_of, rows).parameters] == list(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_an_error_of_a_thousandth_in_one_sample_is_found(dtype: torch.dtype, name: str) -> None:
+    model, batch, rows = case(dtype)
+    for n in range(N):
+        wrong = {k: x.clone() for k, x in rows.items()}
+        wrong[name][n] *= 1.001
+        text = found("wrong rows", model, batch, losses_of, wrong)
+        _, shape, error, sample, verdict = line_of(text, name)
+        assert (shape, sample, verdict) == (str(tuple(rows[name].shape[1:])), str(n), f"wrong: 1 of {N} samples")
+        assert float(error) == pytest.approx(1e-3, rel=0.1)
+        assert text.count("wrong: ") == 1
+        norms = flat(rows).double().norm(dim=1)
+        norms[n] *= 0.999
+        assert "1 of 6 samples" in found("wrong norms", model, batch, losses_of, norms)
+
+
+def test_an_error_in_a_sample_whose_gradient_is_small_is_found() -> None:
+    model, (x, y), _ = case(torch.float32)
+
+    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model, x, y) * torch.tensor([1, 1e-6, 1, 1, 1e6, 1])
+
+    rows = rows_of(model, (x, y), weighted)
+    assert check_rows(model, (x, y), weighted, rows).share == 1
+    rows["0.weight"][1, 0] *= 1.01
+    assert line_of(found("0.weight", model, (x, y), weighted, rows), "0.weight")[3] == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_two_swapped_samples_are_found(dtype: torch.dtype) -> None:
+    model, batch, rows = case(dtype)
+    order = [0, 1, 4, 3, 2, 5]
+    text = found("wrong rows", model, batch, losses_of, {name: x[order] for name, x in rows.items()})
+    assert text.count("wrong: 2 of 6 samples") == 4
+    whole = flat(rows)[order]
+    assert "2 of 6" in found("wrong norms", model, batch, losses_of, whole.norm(dim=1))
+    found("wrong products", model, batch, losses_of, whole @ whole.T)
+
+
+def test_a_product_that_is_off_is_found() -> None:
+    model, batch, rows = case()
+    gram = flat(rows) @ flat(rows).T
+    gram[4, 2] *= 1.001
+    assert line_of(found("wrong products", model, batch, losses_of, gram), comparisons.WHOLE)[3] == "4"
+
+
+def test_a_parameter_that_is_lacking_is_said() -> None:
+    model, batch, rows = case()
+    for given in ({**rows, "0.weight": None}, {name: x for name, x in rows.items() if name != "0.weight"}):
+        checked = check_rows(model, batch, losses_of, given)
+        assert line_of(str(checked), "0.weight")[-1] == "not given"
+        assert (checked.covered, checked.numbers) == (35, 75)
+        assert "attributed: 46.6 % of 75 parameters" in str(checked)
+        assert check_rows(model, batch, losses_of, given, coverage=0.46).share < 0.47
+        text = found(r"too few rows.*coverage=0\.47", model, batch, losses_of, given, coverage=0.47)
+        assert "not given" in text
+
+
+def test_a_share_is_never_rounded_to_all() -> None:
+    assert comparisons.percent(0.9996) == "99.9 %"
+    assert comparisons.percent(1.0) == "100 %"
+    assert comparisons.percent(0.971) == "97.1 %"
+    assert str(comparisons.CheckedRows([], 2, 1, 124_000_000)).startswith("2 samples, attributed: 0 % of 124 M parameters")
+
+
+def test_what_no_loss_depends_on_counts_for_nothing() -> None:
+    model, batch, rows = case()
+    model.unused = nn.Linear(50, 50).double()
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    checked = check_rows(model, batch, losses_of, rows, coverage=1.0)
+    assert line_of(str(checked), "unused.weight")[-1] == "not given; no loss depends on it"
+    rows["unused.bias"] = torch.zeros(N, 50).double()
+    check_rows(model, batch, losses_of, rows, coverage=1.0)
+    rows["unused.bias"][2, 3] = 1e-9
+    assert line_of(found("wrong rows", model, batch, losses_of, rows), "unused.bias")[2:4] == ["inf", "2"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [(N, "rows are N times"), (1 / N, "rows are 1/N times"), (-1, "rows are -1 times"), (2, "are 2 times")],
+)
+def test_a_common_factor_is_recognised_and_refused(factor: float, says: str) -> None:
+    model, batch, rows = case(torch.float32)
+    text = found("wrong rows", model, batch, losses_of, {name: factor * x for name, x in rows.items()})
+    assert says in text
+    assert ("loss_reduction" in text) == (factor in (N, 1 / N))
+    if factor > 0:
+        norms = factor * flat(rows).norm(dim=1)
+        assert says.replace("rows", "norms") in found("wrong norms", model, batch, losses_of, norms)
+    gram = flat(rows) @ flat(rows).T
+    power = "²" if factor in (N, 1 / N) else ""
+    if power:
+        says = says.replace("rows", "products").replace(" times", f"{power} times")
+        assert says in found("wrong products", model, batch, losses_of, factor**2 * gram)
+
+
+def test_other_mistakes_are_recognised() -> None:
+    model, batch, rows = case()
+    scaled = {name: x * torch.linspace(0.5, 1, N).view(-1, *[1] * (x.ndim - 1)) for name, x in rows.items()}
+    assert "the wrong length, 0.5 to 1 times" in found("wrong rows", model, batch, losses_of, scaled)
+    assert "squares" in found("wrong norms", model, batch, losses_of, flat(rows).square().sum(1))
+    squares = {name: x.flatten(1).square().sum(1) for name, x in rows.items()}
+    assert "squares" in found("wrong norms", model, batch, losses_of, squares)
+    norms = flat(rows).norm(dim=1) * torch.linspace(0.5, 1, N)
+    assert "All norms" not in found("wrong norms", model, batch, losses_of, norms)
+    half = {**rows, "0.weight": rows["0.weight"] * N}  # of some parameters alone
+    assert "All rows" not in found("wrong rows", model, batch, losses_of, half)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_found(bad: float) -> None:
+    model, batch, rows = case(torch.float32)
+    rows["2.bias"][3, 1] = bad
+    _, _, error, sample, verdict = line_of(found("wrong rows", model, batch, losses_of, rows), "2.bias")
+    assert (error, sample, verdict) == ("inf", "3", "not finite: 1 of 6 samples")
+    for given in (torch.full((N,), bad), torch.full((N, N), bad)):
+        assert "not finite: 6 of 6" in found("wrong", model, batch, losses_of, given)
+
+
+def test_losses_that_are_not_finite_are_not_passed() -> None:
+    model, (x, y), rows = case()
+    x[2] = float("nan")
+    assert "autograd's own is not finite" in found("wrong rows", model, (x, y), losses_of, rows)
+
+
+class Attends(nn.Module):
+    """The keys' bias is the same for all positions, so that its true gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = (nn.Linear(8, size) for size in (8, 8, 8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)).mean(1))
+
+
+def mostly_sure(model: nn.Module, x: Tensor) -> Tensor:
+    """Sample 2 is sure of its class, so that its loss is near zero."""
+    out = model(x)
+    y = out[2].argmax() + torch.tensor([0, 1, 0, 2, 1])
+    return F.cross_entropy(out * torch.tensor([1, 1, 60, 1, 1])[:, None], y % 3, reduction="none")
+
+
+def sure() -> tuple[nn.Module, Tensor, Rows]:
+    """Of float32, with rows whose digits are all right."""
+    torch.manual_seed(1)
+    model, x = Attends(), torch.randn(5, 7, 8)
+    rows = rows_of(model.double(), (x.double(),), mostly_sure)
+    return model.float(), x, {name: own.float() for name, own in rows.items()}
+
+
+def test_rounding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's own few digits of a gradient near zero are not held against an engine's."""
+    model, x, rows = sure()
+    table = str(check_rows(model, (x,), mostly_sure, rows))
+    assert line_of(table, "k.bias")[-1] == "right; too few digits in float32: 5 of 5 samples"
+    assert line_of(table, "head.weight")[3:] == ["2", "right; too few digits in float32: 1 of 5 samples"]
+    whole = flat(rows).double()
+    for given in (whole.norm(dim=1), whole @ whole.T, {name: r.flatten(1).norm(dim=1) for name, r in rows.items()}):
+        check_rows(model, (x,), mostly_sure, given)
+    monkeypatch.setattr(comparisons.Comparison, "allowance", lambda *_: 0.0)
+    for given in (rows, whole.norm(dim=1), whole @ whole.T):
+        found("wrong", model, (x,), mostly_sure, given)
+
+
+def test_an_error_is_no_rounding() -> None:
+    model, x, rows = sure()
+    for name in rows.keys() - {"k.bias"}:
+        for n in (0, 1, 3, 4):
+            wrong = {k: v.clone() for k, v in rows.items()}
+            wrong[name][n] *= 1.001
+            assert line_of(found("wrong rows", model, (x,), mostly_sure, wrong), name)[3] == str(n)
+    rows["k.bias"][1] += 1e-4 * rows["q.weight"][1, 0]
+    assert line_of(found("wrong rows", model, (x,), mostly_sure, rows), "k.bias")[3] == "1"
+
+
+def test_dropout_and_batch_norm_mean_what_they_do_in_a_step_and_nothing_is_left_behind() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(N, 4).double(), torch.arange(N) % 3
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    rows = rows_of(model, (x, y))
+    for name, b in model.named_buffers():
+        b.copy_(buffers[name])
+    torch.set_rng_state(state)
+    parameters, ids = {k: p.detach().clone() for k, p in model.named_parameters()}, [id(p) for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    check_rows(model, (x, y), losses_of, rows)
+    found("wrong rows", model, (x, y), losses_of, {**rows, "0.bias": rows["0.weight"].sum(2)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert [id(p) for p in model.parameters()] == ids
+    assert all(
+        torch.equal(p, parameters[name]) and torch.equal(p.grad, torch.ones_like(p)) for name, p in model.named_parameters()
+    )
+    torch.manual_seed(5)  # other masks
+    found("wrong rows", model, (x, y), losses_of, rows)
+
+
+class Tied(nn.Module):
+    """A table that is also read past its module, which hooks on modules don't see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.table(ids).tanh(), self.head.weight).mean(1)
+
+
+def test_a_shared_parameter_has_any_of_its_names_and_is_one_gradient() -> None:
+    model = Tied().double()
+    batch = (torch.randint(7, (N, 3)), torch.arange(N) % 7)
+    rows = rows_of(model, batch)["table.weight"]
+    for given in ({"table.weight": rows}, {"head.weight": rows}, {"table.weight": rows, "head.weight": rows}):
+        checked = check_rows(model, batch, losses_of, given, coverage=1.0)
+        assert [line.name for line in checked.parameters] == list(given)
+        assert checked.numbers == 28
+    table = model.table.weight.detach().clone().requires_grad_()
+    losses = F.cross_entropy((model.table(batch[0]).detach().tanh() @ table.T).mean(1), batch[1], reduction="none")
+    part = torch.stack([torch.autograd.grad(one, table, retain_graph=True)[0] for one in losses])
+    found("head.weight", model, batch, losses_of, {"head.weight": part})
+
+
+def test_batches_and_losses_of_other_kinds() -> None:
+    model, (x, y), rows = case()
+    check_rows(model, {"x": x, "y": y}, lambda model, batch: losses_of(model, batch["x"], batch["y"]), rows)
+    check_rows(model, x, lambda model, x: losses_of(model, x, y), rows)
+    with torch.no_grad():
+        check_rows(model, (x, y), losses_of, {name: r.to_sparse() for name, r in rows.items()})
+    alone, batch, own = case(samples=1)
+    check_rows(alone, batch, losses_of, own)
+    check_rows(alone, batch, losses_of, flat(own).norm(dim=1))
+    check_rows(alone, batch, losses_of, flat(own) @ flat(own).T)
+
+
+def test_gram_matrices_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, rows = case()
+    monkeypatch.setattr(comparisons, "_GRAM_BYTES", 2 * 75 * 8)  # two rows
+    gram = flat(rows) @ flat(rows).T
+    check_rows(model, batch, losses_of, gram)
+    gram[5, 1] += 1e-3 * gram[5, 5]
+    assert line_of(found("wrong products", model, batch, losses_of, gram), comparisons.WHOLE)[3] == "5"
+
+
+def test_rows_of_a_model_with_hooks() -> None:
+    """Recording stops for the time, and the record stays."""
+    model, (x, y), _ = case()
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        autograd_hacks.backward(losses_of(model, x, y))
+        grads = autograd_hacks.per_sample_grads(model)
+        check_rows(model, (x, y), losses_of, grads.dense(), coverage=1.0)
+        check_rows(model, (x, y), losses_of, grads.norms())
+        check_rows(model, (x, y), losses_of, grads.norms(per_parameter=True))
+        check_rows(model, (x, y), losses_of, grads.gram())
+        with pytest.raises(TypeError, match=r"give dense\(\)"):
+            check_rows(model, (x, y), losses_of, grads)
+        assert torch.equal(autograd_hacks.per_sample_grads(model).norms(), grads.norms())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_masks_in_another_precision_are_not_taken_for_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(), nn.Linear(40, 3)).to(dtype)
+    batch, state = (torch.randn(N, 5, dtype=dtype), torch.arange(N) % 3), torch.get_rng_state()
+    rows = rows_of(model, batch)
+    torch.set_rng_state(state)
+    check_rows(model, batch, losses_of, rows)
+    rows["0.weight"][2] *= 1.2 if dtype == torch.bfloat16 else 1.001
+    assert line_of(found("wrong rows", model, batch, losses_of, rows), "0.weight")[3] == "2"
+
+
+def test_autocast_allows_for_its_dtype() -> None:
+    model, (x, y), _ = case(torch.float32)
+
+    def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).float(), y, reduction="none")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = rows_of(model, (x, y), under_autocast)
+        check_rows(model, (x, y), under_autocast, rows)
+        x = 30 * x  # some samples are sure of their class, and have few digits
+        model.double()
+        exact = rows_of(model, (x.double(), y), plain)
+        table = str(check_rows(model.float(), (x, y), under_autocast, exact))
+        assert "too few digits in bfloat16" in table
+        rows = rows_of(model, (x, y), under_autocast)
+        rows["2.weight"][4] *= 1.2
+        found("wrong rows", model, (x, y), under_autocast, rows)
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return losses_of(model, x, y)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_rows_of_a_model_with_another_engines_hooks() -> None:
+    """Theirs don't run, and keep what they have."""
+    model, batch, rows = case()
+    seen: list[str] = []
+    handles = [layer.register_full_backward_hook(lambda *_: seen.append("backward")) for layer in model]
+    handles += [layer.register_full_backward_pre_hook(lambda *_: (torch.zeros(N, 1),)) for layer in model]
+    check_rows(model, batch, losses_of, rows)
+    found("wrong rows", model, batch, losses_of, {name: 2 * x for name, x in rows.items()})
+    assert not seen
+    for handle in handles[3:]:
+        handle.remove()
+    losses_of(model, *batch).sum().backward()
+    assert seen == ["backward"] * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+def test_rows_of_a_model_that_opacus_has_wrapped() -> None:
+    opacus = pytest.importorskip("opacus")
+    model, batch, rows = case()
+    wrapped = opacus.GradSampleModule(model, loss_reduction="sum")
+    losses_of(wrapped, *batch).sum().backward()
+    theirs = {name: p.grad_sample for name, p in model.named_parameters()}
+    checked = check_rows(model, batch, losses_of, theirs, coverage=1.0)
+    assert [line.verdict for line in checked.parameters] == ["right"] * 4
+    check_rows(wrapped, batch, losses_of, {f"_module.{name}": x for name, x in rows.items()})
+    assert all(p.grad_sample is theirs[name] for name, p in model.named_parameters())
+    assert not any(layer.activations for layer in model if hasattr(layer, "activations"))
