@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -338,7 +339,19 @@ class Grouping(Composite):
         lefts, right, _ = found
         return lefts, right, self.rows[: len(right)]  # those of one pass
 
+    @cached_property
+    def _is_order(self) -> bool:
+        """Whether it only brings rows into another order."""
+        return len(self.rows) == self.samples and len(self.rows.unique()) == self.samples
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
+        if not self._is_order:
+            return super().second_moment(w, about, budget)
+        return self.form.second_moment(w[self.rows], about, budget)
+
     def norms(self, budget: int = BUDGET) -> Tensor:
+        if self._is_order:
+            return self._join([self.form.norms(budget)])
         if not isinstance(self.form, Paired) or not len(self.rows):
             return super().norms(budget)
         pieces = _beside(self.form, self.rows, self.samples, budget // max(1, 8 * self.held_size()))

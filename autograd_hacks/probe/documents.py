@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError
-from autograd_hacks.forms import Form, Grouping, gathered
+from autograd_hacks.forms import Concatenation, Form, Grouping, gathered
+from autograd_hacks.forms.factored import Paired
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.trees import tensors_of
 
@@ -19,8 +21,6 @@ Segments: TypeAlias = str | Callable[..., Tensor]
 
 TOKENS = "tokens"
 """As ``segments``: each position is a document of its own."""
-PADDED = 4
-"""By so many times more rows than there are positions, documents are brought beside each other, filled up to the longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,18 +73,51 @@ class Documents:
 
     def rows(self, form: Form) -> Form:
         """Rows of documents from rows of positions, (B T)."""
-        ids = self.ids.flatten().to(form.like.device)
-        if (ids < 0).any():
-            kept = (ids >= 0).nonzero()[:, 0]
-            form, ids = form[kept], ids[kept]
-        if len(ids) == self.count:  # each has one position
-            order = ids.argsort()
-            is_sorted = torch.equal(order, torch.arange(len(ids), device=ids.device))
-            return form if is_sorted else form[order]
-        longest = int(torch.bincount(ids, minlength=self.count).max()) if len(ids) else 0
-        if self.count * longest > PADDED * len(ids):
-            return Grouping(form, ids, self.count)
-        return gathered(form, ids, self.count)
+        device = form.like.device
+        if self._kept is not None:
+            form = form[self._kept.to(device)]
+        if self._order is not None:  # each document has one position
+            return form[self._order.to(device)] if len(self._order) else form
+        ids, classes = self._ids.to(device), self._classes
+        if not isinstance(form, Paired) or len(classes) == 1:
+            return gathered(form, ids, self.count)
+        parts = [gathered(form[at.to(device)], own.to(device), len(documents)) for documents, at, own in classes]
+        return Grouping(Concatenation(parts), torch.cat([documents for documents, *_ in classes]).to(device), self.count)
+
+    @cached_property
+    def _kept(self) -> Tensor | None:
+        """The positions that are no padding; None for all."""
+        flat = self.ids.flatten()
+        return (flat >= 0).nonzero()[:, 0] if bool((flat < 0).any()) else None
+
+    @cached_property
+    def _ids(self) -> Tensor:
+        """The document of each position that is no padding."""
+        flat = self.ids.flatten()
+        return flat if self._kept is None else flat[self._kept]
+
+    @cached_property
+    def _order(self) -> Tensor | None:
+        """Where each document's only position is; empty where they are in order; None where documents have several."""
+        if len(self._ids) != self.count:
+            return None
+        order = self._ids.argsort()
+        return order[:0] if torch.equal(self._ids[order], self._ids) else order
+
+    @cached_property
+    def _classes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Documents of similar lengths, which are brought beside each other and filled up to the longest: their numbers,
+        where their positions are, and whose each is among them."""
+        sizes = torch.bincount(self._ids, minlength=self.count)
+        classes = (2 * sizes.clamp(min=1).float().log2()).ceil().long()  # by factors of the root of 2
+        found = []
+        for number in classes.unique().tolist():
+            documents = (classes == number).nonzero()[:, 0]
+            place = torch.full((self.count,), -1, dtype=torch.long, device=documents.device)
+            place[documents] = torch.arange(len(documents), device=documents.device)
+            at = (place[self._ids] >= 0).nonzero()[:, 0]
+            found.append((documents, at, place[self._ids[at]]))
+        return found
 
 
 def tokens_of(samples: int, positions: int) -> Documents:
