@@ -2,7 +2,7 @@
 Which attribution is right?
 ===========================
 
-Nine ways to score training images, all by this library's verbs, and held to networks that were trained without some of
+Ten ways to score training images, all by this library's verbs, and held to networks that were trained without some of
 the images.  A score predicts: its sum over a subset says how sure a network is that was trained on this subset.  The rank
 correlation of what is predicted with what comes out, over subsets, is the linear datamodeling score (LDS) of Park et al.
 2023 (arXiv:2303.14186). ::
@@ -165,6 +165,7 @@ for seed in tqdm(range(options.models), desc="scores", unit="network"):
     score("gradients' dot", recipes.dots, model, train, queries)
     score("gradients' cosine", recipes.cosines, model, train, queries)
     score("TracIn", recipes.tracin, model, train, queries, checkpoints)
+    score("in-run Shapley", recipes.in_run, model, (x, y), queries, steps, RATE)
     score("LESS", recipes.less, adam_model, train, queries, visited)
     score("TrackStar", recipes.trackstar, adam_model, train, queries, visited[-1][1])
     for dim in DIMS:

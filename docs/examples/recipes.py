@@ -1,12 +1,14 @@
 """Scores of training samples, D E: how far each of D training samples speaks for what the model says of each of E others.
 
 model: with hooks, ``add_hooks(model)``    train, queries: batches of (inputs, labels), always in one order
-A high score says that the training sample makes the other's loss smaller.
+A high score says that the training sample makes the other's loss smaller.  The model has its own weights again afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,7 @@ def dots(model: nn.Module, train: Batches, queries: Batches) -> Tensor:
 
 
 def cosines(model: nn.Module, train: Batches, queries: Batches) -> Tensor:
+    """⟨g, g′⟩ / (‖g‖ ‖g′‖)."""
     return over(model, train, losses, PerSampleGrads.cosine, against=queries)
 
 
@@ -58,13 +61,14 @@ def trak(model: nn.Module, train: Batches, queries: Batches, states: Sequence[St
     """(1 - p) φᵀ (ΦᵀΦ)⁻¹ φ′ for projected gradients φ of the margins, both factors being means over models.
     states: of several trained models    Source: Park et al. 2023 (arXiv:2303.14186)."""
     scores, doubts = [], []
-    for seed, state in enumerate(states):
-        model.load_state_dict(state)
-        project = partial(PerSampleGrads.project, dim=dim, seed=seed)
-        phi, about = (over(model, data, margins, project) for data in (train, queries))
-        scores.append(phi @ torch.linalg.solve(phi.mT @ phi, about.mT))
-        with torch.no_grad():
-            doubts.append(torch.cat([torch.sigmoid(-margins(model, batch)) for batch in train]))
+    with brought_back(model):
+        for seed, state in enumerate(states):
+            model.load_state_dict(state)
+            project = partial(PerSampleGrads.project, dim=dim, seed=seed)
+            phi, about = (over(model, data, margins, project) for data in (train, queries))
+            scores.append(phi @ torch.linalg.solve(phi.mT @ phi, about.mT))
+            with torch.no_grad():
+                doubts.append(torch.cat([torch.sigmoid(-margins(model, batch)) for batch in train]))
     return torch.stack(doubts).mean(0)[:, None] * torch.stack(scores).mean(0)
 
 
@@ -84,11 +88,12 @@ def less(
     LESS' own code takes the sample's gradient into Adam's moments first; this takes the moments as they are.
     Source: Xia et al. 2024 (arXiv:2402.04333)."""
     scores = []
-    for state, adam, rate in visited:
-        model.load_state_dict(state)
-        own = over(model, train, losses, lambda grads, by=adam: grads.preconditioned(by).project(dim))
-        others = over(model, queries, losses, lambda grads: grads.project(dim))
-        scores.append(rate * F.normalize(own) @ F.normalize(others).mT)
+    with brought_back(model):
+        for state, adam, rate in visited:
+            model.load_state_dict(state)
+            own = over(model, train, losses, lambda grads, by=adam: grads.preconditioned(by).project(dim))
+            others = over(model, queries, losses, lambda grads: grads.project(dim))
+            scores.append(rate * F.normalize(own) @ F.normalize(others).mT)
     return torch.stack(scores).sum(0)
 
 
@@ -104,6 +109,21 @@ def trackstar(
     return units[0] @ units[1].mT
 
 
+def in_run(
+    model: nn.Module, data: tuple[Tensor, Tensor], queries: Batches, steps: Sequence[tuple[State, Tensor]], rate: float
+) -> Tensor:
+    """Σ η ⟨g, g′⟩ / B over the steps of B samples that a sample was in: in-run data Shapley, of first order.
+    data: all inputs and labels    steps: [(weights before the step, numbers of its samples), ...]
+    Here it is read afterwards; a training can take it in its own passes.  Source: Wang et al. 2024 (arXiv:2406.11011)."""
+    scores = data[0].new_zeros(len(data[0]), sum(len(labels) for _, labels in queries))
+    with brought_back(model):
+        for state, chosen in steps:
+            model.load_state_dict(state)
+            products = over(model, [(data[0][chosen], data[1][chosen])], losses, PerSampleGrads.gram, against=queries)
+            scores[chosen] += rate / len(chosen) * products
+    return scores
+
+
 def magic(
     model: nn.Module,
     data: tuple[Tensor, Tensor],
@@ -114,7 +134,7 @@ def magic(
     """-∂L′/∂wₙ, for training by SGD with steps θ - rate · mean wₙ gₙ, and the others' losses L′ at the last weights, the
     model's.
 
-    data: all inputs and labels    steps: [(weights before the step, numbers of its samples), ...]
+    data, steps: as in ``in_run``
     Exact.  Each step back takes one pass, and for each of E others ⟨gₙ, λ⟩ of its samples, and λ - rate · Hλ, where Hλ is
     the derivative of their mean.
     Source: Ilyas and Engstrom 2025, "MAGIC" (arXiv:2504.16430).
@@ -123,18 +143,19 @@ def magic(
     directions = over(model, queries, losses, PerSampleGrads.dense)  # λ, {name: E, *shape}
     count = len(directions[names[0]])
     scores = data[0].new_zeros(len(data[0]), count)
-    for state, chosen in reversed(steps):
-        model.load_state_dict(state)
-        mean = losses(model, (data[0][chosen], data[1][chosen])).mean()
-        torch.autograd.grad(mean, parameters, create_graph=True)
-        grads = autograd_hacks.per_sample_grads(model)
-        for e in range(count):
-            along = grads.dot({name: directions[name][e] for name in names})
-            with autograd_hacks.pause_hooks():
-                products = torch.autograd.grad(along.mean(), parameters, retain_graph=True)
-            scores[chosen, e] += rate / len(chosen) * along.detach()
-            for name, product in zip(names, products):
-                directions[name][e] -= rate * product
+    with brought_back(model):
+        for state, chosen in reversed(steps):
+            model.load_state_dict(state)
+            mean = losses(model, (data[0][chosen], data[1][chosen])).mean()
+            torch.autograd.grad(mean, parameters, create_graph=True)
+            grads = autograd_hacks.per_sample_grads(model)
+            for e in range(count):
+                along = grads.dot({name: directions[name][e] for name in names})
+                with autograd_hacks.pause_hooks():
+                    products = torch.autograd.grad(along.mean(), parameters, retain_graph=True)
+                scores[chosen, e] += rate / len(chosen) * along.detach()
+                for name, product in zip(names, products):
+                    directions[name][e] -= rate * product
     return scores
 
 
@@ -147,6 +168,16 @@ def duplicates(model: nn.Module, batches: Batches, above: float, dim: int = 512)
 
 
 # What several of them take.
+
+
+@contextmanager
+def brought_back(model: nn.Module) -> Iterator[None]:
+    """The model has its own weights again afterwards."""
+    before = copy.deepcopy(model.state_dict())
+    try:
+        yield
+    finally:
+        model.load_state_dict(before)
 
 
 def by_parameter(model: nn.Module, batches: Batches, rank: int, metric: Metric | None = None) -> dict[str, Tensor]:

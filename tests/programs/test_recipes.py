@@ -254,6 +254,16 @@ def test_margins_stay_finite(recipes: ModuleType) -> None:
     )
 
 
+def in_its_steps(model: nn.Module, x: Tensor, y: Tensor, steps: list[Any], others: slice) -> Tensor:
+    """Σ η ⟨g, g′⟩ / B, over the steps that a sample was in."""
+    scores = torch.zeros(others.start, others.stop - others.start, dtype=x.dtype)
+    for state, batch in steps:
+        model.load_state_dict(state)
+        rows = joined(rows_of(model, (x, y)))
+        scores[batch] += RATE / len(batch) * rows[batch] @ rows[others].mT
+    return scores
+
+
 def test_magic_is_the_slope_of_training_again(recipes: ModuleType) -> None:
     """Of every training sample's weight, by central differences of whole trainings."""
     torch.manual_seed(0)
@@ -279,10 +289,23 @@ def test_magic_is_the_slope_of_training_again(recipes: ModuleType) -> None:
     ones, change = torch.ones(count, dtype=torch.float64), 1e-5
     model, steps = trained(ones)
     autograd_hacks.add_hooks(model)
+    first = recipes.in_run(model, (x[:count], y[:count]), [(x[others], y[others])], steps, RATE)
+    assert_close(first, in_its_steps(copy.deepcopy(start), x, y, steps, others))
     found = recipes.magic(model, (x[:count], y[:count]), [(x[others], y[others])], steps, RATE)
     rows = change * torch.eye(count, dtype=torch.float64)
     expected = torch.stack([(losses(ones - row) - losses(ones + row)) / (2 * change) for row in rows])
     assert_close(found, expected, rtol=1e-4, atol=1e-9)
+
+
+def test_recipes_leave_the_weights_as_they_were(hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: ModuleType) -> None:
+    train, others = parts(data)
+    before = copy.deepcopy(hooked.state_dict())
+    other = {name: 2 * x for name, x in before.items()}
+    recipes.trak(hooked, train, others, [other], dim=6)
+    recipes.less(hooked, train, others, [(other, Metric({"*": None}), 0.1)], dim=6)
+    recipes.in_run(hooked, data, others, [(other, torch.arange(5))], RATE)
+    recipes.magic(hooked, data, others, [(other, torch.arange(5))], RATE)
+    assert_close(hooked.state_dict(), before, rtol=0, atol=0)
 
 
 def test_duplicates_are_pairs_of_equal_samples(hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: ModuleType) -> None:
@@ -301,8 +324,19 @@ def test_duplicates_are_pairs_of_equal_samples(hooked: nn.Module, data: tuple[Te
 def test_scores_say_what_networks_say_that_are_trained_on_subsets(tmp_path: Path) -> None:
     small = ("--images", "150", "--queries", "8", "--subsets", "24", "--epochs", "12", "--retrained", "2", "--models", "2")
     out = printed("attribution", tmp_path, *small)
-    rows = table(out, "gradients' dot", "TracIn", "LESS", "TrackStar", "TRAK, dim 32", "LoGra, rank 8", "EK-FAC", "MAGIC")
-    assert len(rows) == 8
+    rows = table(
+        out,
+        "gradients' dot",
+        "TracIn",
+        "in-run Shapley",
+        "LESS",
+        "TrackStar",
+        "TRAK, dim 32",
+        "LoGra, rank 8",
+        "EK-FAC",
+        "MAGIC",
+    )
+    assert len(rows) == 9
     same = {name: row[2] for name, row in rows.items()}
     assert same["MAGIC"] > 0.97
     assert same["MAGIC"] > same["EK-FAC"] > same["gradients' dot"]
