@@ -31,7 +31,6 @@ import autograd_hacks
 from autograd_hacks import Metric
 
 BATCH, RATE, ADAM_RATE = 100, 0.5, 0.01
-DIMS = 32, 256  # of TRAK's projections
 HALF, MOST = 0.5, 0.95  # the shares of images in a subset
 PLANTED, NOISE = 25, 0.05  # near-duplicates, and how far their pixels are, white being 1
 
@@ -43,6 +42,7 @@ options = command_line(
     retrained=(6, "networks for each half of the images, whose mean answer counts"),
     models=(3, "networks that the scores are made from"),
 )
+DIMS = [dim for dim in (32, 256) if dim < options.images]  # of TRAK's projections
 images, labels = handwritten_digits()
 drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
 own, held_out = drawn[: options.images], drawn[-options.queries :]
@@ -133,7 +133,7 @@ def by_adam(seed: int) -> tuple[nn.Module, list[tuple[recipes.State, Metric, flo
         optimizer.zero_grad()
         F.cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
-        if step % max(1, len(steps) // 4) == 0:
+        if 4 * step // len(steps) > 4 * (step - 1) // len(steps):  # at each quarter, and the end
             visited.append((copy.deepcopy(model.state_dict()), Metric.from_optimizer(optimizer), ADAM_RATE))
     return model, visited
 

@@ -59,13 +59,18 @@ def ekfac(model: nn.Module, train: Batches, queries: Batches) -> Tensor:
 
 def trak(model: nn.Module, train: Batches, queries: Batches, states: Sequence[State], dim: int = 128) -> Tensor:
     """(1 - p) φᵀ (ΦᵀΦ)⁻¹ φ′ for projected gradients φ of the margins, both factors being means over models.
-    states: of several trained models    Source: Park et al. 2023 (arXiv:2303.14186)."""
+    states: of several trained models    dim: far fewer than there are training samples
+    Source: Park et al. 2023 (arXiv:2303.14186)."""
     scores, doubts = [], []
     with brought_back(model):
         for seed, state in enumerate(states):
             model.load_state_dict(state)
             project = partial(PerSampleGrads.project, dim=dim, seed=seed)
             phi, about = (over(model, data, margins, project) for data in (train, queries))
+            if dim > len(phi):
+                raise ValueError(
+                    f"trak was given dim={dim} for {len(phi)} samples, by which ΦᵀΦ has no inverse; expected fewer"
+                )
             scores.append(phi @ torch.linalg.solve(phi.mT @ phi, about.mT))
             with torch.no_grad():
                 doubts.append(torch.cat([torch.sigmoid(-margins(model, batch)) for batch in train]))

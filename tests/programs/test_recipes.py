@@ -215,6 +215,13 @@ def test_trak_of_two_models_is_its_formula(hooked: nn.Module, data: tuple[Tensor
     assert_close(recipes.trak(hooked, train, others, states, dim=6), expected, rtol=1e-6, atol=1e-8)
 
 
+def test_trak_refuses_more_coordinates_than_samples(
+    hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: ModuleType
+) -> None:
+    with pytest.raises(ValueError, match="dim=91 for 90 samples"):
+        recipes.trak(hooked, *parts(data), [copy.deepcopy(hooked.state_dict())], dim=91)
+
+
 def test_trak_is_trakers(model: nn.Module, data: tuple[Tensor, Tensor], recipes: ModuleType, tmp_path: Path) -> None:
     """Its pipeline, with our map in the place of its projector."""
     pytest.importorskip("trak")
@@ -338,7 +345,7 @@ def test_scores_say_what_networks_say_that_are_trained_on_subsets(tmp_path: Path
     )
     assert len(rows) == 9
     same = {name: row[2] for name, row in rows.items()}
-    assert same["MAGIC"] > 0.97
-    assert same["MAGIC"] > same["EK-FAC"] > same["gradients' dot"]
-    assert min(row[1] for row in rows.values()) > 0.1
+    assert same.pop("MAGIC") > 0.97 > max(same.values())
+    assert min(row[1] for row in rows.values()) > 0.3
+    assert "TRAK, dim 256" not in out  # of 150 images
     assert number(r"near-duplicates: (\d+) of 25", out) >= 20
