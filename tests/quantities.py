@@ -62,6 +62,7 @@ def assert_quantities(
     same(grads.gram(grads.select(slice(1)), budget), written @ written[:1].mT, "gram with some")
     same(grads.second_moment(budget=budget), split(written.square().sum(0)), "second_moment")
     same(grads.second_moment(w[1], budget), split(w[1] @ written.square()), "weighted second_moment")
+    same(grads.reduce(torch.tanh, budget), split(written.tanh().sum(0)), "reduce")
     if samples > 1:
         same(grads.variance(budget), split(written.var(0)), "variance")
     maps = [RandomMap(name, v[name].shape, 3, 7) for name in rows]
@@ -70,6 +71,7 @@ def assert_quantities(
     ids = torch.arange(samples, device=device) % 2
     grouped = torch.zeros(2, written.shape[1]).to(written).index_add(0, ids, written)
     same(grads.group(ids, 2).norms(), grouped.norm(dim=1), "group")
+    same(grads.group(ids, 2).reduce(torch.abs, budget), split(grouped.abs().sum(0)), "reduce of groups")
     picked = torch.arange(samples, device=device).flip(0)[:2]
     same(grads.select(picked).dense(), split(written[picked]), "select")
     clip = float(written.norm(dim=1).median()) if samples else 0.0

@@ -107,10 +107,11 @@ class Spread:
             return found, counts(found)
         return agreed(own, counts, size, self.mesh)
 
-    def settled(self, sums: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def settled(self, sums: Iterable[tuple[str, Tensor]], narrow: bool = True) -> dict[str, Tensor]:
         """What the sums of all processes add up to: {name: shape}, each as its parameter is, whole or a shard.
 
         sums: by name, over each process's own samples; taken one after the other while those before are on their way
+        narrow: whether in the parameters' dtypes
         """
         if (mesh := self.mesh) is None:
             return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
@@ -120,7 +121,8 @@ class Spread:
 
         def uncut() -> Iterator[tuple[str, Tensor, Tensor]]:
             for name, total in sums:
-                own, parameter = total.to(self.parameters[name].dtype), self.parameters[name]
+                parameter = self.parameters[name]
+                own = total.to(parameter.dtype) if narrow else total
                 if name in self.cuts:
                     cut[name] = settled_part(own, parameter, self.cuts[name], mesh)
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -200,6 +200,22 @@ class Form(Hinting, Shown, ABC):
             size = size.abs() if size.is_complex() else size
             squares = size.square() if size is written or size.requires_grad else size.square_()
             total[rows] += (w[samples].to(total.dtype) @ squares).view(-1, total.shape[1])
+        return total.view(self.shape)
+
+    def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> Tensor:
+        """Σₙ f(gₙ), elementwise.  Returns shape, in what ``f`` returns; for whole numbers and truth values as rows are summed.
+
+        f: an elementwise function of pieces of rows, (samples, numbers), which it must leave as they are
+        """
+        total = None
+        for samples, rows, written in self._written(budget // 4):  # f may keep several such
+            found = f(written)
+            is_whole = not (found.is_floating_point() or found.is_complex())
+            dtype = self.sum_dtype.to_real() if is_whole else accumulation_dtype(found.dtype)
+            if total is None:
+                total = found.new_zeros(self.shape[:1].numel(), self.shape[1:].numel(), dtype=dtype)
+            total[rows] += found.sum(0, dtype=dtype).view(-1, total.shape[1])
+        assert total is not None  # there is a piece, an empty one of no samples
         return total.view(self.shape)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:

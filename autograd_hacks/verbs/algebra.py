@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -14,6 +14,7 @@ from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
 from autograd_hacks.forms.mapped import mapped
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.verbs import arguments, matrix
 from autograd_hacks.verbs.arguments import LIMIT
 from autograd_hacks.verbs.matrix import Matrix
@@ -173,6 +174,29 @@ class Algebra(Matrix):
         """
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
+
+    def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
+        """Σₙ f(gₙ), elementwise, {name: shape}: the sum of the samples' signs, of their magnitudes, of what each has left
+        after clamping.  After `group` gₙ is the sum of a group's rows.
+
+        f: an elementwise function, ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
+        count.  It gets pieces of rows, a matrix of any size, and returns as many numbers.  Some 1,024 numbers of each piece are
+        given to it beside others too, and must come out the same: what a number becomes depends on it alone
+
+        Sums of half precision are in single, also over processes.
+        Raises TypeError for what is no function of tensors, ValueError for one that isn't elementwise, or overwrites its rows.
+        Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
+        optimizers" (arXiv:2510.00236), where a sign or a power stands inside the mean over samples.
+        """
+        if not callable(f):
+            raise TypeError(f"reduce was given {arguments.kind_of(f)}; expected an elementwise function, torch.sign" + ON_VERBS)
+
+        def here() -> dict[str, Tensor]:  # f may fail on one process alone
+            with without_autocast(form.like for form in self.values()):
+                return {name: form.reduce(arguments.elementwise(f, name), budget) for name, form in self.items()}
+
+        with self.summing(here) as (sums, _):
+            return self.spread.settled(sums.items(), narrow=False)
 
     @overload
     def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor: ...

@@ -1,7 +1,7 @@
 """What verbs are given: directions, dimensions, names, dampings, limits."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import isfinite
@@ -71,6 +71,57 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
         return ids, groups
     names, numbers = ids.unique(return_inverse=True)
     return numbers, len(names)
+
+
+TRIED = 1024
+"""How many numbers of a piece of rows show whether a function is elementwise."""
+
+
+def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
+    """f, which raises where it is no elementwise function.  name: the parameter's whose rows it is given"""
+
+    def tried(part: Tensor) -> Tensor:
+        version, found = part._version, f(part)
+        if not isinstance(found, Tensor) or found.shape != part.shape:
+            got = f"returned {kind_of(found)}"
+        elif part._version != version:
+            got = "overwrote what it was given"
+        else:
+            return found
+        raise ValueError(
+            f"reduce, at {name!r}: the function was given a piece of rows of shape {tuple(part.shape)}, and {got}; expected "
+            "a tensor of the same shape, a new one: lambda g: g.clamp(-1, 1). A norm's sum is grads.norms().sum()." + ON_VERBS
+        )
+
+    def checked(rows: Tensor) -> Tensor:
+        at = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
+        at = at // max(1, rows.shape[1]), at % max(1, rows.shape[1])
+        with torch.no_grad():  # first of copies, lest rows be overwritten
+            some = rows[at]
+            beside = torch.cat([some, 1 - 2 * some])
+            apart = [tried(line).flatten()[: len(some)] for line in (beside[None], beside[:, None]) if len(some)]
+        found = tried(rows)
+        with torch.no_grad():
+            together = found[at]
+            if any(x.dtype != together.dtype or not _alike(x, together) for x in apart):
+                raise ValueError(
+                    f"reduce, at {name!r}: the function gives other values to the same numbers where others stand beside "
+                    "them, so that sums by pieces would depend on the pieces; expected an elementwise function, without "
+                    "random numbers: torch.sign. For rows divided by their norms take grads.scaled(1 / grads.norms())."
+                    + ON_VERBS
+                )
+        return found
+
+    return checked
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Whether the same function has given both, vectorised in another way."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.equal(x, y)
+    finite, eps = y.abs()[y.isfinite()], torch.finfo(x.dtype).eps
+    atol = 16 * eps * float(finite.max()) if len(finite) else 0.0
+    return torch.allclose(x, y, rtol=eps**0.5, atol=atol, equal_nan=True)
 
 
 def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:

@@ -39,6 +39,8 @@ def verbs(way: str, probe: bool) -> None:
         assert_close(whole(total), torch.tensordot(w, rows[name], 1), **NEAR)
     for name, total in grads.second_moment().items():
         assert_close(whole(total), rows[name].square().sum(0), **NEAR)
+    for name, total in grads.reduce(torch.tanh).items():
+        assert_close(whole(total), rows[name].tanh().sum(0), **NEAR)
     for name, total in grads.variance().items():
         assert_close(whole(total), rows[name].var(0), **NEAR)
     noise = grads.noise_scale()

@@ -114,6 +114,7 @@ def test_parts_that_are_called_by_themselves(both: Both) -> None:
 SUMS: dict[str, Callable[[PerSampleGrads], object]] = {
     "weighted_sum": lambda grads: grads.weighted_sum(torch.ones(grads.samples, dtype=torch.float64)),
     "second_moment": lambda grads: grads.second_moment(),
+    "reduce": lambda grads: grads.reduce(torch.sign),
     "variance": lambda grads: grads.variance(),
     "snr": lambda grads: grads.snr(),
     "noise_scale": lambda grads: grads.noise_scale(),

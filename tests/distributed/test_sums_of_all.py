@@ -56,6 +56,7 @@ def verbs(way: str, name: str) -> None:
     two = torch.stack([w, w.square()])
     check(grads.weighted_sum(two[:, own(SIZES)]), {n: torch.tensordot(two, r, 1) for n, r in everyone.items()})
     check(grads.second_moment(w[own(SIZES)]), {n: torch.tensordot(w, r.square(), 1) for n, r in everyone.items()})
+    check(grads.reduce(torch.tanh), {n: r.tanh().sum(0) for n, r in everyone.items()})
     check(grads.variance(), {n: r.var(0) for n, r in everyone.items()})
     flat, noise = torch.cat([r.flatten(1) for r in everyone.values()], 1), grads.noise_scale()
     assert_close(noise.noise, flat.var(0).sum())

@@ -45,6 +45,7 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
         (form.weighted_sum(many), Form.weighted_sum(form, many), (many @ written).view(2, *form.shape)),
         (form.second_moment(w), Form.second_moment(form, w), (w @ written**2).view(form.shape)),
         (form.second_moment(w, v), Form.second_moment(form, w, v), (w @ (written - v.flatten()) ** 2).view(form.shape)),
+        (form.reduce(torch.tanh), Form.reduce(form, torch.tanh), written.tanh().sum(0).view(form.shape)),
         (form.project(random), Form.project(form, random), written @ written_out(random)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
@@ -139,6 +140,7 @@ def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) ->
     assert_close(form.dot(v, budget), form.dot(v))
     assert_close(form.weighted_sum(w, budget), form.weighted_sum(w))
     assert_close(form.second_moment(w[0], v, budget), form.second_moment(w[0], v))
+    assert_close(form.reduce(torch.tanh, budget), form.reduce(torch.tanh))
     assert_close(form.project(random, budget), form.project(random))
 
 

@@ -66,6 +66,7 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
         ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, budget)),
         ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
         ("variance", 2 * numbers, lambda: grads.variance(budget)),
+        ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), budget)),
         ("project", 0, lambda: grads.project(8, budget=budget)),
     ]:
         with at_most(budget + result + small, what):

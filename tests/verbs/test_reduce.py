@@ -1,0 +1,166 @@
+"""Sums of functions of rows against a loop over samples, and what is refused as no elementwise function."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import perceptron
+from oracle import one_backward_per_sample, squares
+from steps import stepped
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import StaleRecord
+
+Function = Callable[[Tensor], Tensor]
+FUNCTIONS: dict[str, Function] = {
+    "sign": torch.sign,
+    "abs": torch.abs,
+    "clamp": lambda g: g.clamp(-0.1, 0.2),
+    "square": torch.square,
+    "itself": lambda g: g,
+    "a constant": torch.ones_like,
+    "tanh": lambda g: torch.tanh(3 * g),
+    "how many": lambda g: g > 0.05,
+    "numbers that aren't finite": torch.log,
+}
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 3, 2), nn.Flatten(), nn.Linear(9, 2))
+
+
+def looped(model: nn.Module, x: Tensor, f: Function, ids: Tensor | None = None) -> dict[str, Tensor]:
+    """f of each row, or of the sum of each group's, one after the other."""
+    total = {}
+    for name, rows in one_backward_per_sample(model, squares, x).items():
+        assert rows is not None
+        parts = rows if ids is None else [rows[ids == own].sum(0) for own in ids.unique()]
+        total[name] = sum(f(part).double() for part in parts)
+    return total
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("what", FUNCTIONS)
+@pytest.mark.parametrize("budget", [1, 2**26])
+def test_sums_are_those_of_a_loop(what: str, budget: int) -> None:
+    model, x, f = convolutions(), torch.randn(7, 2, 5), FUNCTIONS[what]
+    expected = looped(model, x, f)
+    found = stepped(model, x).reduce(f, budget)
+    assert list(found) == list(expected)
+    for name, total in found.items():
+        assert total.dtype == torch.float64
+        assert_close(total, expected[name], equal_nan=True)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("budget", [1, 2**26])
+def test_groups_are_added_up_first(budget: int) -> None:
+    model, x, ids = convolutions(), torch.randn(7, 2, 5), torch.tensor([4, 1, 1, 4, 9, 1, 4])
+    expected = looped(model, x, torch.sign, ids)
+    grads = stepped(model, x)
+    assert_close(grads.group(ids).reduce(torch.sign, budget), expected)
+    each = grads.reduce(torch.sign)
+    assert any(not torch.equal(each[name], expected[name]) for name in expected)
+
+
+@pytest.mark.usefixtures("double")
+def test_scaled_and_selected_rows() -> None:
+    model, x = perceptron(), torch.randn(6, 4)
+    rows = one_backward_per_sample(model, squares, x)
+    grads = stepped(model, x)
+    unit = grads.scaled(1 / grads.norms()).select(slice(1, 4)).reduce(torch.abs)
+    lengths = torch.stack([own.flatten(1).norm(dim=1) for own in rows.values()]).norm(dim=0)
+    for name, own in rows.items():
+        assert_close(unit[name], (own.flatten(1) / lengths[:, None])[1:4].abs().sum(0).view(own.shape[1:]))
+
+
+def test_of_no_samples_the_sum_is_zero() -> None:
+    none = stepped(perceptron(), torch.randn(6, 4)).select(slice(0))
+    for name, total in none.reduce(torch.cos).items():
+        assert total.shape == none[name].shape
+        assert not total.any()
+    (empty,) = none.group(torch.zeros(0, dtype=torch.long), 2).select(slice(1)).reduce(torch.cos)["0.bias"].unique()
+    assert empty == 1  # a group without samples has a row of zeros
+
+
+@pytest.mark.usefixtures("double")
+def test_complex_parameters() -> None:
+    model, x = nn.Linear(3, 2, dtype=torch.complex128), torch.randn(5, 3, dtype=torch.complex128)
+    rows = one_backward_per_sample(model, squares, x)
+    grads = stepped(model, x)
+    for f in (torch.abs, torch.sgn):
+        for name, total in grads.reduce(f).items():
+            assert_close(total, f(rows[name]).sum(0))
+
+
+def test_half_precision_is_added_up_in_single() -> None:
+    model, x = nn.Linear(3, 2).bfloat16(), torch.rand(300, 3).bfloat16() + 1
+    autograd_hacks.add_hooks(model)
+    model(x).sum(1).mean().backward()
+    for total in autograd_hacks.per_sample_grads(model).reduce(torch.sign).values():
+        assert total.dtype == torch.float32
+        assert (total == 300).all()  # which bfloat16 doesn't have
+
+
+@pytest.mark.usefixtures("double")
+def test_rows_of_an_outputs_entries_are_all_added_up() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    autograd_hacks.add_hooks(model)
+    rows = autograd_hacks.per_sample_jacobian(model, model(x))
+    for name, total in rows.reduce(torch.abs).items():
+        assert_close(total, rows.dense()[name].abs().sum((0, 1)))
+
+
+def test_sums_can_be_differentiated() -> None:
+    torch.manual_seed(0)
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    w = torch.rand(6, requires_grad=True)
+    sum(total.sum() for total in grads.scaled(w).reduce(torch.abs).values()).backward()
+    assert_close(w.grad, sum(own.flatten(1).abs().sum(1) for own in grads.dense().values()))
+
+
+MIXING: dict[str, Function] = {
+    "rows of length one": lambda g: g / g.norm(dim=1, keepdim=True),
+    "about the mean": lambda g: g - g.mean(0),
+    "over the largest": lambda g: g / g.abs().max(),
+    "ranks": lambda g: g.flatten().argsort().argsort().view_as(g).to(g.dtype),
+    "softmax": lambda g: g.softmax(1),
+    "the largest of each row": lambda g: g == g.amax(1, keepdim=True),
+    "noise": lambda g: g + torch.randn_like(g),
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+@pytest.mark.parametrize("budget", [1, 2**26])
+def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="other values to the same numbers .* elementwise function"):
+        stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], budget)
+
+
+def test_other_functions_are_refused() -> None:
+    torch.manual_seed(0)
+    grads = stepped(perceptron(), torch.randn(6, 4))
+    kept = grads.dense()
+    for f, given in [
+        (torch.norm, r"shape \(\)"),
+        (lambda g: g.sum(1, keepdim=True), "returned a torch.float32 tensor of shape"),
+        (lambda g: g.tolist(), "returned list"),
+        (lambda g: g.clamp_(-1, 1), "overwrote"),
+    ]:
+        with pytest.raises(ValueError, match=given):
+            grads.reduce(f)
+    assert_close(grads.dense(), kept, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="given str"):
+        grads.reduce("sign")  # type: ignore[arg-type]  # what is refused
+
+
+def test_what_was_overwritten_is_refused() -> None:
+    model, x = perceptron(), torch.randn(6, 4)
+    grads = stepped(model, x)
+    x.zero_()
+    with pytest.raises(StaleRecord):
+        grads.reduce(torch.sign)
