@@ -30,6 +30,7 @@ from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.losses import backward
 from autograd_hacks.verbs.metric import Metric
+from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
 from autograd_hacks.verbs.streaming import during_backward, streaming
@@ -57,6 +58,7 @@ __all__ = [
     "per_sample_jacobian",
     "PerSampleGrads",
     "Metric",
+    "NoiseScales",
     "over",
     "clip_grad1_norm_",
     "during_backward",

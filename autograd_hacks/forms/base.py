@@ -203,12 +203,12 @@ class Form(Hinting, Shown, ABC):
         return total.view(self.shape)
 
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> Tensor:
-        """Σₙ f(gₙ), elementwise.  Returns shape, in what ``f`` returns; for whole numbers and truth values as rows are summed.
+        """Σₙ f(gₙ), elementwise.  Returns shape, in the dtype that ``f`` returns, but for whole numbers and truth values.
 
         f: an elementwise function of pieces of rows, (samples, numbers), which it must leave as they are
         """
         total = None
-        for samples, rows, written in self._written(budget // 4):  # f may keep several such
+        for _, rows, written in self._written(budget // 4):  # f may keep several such
             found = f(written)
             is_whole = not (found.is_floating_point() or found.is_complex())
             dtype = self.sum_dtype.to_real() if is_whole else accumulation_dtype(found.dtype)

@@ -17,6 +17,7 @@ from autograd_hacks.reading.scale import check_loss_type
 from autograd_hacks.verbs.arguments import check_count
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
+from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_grads
 
 
@@ -25,7 +26,7 @@ class Steps:
 
     max_norm: each sample's gradient is clipped to it, and ``.grad`` set to their mean (or sum); None for no clipping
     noise_scale: whether to estimate the gradient noise scale    per_parameter: also of each parameter
-    smoothing: share of the past in the running means of noise and signal, of which it is the ratio; in [0, 1)
+    smoothing: share of the past in the means of noise and signal, of which it is the ratio, as in `NoiseScales`; in [0, 1)
     loss_type: how the loss was reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
     only: as in `add_hooks`: 'norms' measures norm layers and biases alone, which are cheap and tell the noise scale
     every: measures the first of so many steps; the others run without hooks, and cost what they cost without the library
@@ -49,8 +50,6 @@ class Steps:
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)" + ON_STEPS)
         check_loss_type(loss_type)
         check_count("Steps was given every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
@@ -65,12 +64,11 @@ class Steps:
             )
         self.every, self.only, self._count = every, only, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
-        self.smoothing, self.loss_type, self.batch_dim = smoothing, loss_type, batch_dim
+        self.loss_type, self.batch_dim, self._scales = loss_type, batch_dim, NoiseScales(smoothing)
         self.norms: Tensor | None = None
         """Of the last step's samples before clipping, N, in the order of the micro-batches."""
         self.history: list[dict[str, float]] = []
         """What `read` has returned of each step that was measured."""
-        self._means: dict[str, tuple[float, float]] = {}
         self._model: nn.Module | None = None
         self._hooked: Hooked | None = None
 
@@ -168,18 +166,16 @@ class Steps:
         return {f"grads/{key}": float(value) for key, value in measures.items()}
 
     def _noise(self, parts: PerSampleGrads, factor: float) -> dict[str, float]:
-        """Noise, signal and their ratio, of running means."""
+        """Noise and signal, and the ratio of their means over steps."""
         scales = parts.noise_scale(per_parameter=True)
         assert isinstance(scales, dict)
         each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
-        total = sum(n for n, _ in each.values()), sum(s for _, s in each.values())
-        measures = {"noise": total[0], "signal": total[1]}
-        for name, new in {"": total, **(each if self.per_parameter else {})}.items():
-            old, keep = self._means.get(name, new), self.smoothing
-            noise, signal = (keep * before + (1 - keep) * now for before, now in zip(old, new))
-            self._means[name] = noise, signal
-            measures["/".join(["noise_scale", name]) if name else "noise_scale"] = noise / signal if signal > 0 else inf
-        return measures
+        self._scales.take(each)
+        measures = {"noise": sum(noise for noise, _ in each.values()), "signal": sum(signal for _, signal in each.values())}
+        means = {"noise_scale": self._scales.noise_scale()}
+        if self.per_parameter:
+            means |= {f"noise_scale/{name}": own for name, own in self._scales.noise_scale("parameter").items()}
+        return measures | {name: own.scale.item() if own.signal > 0 else inf for name, own in means.items()}
 
 
 def _parts(model: nn.Module, scale: float) -> PerSampleGrads:

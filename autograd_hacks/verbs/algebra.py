@@ -180,16 +180,18 @@ class Algebra(Matrix):
         after clamping.  After `group` gₙ is the sum of a group's rows.
 
         f: an elementwise function, ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
-        count.  It gets pieces of rows, a matrix of any size, and returns as many numbers.  Some 1,024 numbers of each piece are
-        given to it beside others too, and must come out the same: what a number becomes depends on it alone
+        count.  It gets pieces of rows, a matrix of any size, and returns as many numbers.  Some 1,024 numbers of each piece
+        are given to it beside others too, and must come out the same: what a number becomes depends on it alone
 
         Sums of half precision are in single, also over processes.
-        Raises TypeError for what is no function of tensors, ValueError for one that isn't elementwise, or overwrites its rows.
+        Raises TypeError for what is no function, ValueError for one that isn't elementwise or overwrites what it is given.
         Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
-        optimizers" (arXiv:2510.00236), where a sign or a power stands inside the mean over samples.
+        optimizers" (arXiv:2510.00236), which puts signs and squares of optimizers inside the mean over samples.
         """
         if not callable(f):
-            raise TypeError(f"reduce was given {arguments.kind_of(f)}; expected an elementwise function, torch.sign" + ON_VERBS)
+            raise TypeError(
+                f"reduce was given {arguments.kind_of(f)}; expected an elementwise function, torch.sign" + ON_VERBS
+            )
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
             with without_autocast(form.like for form in self.values()):

@@ -90,12 +90,13 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
             return found
         raise ValueError(
             f"reduce, at {name!r}: the function was given a piece of rows of shape {tuple(part.shape)}, and {got}; expected "
-            "a tensor of the same shape, a new one: lambda g: g.clamp(-1, 1). A norm's sum is grads.norms().sum()." + ON_VERBS
+            "a tensor of the same shape, a new one: lambda g: g.clamp(-1, 1). A norm's sum is grads.norms().sum()."
+            + ON_VERBS
         )
 
     def checked(rows: Tensor) -> Tensor:
-        at = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
-        at = at // max(1, rows.shape[1]), at % max(1, rows.shape[1])
+        number = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
+        at = number // max(1, rows.shape[1]), number % max(1, rows.shape[1])
         with torch.no_grad():  # first of copies, lest rows be overwritten
             some = rows[at]
             beside = torch.cat([some, 1 - 2 * some])

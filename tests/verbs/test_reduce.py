@@ -137,7 +137,7 @@ MIXING: dict[str, Function] = {
 @pytest.mark.parametrize("budget", [1, 2**26])
 def test_what_mixes_numbers_is_refused(what: str, budget: int) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="other values to the same numbers .* elementwise function"):
+    with pytest.raises(ValueError, match=r"other values to the same numbers .* elementwise function"):
         stepped(convolutions(), torch.randn(7, 2, 5)).reduce(MIXING[what], budget)
 
 

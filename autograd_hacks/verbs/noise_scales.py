@@ -1,0 +1,156 @@
+"""Noise and signal over training: exponential means of each, whose ratio is the noise scale, or the GSNR."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from autograd_hacks.errors import ON_NOISE
+from autograd_hacks.forms import BUDGET
+from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.verbs import statistics
+from autograd_hacks.verbs.arguments import kind_of
+from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.statistics import NoiseScale
+
+
+class NoiseScales(Shown):
+    """The noise and the signal of gradients over training: an exponential mean of each, for every parameter::
+
+        scales = autograd_hacks.NoiseScales(smoothing=0.99)
+        for x, y in loader:
+            loss_fn(model(x), y).backward()
+            scales.update(autograd_hacks.per_sample_grads(model))
+            optimizer.step()
+        scales.noise_scale().scale               # a number of samples
+
+    One batch's ratio scatters, and has no mean: its signal may be near zero, or below.  So noise and signal are averaged
+    apart, each unbiased, and then divided.
+
+    smoothing: β in [0, 1), the share of the past.  Mₜ = β Mₜ₋₁ + (1 - β) xₜ from M₀ = 0, and Mₜ / (1 - βᵗ) is the mean, as
+    in Adam; t counts the steps that had the parameter
+    elementwise: whether to keep noise and signal of each number too, for `snr`: two numbers for each of the model's
+
+    Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1.
+    """
+
+    __repr__ = Shown.__str__
+
+    def __init__(self, smoothing: float = 0.95, elementwise: bool = False) -> None:
+        self.smoothing, self.elementwise = check_smoothing("NoiseScales was given smoothing", smoothing), elementwise
+        # Of each parameter the sums of noise and signal, and of the weights that they have in it, 1 - βᵗ.
+        self._means: dict[str, tuple[float, float, float]] = {}
+        self._each: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def update(self, grads: PerSampleGrads, budget: int = BUDGET) -> None:
+        """Adds a step's gradients.  All processes at once.  budget: bytes to use beside the result
+
+        Raises as ``grads.noise_scale`` does, for fewer than two samples say, and ValueError where gradients are not finite,
+        as in a step that a GradScaler skips.  The means stay as they were then.
+        """
+        if not isinstance(grads, PerSampleGrads):
+            raise TypeError(f"NoiseScales.update was given {kind_of(grads)}; expected per_sample_grads(model)" + ON_NOISE)
+        scales = grads.noise_scale(per_parameter=True, budget=budget)
+        assert isinstance(scales, dict)
+        self.take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
+        if self.elementwise:
+            self._take_each(grads, budget)
+
+    def take(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Adds a step's noise and signal, {parameter's name: both}."""
+        wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
+        if wrong:
+            raise ValueError(
+                f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}), as in a "
+                "step that overflowed; expected numbers. Leave out steps that the optimizer leaves out." + ON_NOISE
+            )
+        keep = self.smoothing
+        for name, own in found.items():
+            before = self._means.get(name, (0.0, 0.0, 0.0))
+            noise, signal, weight = (keep * old + (1 - keep) * new for old, new in zip(before, (*own, 1.0)))
+            self._means[name] = noise, signal, weight
+
+    @torch.no_grad()
+    def _take_each(self, grads: PerSampleGrads, budget: int) -> None:
+        keep = self.smoothing
+        with grads._counted("NoiseScales.update") as samples:
+            about = statistics.means(grads, grads.spread, samples, budget)
+            noises = statistics.variances(grads, about, grads.spread, samples, budget)
+        for name, own in noises.items():
+            noise = own.double()
+            new = noise, about[name].abs().double().square() - noise / samples
+            before = self._each.get(name, (0.0, 0.0))
+            self._each[name] = (keep * before[0] + (1 - keep) * new[0], keep * before[1] + (1 - keep) * new[1])
+
+    @overload
+    def noise_scale(self, per: Literal["model"] = "model") -> NoiseScale: ...
+    @overload
+    def noise_scale(self, per: Literal["layer", "parameter"]) -> dict[str, NoiseScale]: ...
+    def noise_scale(self, per: Literal["model", "layer", "parameter"] = "model") -> NoiseScale | dict[str, NoiseScale]:
+        """The means of noise and signal, and as ``.scale`` their ratio.
+
+        per: 'layer' for {path of a layer: of its parameters together}, 'parameter' for {name: its own}
+        Raises ValueError before the first `update`, and for another word.
+        """
+        if per not in ("model", "layer", "parameter"):
+            raise ValueError(f"noise_scale was given per={per!r}; expected 'model', 'layer' or 'parameter'" + ON_NOISE)
+        self._check()
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for name, (noise, signal, weight) in self._means.items():
+            place = {"model": "", "layer": name.rpartition(".")[0], "parameter": name}[per]
+            sums.setdefault(place, []).append((noise / weight, signal / weight))
+        found = {
+            place: NoiseScale(*(torch.tensor(sum(own), dtype=torch.float64, device="cpu") for own in zip(*parts)))
+            for place, parts in sums.items()
+        }
+        return found[""] if per == "model" else found
+
+    def snr(self) -> dict[str, Tensor]:
+        """The gradient's signal to noise ratio of each number, {name: shape}: the mean of ḡ² - v / N over the mean of v, for
+        variances v over N samples.  Averaged over a layer it is the layer's GSNR.
+
+        It is that of one sample, and doesn't depend on N; noise may bring it below 0.  0 where there is no gradient.
+        Raises ValueError before the first `update`, and without ``elementwise=True``.
+        Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
+        """
+        if not self.elementwise:
+            raise ValueError(
+                "snr needs noise and signal of each number, which are kept with NoiseScales(elementwise=True) alone. A whole "
+                "layer's ratio is 1 / noise_scale('layer')[path].scale." + ON_NOISE
+            )
+        self._check()
+        return {name: torch.where(signal == 0, signal, signal / noise) for name, (noise, signal) in self._each.items()}
+
+    def _check(self) -> None:
+        if not self._means:
+            raise ValueError(
+                "NoiseScales has seen no step; call update(per_sample_grads(model)) after a backward pass" + ON_NOISE
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, to go on from."""
+        return {"means": dict(self._means), "each": dict(self._each)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` has returned."""
+        self._means, self._each = dict(state["means"]), dict(state["each"])
+
+    def _table(self) -> Table:
+        title = f"NoiseScales of {len(self._means)} parameters, smoothing {self.smoothing}"
+        if not self._means:
+            return Table(title + ", no step yet")
+        rows = [("layer", "noise", "signal", "noise scale")]
+        for place, own in [*self.noise_scale("layer").items(), ("all", self.noise_scale())]:
+            rows.append((place, f"{own.noise.item():.4g}", f"{own.signal.item():.4g}", f"{own.scale.item():.4g}"))
+        return Table(title, rows)
+
+
+def check_smoothing(what: str, smoothing: float) -> float:
+    """Raises ValueError for what is no share of the past."""
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"{what}={smoothing}; expected a number in [0, 1)" + ON_NOISE)
+    return smoothing
