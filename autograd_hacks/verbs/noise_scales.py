@@ -119,7 +119,7 @@ class NoiseScales(Shown):
         """
         if not self.elementwise:
             raise ValueError(
-                "snr needs noise and signal of each number, which are kept with NoiseScales(elementwise=True) alone. A whole "
+                "snr needs noise and signal of each number, which are kept with NoiseScales(elementwise=True) alone. A "
                 "layer's ratio is 1 / noise_scale('layer')[path].scale." + ON_NOISE
             )
         self._check()
