@@ -79,6 +79,45 @@ def test_rows_of_tasks_and_halves() -> None:
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
+def tasks_of(model: nn.Module) -> Tensor:
+    """Losses of 6 samples in two tasks, which share the trunk: 6 2."""
+    draws = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 1, 6, 6, generator=draws).double()
+    y, z = torch.randint(3, (6,), generator=draws), torch.randn(6, 3, generator=draws).double()
+    out = model(x)
+    return torch.stack([F.cross_entropy(out, y, reduction="none"), (out - z).square().sum(1)], 1)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_losses_of_samples_in_several_tasks(param_grad: bool) -> None:
+    model = conv()
+    other = copy.deepcopy(model)
+    losses = tasks_of(other)
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(other.parameters()), retain_graph=True)])
+        for loss in losses.flatten()
+    ]
+    expected = UPGrad()(torch.stack(rows))
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(2):
+        weights = jacobian_descent(model, UPGrad(), losses=tasks_of(model))
+        assert weights.shape == (6, 2)
+        assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+        assert_close(weights.flatten() @ torch.stack(rows), expected)
+    autojac.backward(tasks_of(other))
+    assert_close(weights.flatten(), autojac.jac_to_grad(other.parameters(), UPGrad()).flatten())
+
+
+def test_losses_of_one_task_are_a_backward_pass() -> None:
+    model = conv()
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backward(losses_of(model))
+    expected = jacobian_descent(model, UPGrad())
+    kept = [p.grad.clone() for p in model.parameters()]
+    assert_close(jacobian_descent(model, UPGrad(), losses=losses_of(model)), expected)
+    assert_close([p.grad for p in model.parameters()], kept)
+
+
 def test_a_parameter_that_was_not_reached() -> None:
     model = conv()
     model.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
@@ -106,3 +145,10 @@ def test_what_is_refused() -> None:
             jacobian_descent(model, wrong)
     with pytest.raises(ValueError, match="leave it out"):
         jacobian_descent(model, UPGrad(), autograd_hacks.per_sample_grads(model), "mean")
+    grads, losses = autograd_hacks.per_sample_grads(model), tasks_of(model)
+    with pytest.raises(ValueError, match="beside grads"):
+        jacobian_descent(model, UPGrad(), grads, losses=losses)
+    with pytest.raises(ValueError, match="beside loss_type='mean'"):
+        jacobian_descent(model, UPGrad(), loss_type="mean", losses=losses)
+    with pytest.raises(ValueError, match=r"shape \(6, 2, 1\).*losses.mean"):
+        jacobian_descent(model, UPGrad(), losses=losses[:, :, None])
