@@ -7,6 +7,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_TORCHJD, needed
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
@@ -75,6 +77,7 @@ def jacobian_descent(
     weighting = _weighting_of(aggregator)
     if losses is not None:
         grads = per_sample_jacobian(model, losses)
+        grads.spread = spread_of(model, recorder_of(model))  # rows of a Jacobian know no other processes
     grads = per_sample_grads(model, loss_type) if grads is None else grads
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     products, each = grads.gram(), (grads.samples, *grads.entries)
