@@ -19,6 +19,7 @@ from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
 from autograd_hacks.forms import Form, RandomMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
+from autograd_hacks.forms.composite import unscaled
 from autograd_hacks.forms.numerics import row_norms, smallest
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
@@ -86,6 +87,20 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
         else:
             total += part.to(total.device)
     return torch.zeros(shape, device="cpu") if total is None else total
+
+
+def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
+    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M    some: their numbers, M"""
+    w, theirs, pair = w.to(form.like.device, form.sum_dtype), form[some.to(form.like.device)], unscaled(form)[0].pair
+    if pair is not None and all(isinstance(factor, Tensor) for factor in pair):
+        # Multiplications for a position: by those of the M samples, of which as many again tell that none cancel, or by the
+        # direction.  16 samples of 32 positions by 2 others' took 24 ms and 13, 128 of one by 8 others' 1.2 and 5.8.
+        (left, right), numbers = pair, form.shape.numel()
+        positions = right.shape[1]
+        products = positions * (len(some) + (positions > 1)) * (left.shape[2] + right.shape[2])
+        if 2 * products < numbers:
+            return form.gram(theirs, budget) @ w
+    return form.dot(theirs.weighted_sum(w, budget).conj().resolve_conj(), budget)
 
 
 def own_parts(v: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:

@@ -16,7 +16,16 @@ from autograd_hacks.capture.records import Pass, Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
-from autograd_hacks.errors import ON_PASSES, ON_STREAMING, ON_VERBS, BatchSizeError, HigherOrderError, NothingRecorded
+from autograd_hacks.distributed.spread import spread_of
+from autograd_hacks.errors import (
+    ON_PASSES,
+    ON_STREAMING,
+    ON_VERBS,
+    BatchSizeError,
+    HigherOrderError,
+    NothingRecorded,
+    NotReduced,
+)
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
@@ -27,9 +36,9 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
-from autograd_hacks.verbs.arguments import check_count, check_direction
-from autograd_hacks.verbs.matrix import added, joint_norms, random_map
-from autograd_hacks.verbs.per_sample import drop_rows, write_rows
+from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of
+from autograd_hacks.verbs.matrix import added, along_own, joint_norms, random_map
+from autograd_hacks.verbs.per_sample import check_may_set, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""
@@ -67,12 +76,13 @@ def streaming(
 def during_backward(
     model: nn.Module,
     *what: str,
-    dot: Mapping[str, Tensor] | None = None,
+    dot: Mapping[str, Tensor] | Tensor | None = None,
     project: int | None = None,
     seed: int = 0,
     loss_type: str | None = None,
     scale: float | Tensor = 1.0,
     budget: int = BUDGET,
+    weights: Tensor | None = None,
 ) -> Iterator[Streamed]:
     """A context for one backward pass, during which quantities are taken: a layer's input and the gradient at its output are
     freed as soon as its parameters' gradients are known, and not kept until somebody reads::
@@ -85,18 +95,23 @@ def during_backward(
 
     what: "grad1", rows of shape ``(N, *param.shape)`` in ``param.grad1``; "norms", N; "gram", the inner products of all
     pairs, (N, N)
-    dot: {name: shape}, a direction for ``PerSampleGrads.dot``
+    dot: {name: shape}, a direction for ``PerSampleGrads.dot``; or N weights w, for the direction Σₘ wₘ gₘ of samples of this
+    very pass, held-out ones say
+    weights: N; sets ``.grad`` to Σₙ wₙ gₙ.  After ``add_hooks(param_grad=False)`` it costs what ordinary gradients do, and 0
+    leaves held-out samples out of it
     project: how many coordinates to project to    seed: as in ``PerSampleGrads.project``
     loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
     Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, ValueError where nothing is asked for or another word
-    than these, and RuntimeError for a second backward pass inside.
+    than these, RuntimeError for a second backward pass inside, and NotReduced for weights where processes share the batch or
+    its layers.
     """
-    if (unknown := [word for word in what if word not in WHAT]) or not (what or dot is not None or project is not None):
+    asked = what or any(own is not None for own in (dot, project, weights))
+    if (unknown := [word for word in what if word not in WHAT]) or not asked:
         given = f"was given {unknown[0]!r}" if unknown else "was asked for nothing"
         raise ValueError(
-            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, or dot=, or project=."
-            + ON_STREAMING
+            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, or dot=, project=, "
+            "or weights=." + ON_STREAMING
         )
     recorder = recorder_of(model)
     record = recorder.record
@@ -106,13 +121,20 @@ def during_backward(
         verbs["grad1"] = lambda name, form: stream.write(name, form)
     if "norms" in what:
         verbs["norms"] = lambda name, form: form.norms(budget)
-    if dot is not None:
+    if isinstance(dot, Tensor):
+        among, theirs = _weights_of("dot", dot)
+        verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
+    elif dot is not None:
         check_direction(dot, {name: p.shape for name, p in record.parameters_of(model).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: form.dot(
             stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
         )
     if "gram" in what:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
+    if weights is not None:
+        _weights_of("weights", weights)
+        check_may_set(recorder, "during_backward(weights=...)")
+        verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     check_scale(scale)
     if project is not None:
         check_count("during_backward was given project", project, "coordinates", ON_VERBS)
@@ -141,10 +163,20 @@ def during_backward(
         vars(streamed).update(stream.end())
 
 
+def _weights_of(what: str, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Which samples' weights are not zero, and these, K each.  w: N"""
+    if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
+        raise TypeError(
+            f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor" + ON_STREAMING
+        )
+    some = w.detach().nonzero()[:, 0]
+    return some, w.detach()[some]
+
+
 class Streamed(Shown):
     """What `during_backward` has found, after the context's end.
 
-    norms: N    dot: N    gram: (N, N)    projection: (N, dim)
+    norms: N    dot: N    gram: (N, N)    projection: (N, dim)    (``weights`` sets ``.grad``)
     """
 
     def _table(self) -> Table:
@@ -171,7 +203,7 @@ class _Stream:
         loss_type: str | None,
         scaling: float | Tensor,
     ) -> None:
-        record, self.is_private = recorder.record, recorder.planner.independent
+        record, self.is_private, self._recorder = recorder.record, recorder.planner.independent, recorder
         self.pool, self.has_ended = recorder.pool, False
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self._parameters = record.asked(parameters_of(model))
@@ -180,6 +212,7 @@ class _Stream:
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
         self._told: tuple[int, str] | None = None  # N, and which layer has told
+        self._sums: dict[str, Tensor] = {}  # what ``.grad`` is set to
         # What each verb has found of parameters, by the first that is cut alike; '' for those that all processes have.
         self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
 
@@ -259,6 +292,28 @@ class _Stream:
         write_rows(name, parameter, self.record.gathered.get(name, parameter), True, form, self.pool)
         self._unwritten.discard(name)
 
+    def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
+        """The form, where there is a weight for each of its samples."""
+        if len(w) != form.samples:
+            raise ValueError(
+                f"during_backward was given {what} of shape {tuple(w.shape)}, and {name!r} has {form.samples} samples; "
+                f"expected ({form.samples},), a weight for each" + ON_STREAMING
+            )
+        return form
+
+    def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
+        """Notes what a parameter's ``.grad`` is to be."""
+        own = w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))
+        self._sums[name] = self.checked(name, form, w, "weights").weighted_sum(own, budget).to(form.like.dtype)
+
+    def _set_grads(self) -> None:
+        if self.cuts or spread_of(self.model, self._recorder).mesh is not None:
+            raise NotReduced(
+                "during_backward was given weights, and this process has a part of the samples, or of layers: .grad would "
+                "hold that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) adds up over processes."
+            )
+        set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
+
     def end(self) -> dict[str, Tensor]:
         """The results, if the pass can be trusted."""
         check_known(self.model, self.record)
@@ -267,6 +322,8 @@ class _Stream:
         for name in self._unwritten if "grad1" in self.verbs else ():  # as `compute_grad1` has it
             parameter = self._parameters[name]
             write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)
+        if "weights" in self.verbs:
+            self._set_grads()
         self.has_ended = True
         return {what: self._whole(what, found) for what, found in self._found.items() if found}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.errors import NotReduced
 
 SIZES = (5, 3)
 
@@ -214,3 +215,16 @@ def jacobians(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "Attends"])
 def test_rows_of_outputs(both: Both, way: str, name: str) -> None:
     both(jacobians, way, name)
+
+
+def weights_refused() -> None:
+    model, (x, y) = spread_out("replicas", "mlp"), batch(0, sum(SIZES))
+    autograd_hacks.add_hooks(model, param_grad=False)
+    w = torch.ones(len(x[own(SIZES)]))
+    with pytest.raises(NotReduced, match="weighted_sum"), autograd_hacks.during_backward(model, weights=w):
+        squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_sums_while_backward_runs_are_refused(both: Both) -> None:
+    both(weights_refused)

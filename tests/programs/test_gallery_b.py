@@ -55,3 +55,20 @@ def test_a_language_model_is_trained_privately_and_its_lengths_are_opacus(tmp_pa
     out = printed("private_language_model", tmp_path, "--epochs", "1", "--sequences", "600", "--public", "5")
     assert number(r"gradients are Opacus' to (\S+)", out) < 1e-4
     assert 7.5 < number(r"(?m)^epsilon (\S+) for delta", out) <= 8
+
+
+def test_values_of_a_step_are_those_of_all_its_subsets(tmp_path: Path) -> None:
+    out = printed("in_run_shapley", tmp_path, "--epochs", "8")
+    off = r"{} +(?:\S+e\S+ +){{{}}}(\S+)"
+    assert number(off.format("a linear loss, a linear model", 0), out) < 1e-12
+    assert number(off.format("a linear loss, a linear model", 1), out) < 1e-12
+    assert number(off.format("a quadratic loss, a linear model", 1), out) < 1e-12
+    assert number(off.format("a quadratic loss, a linear model", 0), out) > 0.01  # to first order it is not
+    assert (
+        number(off.format("cross entropy, a network", 1), out) < number(off.format("cross entropy, a network", 0), out) / 2
+    )
+    assert number(r"during_backward is the same to (\S+)", out) < 1e-5
+    assert number(r"(\d+) of 1697 labels are wrong", out) == 255
+    for order in ("first order", "second order"):
+        assert number(rf"{order} +(\d+) have one", out) > 150  # by chance 38
+        assert number(rf"{order} .* add up to (\S+),", out) < 0
