@@ -38,7 +38,7 @@ from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of
 from autograd_hacks.verbs.matrix import added, along_own, joint_norms, random_map
-from autograd_hacks.verbs.per_sample import check_may_set, drop_rows, set_grads, write_rows
+from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
 """Bytes to use beside the results, unless told another number."""
@@ -303,6 +303,8 @@ class _Stream:
 
     def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
         """Notes what a parameter's ``.grad`` is to be."""
+        if not self._sums:
+            drop_grads(self.model)  # before there are others: two sets of gradients are never alive together
         own = w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))
         self._sums[name] = self.checked(name, form, w, "weights").weighted_sum(own, budget).to(form.like.dtype)
 
