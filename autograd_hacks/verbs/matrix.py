@@ -17,7 +17,7 @@ from torch import Tensor
 from autograd_hacks.distributed.cut import refuse_curvature, whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
-from autograd_hacks.forms import Form, RandomMap
+from autograd_hacks.forms import Dense, Form, RandomMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled
 from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
@@ -93,6 +93,9 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
     """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M    some: their numbers, M"""
     plain, factor = unscaled(form)
     w, some = w.to(form.like.device, form.sum_dtype), some.to(form.like.device)
+    if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
+        rows = plain.matrix()
+        return (rows @ (w @ rows[some])).mul_(factor**2)
     pair = [x for x in plain.pair or () if isinstance(x, Tensor)]
     if len(pair) == 2 and not form.like.is_complex():
         # Multiplications for a position: S (O + I) by the S positions of these samples, O I by their weighted sum.  Twelve

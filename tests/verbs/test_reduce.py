@@ -77,6 +77,16 @@ def test_scaled_and_selected_rows() -> None:
         assert_close(unit[name], (own.flatten(1) / lengths[:, None])[1:4].abs().sum(0).view(own.shape[1:]))
 
 
+@pytest.mark.usefixtures("double")
+def test_rows_in_a_metric() -> None:
+    model, x = perceptron(), torch.randn(6, 4)
+    rows = one_backward_per_sample(model, squares, x)
+    metric = {name: torch.rand(own.shape[1:]) for name, own in rows.items() if own is not None}
+    found = stepped(model, x).preconditioned(autograd_hacks.Metric(metric)).reduce(torch.tanh)
+    for name, own in rows.items():
+        assert_close(found[name], (own * metric[name]).tanh().sum(0))
+
+
 def test_of_no_samples_the_sum_is_zero() -> None:
     none = stepped(perceptron(), torch.randn(6, 4)).select(slice(0))
     for name, total in none.reduce(torch.cos).items():
