@@ -50,7 +50,7 @@ WHAT = ("grad1", "norms", "gram")
 
 def streaming(
     model: nn.Module,
-    dot: Mapping[str, Tensor] | None = None,
+    dot: Mapping[str, Tensor] | Tensor | None = None,
     gram: bool = False,
     project: int | None = None,
     seed: int = 0,
