@@ -2,13 +2,14 @@
 
 B ⊗ A = (Q_B ⊗ Q_A) (Λ_B ⊗ Λ_A) (Q_B ⊗ Q_A)ᵀ has the eigenvectors of the layer's inputs and of the gradients at its
 outputs.  With S = Σₖₙ (Q_Bᵀ Gₖₙ Q_A)² / N in the place of Λ_B ⊗ Λ_A, elementwise, for the rows Gₖₙ, it is the matrix with
-these eigenvectors that is closest to JᵀJ / N in the Frobenius norm; its trace is that of JᵀJ / N.
+these eigenvectors that is closest to JᵀJ / N in the Frobenius norm; its trace is that of JᵀJ / N.  Of a parameter of several
+blocks, see `autograd_hacks.curvature.kronecker`, each has its own.
 
 Source: George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"
 (arXiv:1806.03884).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import overload
@@ -18,10 +19,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.kronecker import with_ones
+from autograd_hacks.curvature.kronecker import KFAC, inputs_of, is_empty, positions_of
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
-from autograd_hacks.forms import Dense, Form, Outer, group
+from autograd_hacks.forms import Dense, Form, Lookup, Outer, group
+from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -35,20 +37,29 @@ SHARE = 0.1
 class EKFAC(Shown):
     """(Q_B ⊗ Q_A) diag(S) (Q_B ⊗ Q_A)ᵀ, for a parameter of shape (O, ...), seen as a matrix O I.
 
-    With ``kfac_bias='joint'`` it is that of a weight with its bias for a last column, O (I + 1), and both have it.
+    For a parameter that lies as (I, O), ``is_turned``, it is (Q_A ⊗ Q_B) diag(S) (Q_A ⊗ Q_B)ᵀ, and S is I O.  A parameter of
+    G blocks has an axis G in front of all three.
+    With ``kfac_bias='joint'`` it is that of a weight with its bias for one more input, the last, and both have it.
     """
 
-    a: Tensor  # Q_A, I I, eigenvectors in columns
+    a: Tensor | None  # Q_A, I I, eigenvectors in columns; None for a table, of which it is the identity
     b: Tensor  # Q_B, O O
-    values: Tensor  # S, O I
+    values: Tensor  # S, O I, as the parameter lies in memory
     names: tuple[str, ...]  # of the parameter, or of weight and bias
+    is_turned: bool = False  # whether the parameter lies as I O
+
+    @property
+    def sides(self) -> tuple[Tensor | None, Tensor | None]:
+        """Q_B and Q_A, or Q_A and Q_B where it is turned: the eigenvectors on the left and on the right of the parameter."""
+        return (self.a, self.b) if self.is_turned else (self.b, self.a)
 
     def _table(self) -> Table:
         parts = [("a", "eigenvectors of inputs", self.a), ("b", "eigenvectors of gradients at outputs", self.b)]
         parts.append(("values", "eigenvalues", self.values))
-        rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in parts]
+        held = [(name, what, x) for name, what, x in parts if x is not None]
+        rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in held]
         size = " × ".join(map(str, self.values.shape))
-        title = f"EKFAC of {', '.join(self.names)}: {size}, {with_unit(bytes_of(x for *_, x in parts))}"
+        title = f"EKFAC of {', '.join(self.names)}: {size}, {with_unit(bytes_of(x for *_, x in held))}"
         return Table(title, [("", "what", "shape", "holds"), *rows])
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -66,8 +77,12 @@ class EKFAC(Shown):
         return self._scaled(v, 1 / (self.values + (SHARE * self.values.mean() if damping is None else damping)))
 
     def _scaled(self, v: Tensor, by: Tensor) -> Tensor:
-        rows = v.to(by.dtype).reshape(-1, *by.shape)
-        return (self.b @ ((self.b.mT @ rows @ self.a) * by) @ self.a.mT).view(v.shape)
+        left, right = self.sides
+        x = v.to(by.dtype).reshape(-1, *by.shape)
+        x = x if left is None else left.mT @ x
+        x = (x if right is None else x @ right) * by
+        x = x if left is None else left @ x
+        return (x if right is None else x @ right.mT).view(v.shape)
 
 
 @overload
@@ -122,10 +137,15 @@ def _solved(
     """v, block by block."""
     solved: dict[str, Tensor] = {}
     for names, block in {block.names: block for block in blocks.values()}.items():
-        axes = [max(1, parameters[name].ndim) for name in names]
-        # ... O I, a vector being one column
-        columns = [v[n].unsqueeze(-1) if k == 1 else v[n].flatten(v[n].ndim - k + 1) for n, k in zip(names, axes)]
-        parts = block.solve(torch.cat(columns, -1), damping).split([x.shape[-1] for x in columns], -1)
+        if len(names) == 1:
+            parts: Sequence[Tensor] = [block.solve(v[names[0]], damping)]
+        else:  # the bias is the last input of the weight
+            axis, matrix = (-2 if block.is_turned else -1), [*block.values.shape]
+            matrix[axis] -= 1
+            before = [v[name].shape[: v[name].ndim - parameters[name].ndim] for name in names]
+            bias = v[names[1]].reshape(*before[1], *block.b.shape[:-1]).unsqueeze(axis)
+            joined = torch.cat([v[names[0]].reshape(*before[0], *matrix), bias], axis)
+            parts = block.solve(joined, damping).split([matrix[axis], 1], axis)
         solved |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, parts)}
     return {name: solved[name] for name in v}
 
@@ -138,8 +158,14 @@ class Eigenvalues:
         self._model, self.spread, self._batch = model, spread, 0
         self._names = {weight: (weight, bias) for bias, weight in joint.items()}
         factors = {name: vars(model.get_parameter(name)).get("kfac") for name in names}
-        self._vectors = {name: (self._of(ab[0]), self._of(ab[1])) for name, ab in factors.items() if ab is not None}
-        self._sums = {name: a.new_zeros(len(b), len(a)) for name, (a, b) in self._vectors.items()}
+        self._kfac: dict[str, KFAC] = {name: both for name, both in factors.items() if both is not None}
+        # Of a diagonal matrix the eigenvectors are those of the identity.
+        self._vectors = {n: (self._of(a) if a.ndim == b.ndim else None, self._of(b)) for n, (a, b) in self._kfac.items()}
+        sides = {name: both.sides for name, both in self._kfac.items()}
+        self._sums = {
+            n: left.new_zeros(*self._vectors[n][1].shape[:-2], left.shape[-1], right.shape[-1])
+            for n, (left, right) in sides.items()
+        }
 
     def _of(self, factor: Tensor) -> Tensor:
         """Its eigenvectors, alike on all processes."""
@@ -152,9 +178,13 @@ class Eigenvalues:
         with grads.reading():
             for name, (a, b) in self._vectors.items():
                 parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
+                blocks, total = len(b) if b.ndim == 3 else 1, self._sums[name]
                 for part, samples in zip(parts, grads.batches):
-                    for form in _rotated(part.wide(), a, b, samples, name in self._names):
-                        self._sums[name] += form.second_moment(form.new_sums(form.samples) + 1)
+                    for own in () if is_empty(part) else positions_of(part.wide(), blocks):
+                        at = own.rows.start // (own.rows.stop - own.rows.start) if blocks > 1 else ...
+                        mine = None if a is None else a[at], b[at]
+                        for form in _rotated(own, *mine, self._kfac[name].is_turned, samples, name in self._names):
+                            total[at] += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
@@ -165,17 +195,16 @@ class Eigenvalues:
             a, b = self._vectors[name]
             names = self._names.get(name, (name,))
             for each in names:
-                vars(self._model.get_parameter(each))["ekfac"] = EKFAC(a, b, total / max(1, batch), names)
+                block = EKFAC(a, b, total / max(1, batch), names, self._kfac[name].is_turned)
+                vars(self._model.get_parameter(each))["ekfac"] = block
 
 
-def _rotated(form: Form, a: Tensor, b: Tensor, samples: int, joint: bool) -> list[Form]:
-    """The rows Q_Bᵀ G Q_A, O I, in forms of some of them each.  samples: of the micro-batch"""
-    if len(form.shape) < 2:
-        values = form.matrix() @ b
-        return [Outer(values, values.new_ones(len(values), 1))]
-    factors = form.factors()
-    assert factors is not None  # or there would be no ``kfac``
-    gradients, inputs, rows = factors
-    right = (with_ones(inputs) if joint else inputs) @ a
-    outers = (Outer(gradient @ b, right) for gradient in gradients)
-    return [outer if rows is None else group(outer, rows, samples) for outer in outers]
+def _rotated(own: Positions, a: Tensor | None, b: Tensor, is_turned: bool, samples: int, joint: bool) -> Iterator[Form]:
+    """The rows Q_Bᵀ G Q_A of one block, as it lies in memory, pass by pass.  samples: of the micro-batch"""
+    inputs = own.inputs if a is None else inputs_of(own, joint) @ a
+    for gradient in (each @ b for each in own.gradients):
+        if isinstance(inputs, OneHot):
+            form: Form = Lookup(inputs.index, gradient, inputs.entries)
+        elif isinstance(inputs, Tensor):
+            form = Outer(inputs, gradient) if is_turned else Outer(gradient, inputs)
+        yield form if own.owners is None else group(form, own.owners, samples)

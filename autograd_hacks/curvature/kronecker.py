@@ -6,71 +6,194 @@ the weight.
 expand   A = Σₙₜ aₙₜ aₙₜᵀ / (N T)        B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N        positions as if they were samples
 reduce   A = Σₙ ān ānᵀ / N, ā = Σₜ aₜ / T    B = Σₖₙ b̂ₖₙ b̂ₖₙᵀ / N, b̂ = Σₜ bₜ    a sample as if it had one position
 
-A bias's own block is exactly the B of reduce.  With ``kfac_bias='shared'`` it has the B of its layer's weight, as in
-curvlinops, which for expand takes positions for samples; with ``kfac_bias='joint'`` it is one more column of that weight,
-whose input is 1, as in kronfluence.
+A is of the inputs and B of the gradients, whichever way the weight lies in memory.  For (O, I), Linear's, the block is
+B ⊗ A; for (I, O), transformers' Conv1D's and a table's, it is A ⊗ B.
+
+Blocks.  A parameter may be several matrices, one below the other along its first axis: the groups of a convolution, the
+experts of a stack.  Each has a pair of factors of its own; what lies between two of them is left out.  N T is then the
+number of positions that the matrix has seen, and for 'reduce' N that of samples that have one.
+
+Tables.  The input of an Embedding is a word, one-hot, so that A is diagonal: its entries are the words' shares of the
+positions.  For 'reduce', where A isn't, its diagonal is kept.
+
+A vector, a bias or a norm's weight, has its own block, P × P, for B, and 1 for A.  For a bias that is exactly reduce's B.
+With ``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which for expand takes positions for
+samples; with ``kfac_bias='joint'`` it is one more column of that weight, whose input is 1, as in kronfluence.
 
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
 Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.errors import UnsupportedLayer, where
-from autograd_hacks.forms import Form
+from autograd_hacks.errors import UnsupportedLayer
+from autograd_hacks.forms import Form, Sum
+from autograd_hacks.forms.base import kinds_of
+from autograd_hacks.forms.positions import OneHot, Positions, Windows
 
 APPROXIMATIONS = ("expand", "reduce")
 BIASES = ("exact", "shared", "joint")
 
 
+class KFAC(tuple[Tensor, Tensor]):
+    """(A, B): A of a parameter's inputs, (I, I), and B of the gradients at its outputs, (O, O).
+
+    A is I numbers, a diagonal, for a table.  For a parameter of G blocks there is an axis in front: (G, I, I) and (G, O, O).
+    """
+
+    is_turned = False
+    """Whether the parameter lies in memory as (I, O), so that its block is A ⊗ B, and not (O, I) and B ⊗ A."""
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, is_turned: bool) -> KFAC:
+        made = cls((a, b))
+        made.is_turned = is_turned
+        return made
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """(L, R), such that L V R is the product of the block with V, the parameter's shape as a matrix, or as G of them:
+        (B, A), or (A, B) where it is turned.  Symmetric, but for a table's, which are the diagonal."""
+        a, b = self
+        return (a, b) if self.is_turned else (b, a)
+
+
+class Lay(NamedTuple):
+    """How a parameter is made of matrices."""
+
+    fan_in: int
+    fan_out: int
+    blocks: int = 1
+    is_turned: bool = False
+    is_table: bool = False  # whether inputs are one-hot
+
+    @property
+    def factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of A and B."""
+        many = () if self.blocks == 1 else (self.blocks,)
+        return (*many, self.fan_in, *(() if self.is_table else (self.fan_in,))), (*many, self.fan_out, self.fan_out)
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The parameter's shape as a matrix, or as several."""
+        both = (self.fan_in, self.fan_out) if self.is_turned else (self.fan_out, self.fan_in)
+        return both if self.blocks == 1 else (self.blocks, *both)
+
+    def __str__(self) -> str:
+        a = f"A diagonal, {self.fan_in:,}" if self.is_table else f"A {self.fan_in:,} × {self.fan_in:,}"
+        blocks = "" if self.blocks == 1 else f"{self.blocks} blocks, each with "
+        turned = ", lies as (I, O)" if self.is_turned and not self.is_table else ""
+        return f"{blocks}{a}, B {self.fan_out:,} × {self.fan_out:,}{turned}"
+
+
+def positions_of(form: Form, blocks: int = 1) -> Sequence[Positions]:
+    """The products that the rows are sums of.  blocks: those of a vector, each of which has the input 1"""
+    if len(form.shape) > 1:
+        return form.factors()
+    rows = form.matrix()
+    each = rows.shape[1] // blocks
+    pieces = [slice(k * each, (k + 1) * each) for k in range(blocks)]
+    return [Positions([rows[:, None, piece]], rows.new_ones(len(rows), 1, 1), piece) for piece in pieces]
+
+
+def is_empty(form: Form) -> bool:
+    """Whether the loss did not reach the parameter: the rows are sums over no positions."""
+    found = form.factors() if len(form.shape) > 1 else ()
+    return bool(found) and all(own.inputs.shape[1] == 0 for own in found)
+
+
+def lay_of(form: Form, joint: bool = False) -> Lay | str:
+    """How a parameter lies, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
+    if not (found := positions_of(form)):
+        kinds = kinds_of(form)
+        if isinstance(form, Sum):
+            return f"it is read several times in a forward, or in several ways ({kinds})"
+        return f"its gradients are no sums of products of inputs and gradients ({kinds})"
+    first = found[0]
+    size, is_table = first.rows.stop - first.rows.start, isinstance(first.inputs, OneHot)
+    kinds_of_blocks = {(p.rows.stop - p.rows.start, p.rows.start % size, p.is_turned, p.inputs.shape[2:],
+                        p.gradients[0].shape[2:], type(p.inputs)) for p in found}  # fmt: skip
+    entries = form.shape[:1].numel()
+    if len(kinds_of_blocks) > 1 or first.rows.start % size or entries % size:
+        return "it is cut into slices of unequal sizes"
+    if joint and is_table:
+        return "it is a table, whose bias is no input of it"
+    return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
+
+
 class Factors(NamedTuple):
-    """N T A, (I, I), the sum over positions, and N B, (O, O), that over samples; both may be added up over batches."""
+    """N T A and N B, sums over positions and over samples, which may be added up over batches."""
 
     a: Tensor
     b: Tensor
-    positions: int
+    positions: Tensor  # how many A has; a number for each block
 
 
 def factors_of(
-    form: Form, kfac_approx: str, batches: Sequence[int], out: Tensor | None = None, joint: bool = False
-) -> Factors | None:
-    """Of a Linear's or a convolution's weight or bias; None where the form has no Kronecker factors.
+    form: Form,
+    lay: Lay,
+    kfac_approx: str,
+    batches: Sequence[int],
+    joint: bool = False,
+    memory: Callable[[tuple[int, ...], Tensor], Tensor] | None = None,
+) -> Factors:
+    """Of a parameter that lies so.
 
-    batches: the numbers of samples of the micro-batches that the form has the rows of    out: memory for A, if there is one
-    joint: whether the inputs have a 1 behind them
+    batches: the numbers of samples of the micro-batches that the form has the rows of    joint: whether the inputs have a 1
+    behind them    memory: memory for A, of a shape and like a tensor
     """
-    parts = form.parts if len(batches) > 1 else [form]
-    total: Factors | None = None
-    for part, samples in zip(parts, batches):
-        if (each := _of_batch(part, kfac_approx, samples, joint, out)) is None:
-            return None
-        total = each if total is None else Factors(total.a + each.a, total.b + each.b, total.positions + each.positions)
-    return total
+    shape_a, shape_b = lay.factors
+    b = form.new_sums(*shape_b)
+    a = b.new_zeros(shape_a) if memory is None else memory(shape_a, b).zero_()
+    counts = torch.zeros(lay.blocks, dtype=torch.int64, device=b.device)
+    for part, samples in zip(form.parts if len(batches) > 1 else [form], batches):
+        for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
+            block = own.rows.start // (own.rows.stop - own.rows.start)
+            mine, theirs = (a, b) if lay.blocks == 1 else (a[block], b[block])
+            counts[block] += _add(mine, theirs, own, kfac_approx == "reduce", samples, joint)
+    return Factors(a, b, counts)
 
 
-def _of_batch(form: Form, kfac_approx: str, samples: int, joint: bool, out: Tensor | None) -> Factors | None:
-    if len(form.shape) < 2:  # a bias, whose block is B itself
-        values = form.wide().matrix()
-        return Factors(values.new_ones(1, 1), values.mT @ values, 1)
-    if (products := form.wide().factors()) is None:
-        return None
-    gradients, inputs, rows = products
-    inputs = with_ones(inputs) if joint else inputs
-    if kfac_approx == "reduce" and inputs.shape[1]:  # without positions the loss did not reach the parameter
-        shares = _added(torch.ones_like(inputs[..., :1]), rows, samples).clamp(min=1)
-        inputs = (_added(inputs, rows, samples) / shares)[:, None]
-        gradients = [_added(b, rows, samples)[:, None] for b in gradients]
-    b = gradients[0].new_zeros(2 * gradients[0].shape[2:])
-    for gradient in gradients:
+def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, joint: bool) -> Tensor | int:
+    """Adds the sums of one block to A and B, in place.  Returns the number of positions."""
+    inputs = own.inputs
+    if reduces:
+        present = own.gradients[0].new_ones(inputs.shape[:2]) if own.present is None else own.present.to(own.gradients[0])
+        shares = _added(present[..., None], own.owners, samples)
+        for gradient in own.gradients:
+            _add_products(b, _added(gradient, own.owners, samples)[:, None])
+        if isinstance(inputs, OneHot):
+            _add_squares(a, inputs, present, own.owners, shares)
+        else:
+            means = _added(inputs_of(own, joint), own.owners, samples) / shares.clamp(min=1)
+            _add_products(a, means[:, None])
+        return (shares > 0).sum()
+    for gradient in own.gradients:
         _add_products(b, gradient)
-    a = inputs.new_empty(2 * inputs.shape[2:]) if out is None or out.dtype != inputs.dtype else out
-    return Factors(_add_products(a.zero_(), inputs), b, inputs.shape[0] * inputs.shape[1])
+    if isinstance(inputs, OneHot):
+        words = inputs.index if own.present is None else inputs.index[own.present]
+        a += words.flatten().bincount(minlength=len(a)).to(a.dtype)
+    else:
+        _add_products(a, inputs_of(own, joint))
+    return inputs.shape[0] * inputs.shape[1] if own.present is None else own.present.sum()
+
+
+def inputs_of(own: Positions, joint: bool) -> Tensor:
+    """The inputs of what is no table, M T I, with a 1 behind them where ``joint``."""
+    inputs = own.inputs.written() if isinstance(own.inputs, Windows) else own.inputs
+    assert isinstance(inputs, Tensor)  # no table
+    if not joint:
+        return inputs
+    ones = torch.ones_like(inputs[..., :1]) if own.present is None else own.present[..., None].to(inputs)
+    return torch.cat([inputs, ones], -1)
 
 
 def _add_products(total: Tensor, x: Tensor) -> Tensor:
@@ -87,9 +210,14 @@ def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
     return total if rows is None else total.new_zeros(samples, total.shape[1]).index_add_(0, rows, total)
 
 
-def with_ones(inputs: Tensor) -> Tensor:
-    """N T (I + 1).  inputs: N T I"""
-    return torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
+def _add_squares(a: Tensor, inputs: OneHot, present: Tensor, owners: Tensor | None, shares: Tensor) -> None:
+    """Adds the diagonal of Σₙ ān ānᵀ for one-hot inputs, whose means are shares of words.
+    present: M T    shares: N 1, the positions of each sample"""
+    rows = torch.arange(len(inputs.index), device=inputs.index.device) if owners is None else owners
+    slots, place = (rows[:, None] * inputs.entries + inputs.index).unique(return_inverse=True)
+    counts = present.new_zeros(len(slots)).index_add_(0, place.flatten(), present.flatten())
+    means = counts / shares[slots // inputs.entries, 0].clamp(min=1)
+    a.index_add_(0, slots % inputs.entries, means.square())
 
 
 # Layers.
@@ -97,22 +225,40 @@ def with_ones(inputs: Tensor) -> Tensor:
 
 def otherwise(kind: str) -> str:
     """What to do about parameters without factors.  kind: that was asked for"""
-    return f"Name the others, parameters=[...] with kind={kind!r}; or take kind='diag' or 'full' for it."
+    return (
+        "Leave them out with skip=True, and the table that is returned names them; or name the others, "
+        f"parameters=[...] with kind={kind!r}; or take kind='diag' or 'full' for them."
+    )
 
 
 def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """{bias: weight} of the layers that have both of these, and that no other layer shares.  names: some parameters'"""
+    """{bias: weight} of the layers that have both of these, the weight a matrix, and that no other layer shares.
+    names: some parameters'"""
     by_id = {id(model.get_parameter(name)): name for name in names}
     layers = [{what: by_id.get(id(p)) for what, p in layer._parameters.items()} for layer in model.modules()]
     count = Counter(name for layer in layers for name in layer.values())
     pairs = [(layer.get("bias"), layer.get("weight")) for layer in layers]
-    return {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}
+    both = {bias: weight for bias, weight in pairs if bias and weight and count[bias] == count[weight] == 1}
+    return {
+        bias: weight for bias, weight in both.items() if are_of_a_map(model.get_parameter(weight), model.get_parameter(bias))
+    }
 
 
-def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str:
-    """The name of the weight whose B a bias shares."""
+def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
+    """Whether a weight is a matrix, and not a norm's, whose bias has nothing to do with it."""
+    return weight is not None and weight.ndim > 1 and bias.ndim == 1
+
+
+def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | None:
+    """The name of the weight whose B a bias shares; None for a parameter that is no bias of a matrix.
+
+    Raises UnsupportedLayer for a weight that has none to share.
+    """
     parameter = model.get_parameter(bias)
-    weights = [layer._parameters["weight"] for layer in model.modules() if layer._parameters.get("bias") is parameter]
+    owners = [layer._parameters.get("weight") for layer in model.modules() if layer._parameters.get("bias") is parameter]
+    weights = [weight for weight in owners if weight is not None and are_of_a_map(weight, parameter)]
+    if not weights:
+        return None
     names = [name for name in reached if len(weights) == 1 and model.get_parameter(name) is weights[0]]
     if not names:
         raise UnsupportedLayer(
@@ -120,22 +266,3 @@ def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str:
             "reached, or is one of several. Take kfac_bias='exact'."
         )
     return names[0]
-
-
-def check_layers(model: nn.Module, reached: Collection[str], kind: str) -> None:
-    """Raises UnsupportedLayer for parameters of layers without factors.  kind: that was asked for"""
-    wanted, refused = {id(model.get_parameter(name)): name for name in reached}, {}
-    for path, layer in model.named_modules():
-        for parameter in layer._parameters.values():
-            if id(parameter) in wanted and not _has_factors(layer):
-                refused[wanted[id(parameter)]] = where(path, layer)
-    if refused:
-        listing = "; ".join(f"{name} of {place}" for name, place in refused.items())
-        raise UnsupportedLayer(
-            "these parameters have no Kronecker factors, which Linear and convolutions without groups have: "
-            f"{listing}. {otherwise(kind)}"
-        )
-
-
-def _has_factors(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1)

@@ -64,12 +64,13 @@ class Form(Hinting, Shown, ABC):
         """The forms that this is made of, in the end; itself, if of none."""
         yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        """The outer products whose sums the rows are, if they are that.
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        """The products of gradients and inputs that the rows are sums of, block by block of the parameter's first axis; none
+        where the rows are no such sums.
 
         others: further passes, forms that differ from this one in the gradient alone
         """
-        return None
+        return ()
 
     # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
 

@@ -333,11 +333,11 @@ class Grouping(Composite):
         new_rows, positions = (wanted[:, None] == self.rows).nonzero(as_tuple=True)
         return Grouping(self.form[positions], new_rows, len(wanted))
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        if (found := self.form.factors()) is None or found[2] is not None:
-            return None
-        lefts, right, _ = found
-        return lefts, right, self.rows[: len(right)]  # those of one pass
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        found = self.form.factors()
+        if any(own.owners is not None for own in found):
+            return ()
+        return [own._replace(owners=self.rows[: own.inputs.shape[0]]) for own in found]  # those of one pass
 
     @cached_property
     def _is_order(self) -> bool:

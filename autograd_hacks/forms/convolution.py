@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -31,6 +32,7 @@ class Convolution(Factored):
 
     x: ``(N, C, *S)``    g: ``(N, O, *L)``, the gradient at the output    shape: the weight's, ``(O, C / groups, *K)``
     stride, padding, dilation: a number for each spatial dimension
+    is_transposed: whether x is the gradient and g the input, as for a transposed convolution
     """
 
     varies = (1,)
@@ -44,7 +46,9 @@ class Convolution(Factored):
         padding: Sequence[int],
         dilation: Sequence[int],
         groups: int,
+        is_transposed: bool = False,
     ) -> None:
+        self.is_transposed = is_transposed
         self.x, self.g, self.shape, self.samples = x, g, shape, x.shape[0]
         self.stride, self.padding, self.dilation, self.groups = tuple(stride), tuple(padding), tuple(dilation), groups
         self.held, self.smallest = (x, g), 0 if x.numel() < g.numel() else 1
@@ -60,7 +64,7 @@ class Convolution(Factored):
     def _of(self, *held: Tensor) -> Convolution:
         x, g = held
         shape = torch.Size((g.shape[1], *self.shape[1:]))
-        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups)
+        return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
 
     def row_size(self) -> int:
         return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write
@@ -116,11 +120,15 @@ class Convolution(Factored):
             return super().project(random, budget)
         return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        if self.groups > 1:
-            return None
-        _, whole = next(self._products(self.samples * self._window_size()))
-        return [whole.left, *(form.held[1].flatten(2).mT for form in others)], whole.right, None
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        if self.is_transposed:
+            return ()
+        (fan_out, channels), found = self.shape[:2], list[Positions]()
+        for group in range(self.groups):
+            rows = slice(group * fan_out // self.groups, (group + 1) * fan_out // self.groups)
+            windows = replace(self.windows, x=self.x[:, group * channels : (group + 1) * channels])
+            found.append(Positions([form.held[1][:, rows].flatten(2).mT for form in (self, *others)], windows, rows))
+        return found
 
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
         """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""

@@ -22,7 +22,7 @@ def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int)
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
             rows = slice(begin, end)
-            own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])))
+            own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)
             parts[expert, expert + 1] = gathered(own, owners[rows], samples)
         begin = end
     return Placed(parts, shape) if parts else Zero(samples, shape, g)

@@ -105,9 +105,12 @@ class Factored(Form):
 
 
 class Paired(Factored):
-    """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all factors in ``held``."""
+    """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all tensors in ``held``: two
+    factors, and a mask where some positions only fill up samples that have fewer, with zeros."""
 
     pair: Written
+    present: Tensor | None = None
+    """(N, T) booleans: which positions are the samples' own; all, if None."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
@@ -127,12 +130,20 @@ class Paired(Factored):
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
         """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
-        taken = [factor[rows] for factor in self.held]
+        taken = [factor[rows] for factor in self._with_mask()]
         absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
         return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
 
     def merge_key(self) -> Hashable:
-        return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape
+        return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape, tuple(self.varies)
 
     def merge(self, others: Sequence[Form]) -> Form:
-        return self._of(*(torch.cat([form.held[k] for form in (self, *others)], dim=1) for k in range(len(self.held))))
+        forms = [form for form in (self, *others) if isinstance(form, Paired)]  # as merge_key has it
+        has_mask = any(form.present is not None for form in forms)
+        held = [form._with_mask() if has_mask else form.held for form in forms]
+        return self._of(*(torch.cat(tensors, dim=1) for tensors in zip(*held)))
+
+    def _with_mask(self) -> Sequence[Tensor]:
+        """What it holds, with a mask of its positions."""
+        own = torch.ones(self.held[0].shape[:2], dtype=torch.bool, device=self.like.device)
+        return (*self.held[:2], own if self.present is None else self.present)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Grouping
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, slices_of
-from autograd_hacks.forms.positions import OneHot
+from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.forms.projection import RandomMap
 
 
@@ -18,24 +20,30 @@ class Lookup(Paired):
     """Row n of J has g[n, t] added at the table's row index[n, t], over T positions: a one-hot left factor.
 
     index: (N, T) integers in [0, entries)    g: (N, T, D)
-    shape: the parameter's, any view of (entries, D), which it is unless told
+    shape: the parameter's, any view of (entries, D), which it is unless told    present: see `Paired`
     """
 
     cuts_well, varies, smallest = True, (0,), 0
 
-    def __init__(self, index: Tensor, g: Tensor, entries: int, shape: torch.Size | None = None) -> None:
-        self.index, self.g, self.entries, self.samples = index, g, entries, len(index)
+    def __init__(
+        self, index: Tensor, g: Tensor, entries: int, shape: torch.Size | None = None, present: Tensor | None = None
+    ) -> None:
+        self.index, self.g, self.entries, self.samples, self.present = index, g, entries, len(index), present
         self.shape = torch.Size((entries, g.shape[2])) if shape is None else shape
-        self.pair, self.held = (OneHot(index, entries), g), (g, index)
+        self.pair, self.held = (OneHot(index, entries), g), (g, index) if present is None else (g, index, present)
 
     def _of(self, *held: Tensor) -> Lookup:
-        g, index = held
-        return Lookup(index, g, self.entries, self.shape)
+        g, index, *present = held
+        return Lookup(index, g, self.entries, self.shape, *present)
+
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        gradients, rows = [form.held[0] for form in (self, *others)], slice(0, self.shape[:1].numel())
+        return [Positions(gradients, self.pair[0], rows, True, self.present)]
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
             return out.copy_(self.dense(factor=factor))
-        values, _ = self._times(factor)
+        values, *_ = self._times(factor)
         rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
         rows.view(self.samples * self.entries, self.g.shape[2]).index_add_(0, self._slots(), values.flatten(0, 1))
         return rows
@@ -51,7 +59,7 @@ class Lookup(Paired):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
             for samples, part in self.chunks(budget, self.held_size()):
-                values, _ = part._times(weights[samples].to(total.dtype))
+                values, *_ = part._times(weights[samples].to(total.dtype))
                 each.view(self.entries, self.g.shape[2]).index_add_(0, part.index.flatten(), values.flatten(0, 1))
         return total
 

@@ -136,17 +136,58 @@ class Sides(LinearMap):
     def rows(self, form: Form) -> Form | None:
         shape, fan_out = self.shape_of(form.shape), form.shape[:1].numel()
         if isinstance(form, Outer) and fan_out == form.fan_out:
-            return Outer(_of_factor(form.left, self.left, -1), _of_factor(form.right, self.right, 0), shape)
+            factors = _of_factor(form.left, self.left, -1), _of_factor(form.right, self.right, 0)
+            return Outer(*factors, shape, form.gradient, form.present)
         if isinstance(form, Lookup) and fan_out == form.entries:
             values = _of_factor(form.g, self.right, 0)
             if self.left is not None and self.left.ndim == 2:
-                return Outer(self.left.mT[form.index], values, shape)
+                return Outer(self.left.mT[form.index], values, shape, 1, form.present)
             values = values if self.left is None else values * self.left[form.index][..., None]
-            return Lookup(form.index, values, form.entries, shape)
+            return Lookup(form.index, values, form.entries, shape, form.present)
         if isinstance(form, Convolution) and form.groups == 1 and (self.right is None or self.right.ndim == 2):
             g = _of_factor(form.g.movedim(1, -1), self.left, -1).movedim(-1, 1)
             return form.varied(1, g) if self.right is None else Outer(g.flatten(2).mT, _windows(form, self.right), shape)
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSides(LinearMap):
+    """G ↦ L_k G_k R_k, for a parameter that is K matrices (P, Q), one below the other along its first axis.
+
+    left: (K, P, P), or diagonals, (K, P); None for identities    right: (K, Q, Q)
+    """
+
+    left: Tensor | None
+    right: Tensor
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        blocks, columns = self.right.shape[:2]
+        rows = shape.numel() // (blocks * columns)
+        fits = self.left is None or self.left.shape in ((blocks, rows), (blocks, rows, rows))
+        if shape[:1].numel() % blocks or blocks * rows * columns != shape.numel() or not fits:
+            given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
+            raise ValueError(
+                f"L and R of shapes {given[0]} and {given[1]} for a parameter of shape {tuple(shape)}; expected (K, P, P) "
+                "and (K, Q, Q), for K matrices (P, Q) along its first axis"
+            )
+        return shape
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        blocks, columns = self.right.shape[:2]
+        matrices = x.reshape(*x.shape[: x.ndim - len(shape)], blocks, -1, columns) @ self.right
+        if self.left is not None:
+            matrices = self.left[..., None] * matrices if self.left.ndim == 2 else self.left @ matrices
+        return matrices.reshape(x.shape)
+
+    def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
+        left = self.left if self.left is None or self.left.ndim == 2 else self.left.mT
+        return BlockSides(left, self.right.mT)(v, shape)
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [x for x in (self.left, self.right) if x is not None]
+
+    def to(self, like: Tensor) -> BlockSides:
+        return BlockSides(None if self.left is None else self.left.to(like), self.right.to(like))
 
 
 @dataclass(frozen=True, eq=False)

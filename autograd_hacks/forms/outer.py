@@ -19,11 +19,19 @@ class Outer(Paired):
 
     left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
     shape: the parameter's, any view of (O, I), which it is unless told
+    gradient: which factor the gradients are, 0 or 1; the other one are the inputs    present: see `Paired`
     """
 
-    cuts_well, varies = True, (0, 1)
+    cuts_well = True
 
-    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: torch.Size | None = None,
+        gradient: int = 0,
+        present: Tensor | None = None,
+    ) -> None:
         self.left = left.unsqueeze(1) if left.ndim == 2 else left
         self.right = right.unsqueeze(1) if right.ndim == 2 else right
         if self.left.shape[:2] != self.right.shape[:2]:
@@ -34,13 +42,23 @@ class Outer(Paired):
         self.samples, self.positions, self.fan_out = self.left.shape
         self.fan_in = self.right.shape[-1]
         self.shape = torch.Size((self.fan_out, self.fan_in)) if shape is None else shape
-        self.held = self.pair = self.left, self.right
+        self.pair = self.left, self.right
+        self.gradient, self.present, self.varies = gradient, present, (gradient, 1 - gradient)
+        self.held = self.pair if present is None else (*self.pair, present)
         self.flat = (left, right) if left.ndim == right.ndim == 2 else None  # for one position, without its axis
         self.smallest, self.sums_cheaply = 0 if self.fan_out < self.fan_in else 1, self.positions == 1
 
     def _of(self, *held: Tensor) -> Outer:
-        left, right = held
-        return Outer(left, right, self.shape)
+        left, right, *present = held
+        return Outer(left, right, self.shape, self.gradient, *present)
+
+    def viewed(self, shape: torch.Size) -> Outer:
+        """The same rows in another shape."""
+        return Outer(self.left, self.right, shape, self.gradient, self.present)
+
+    def transposed(self, shape: torch.Size) -> Outer:
+        """The rows of the parameter's transpose.  shape: its"""
+        return Outer(self.right, self.left, shape, 1 - self.gradient, self.present)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
@@ -48,9 +66,9 @@ class Outer(Paired):
         # two cores, multiplication first: 302 MB, 16.8 ms and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
         size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
         is_multiplied = self.positions == 1 and not (self.left.is_cpu and size > 128 * 2**20)
-        left, right = self.held
+        left, right = self.left, self.right
         if is_multiplied or isinstance(factor, Tensor):
-            (left, right), factor = self._times(factor), 1.0
+            (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
         elif factor == 1:
@@ -67,7 +85,8 @@ class Outer(Paired):
             return super().block(rows)
         first, last, _ = rows.indices(entries)
         left = self.left[..., first * each : last * each]
-        return Outer(left, self.right, torch.Size((max(0, last - first), *self.shape[1:])))
+        shape = torch.Size((max(0, last - first), *self.shape[1:]))
+        return Outer(left, self.right, shape, self.gradient, self.present)
 
     def saving(self, fresh: bool = False) -> float:
         return 0.0 if self.positions == 1 else saving([self.pair], fresh)
@@ -95,7 +114,7 @@ class Outer(Paired):
 
     def _matrices(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is Jᵀ w, O (N T) and (N T) I."""
-        left, right = self._times(w)
+        left, right, *_ = self._times(w)
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
@@ -119,8 +138,9 @@ class Outer(Paired):
         v = v.reshape(self.fan_out, self.fan_in)
         return self.right @ v.mT if place == 0 else self.left @ v
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
-        return [form.held[0] for form in (self, *others)], self.right, None
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        gradients, inputs = [form.held[self.gradient] for form in (self, *others)], self.pair[1 - self.gradient]
+        return [Positions(gradients, inputs, slice(0, self.shape[:1].numel()), self.gradient == 1, self.present)]
 
 
 class Zero(Outer):

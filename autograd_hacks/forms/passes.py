@@ -10,6 +10,7 @@ from autograd_hacks.forms.composite import Concatenation, Grouping
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.forms.numerics import pairs_of, slices_of
 from autograd_hacks.forms.outer import Outer
+from autograd_hacks.forms.placed import Placed
 from autograd_hacks.forms.positions import Positions
 
 
@@ -37,6 +38,13 @@ class Passes(Concatenation):
         if len(groupings) == len(parts) and all(_same(own.rows, groupings[0].rows) for own in groupings):
             rows = torch.cat([own.rows + k * first.samples for k, own in enumerate(groupings)])
             return Grouping(Passes.of([own.form for own in groupings]), rows, len(parts) * first.samples)
+        if isinstance(first, Placed) and all(
+            isinstance(p, Placed) and p.entries.keys() == first.entries.keys() for p in parts
+        ):
+            slices = {
+                at: Passes.of([part.entries[at] for part in parts if isinstance(part, Placed)]) for at in first.entries
+            }
+            return Placed(slices, first.shape)
         if not isinstance(first, Factored) or any(type(part) is not type(first) for part in parts):
             return Concatenation(parts)
         for varying in first.varies:
@@ -71,9 +79,9 @@ class Passes(Concatenation):
                 form.weighted_sum(weights.new_ones(form.samples), budget // 2, each)
         return total
 
-    def factors(self, others: Sequence[Form] = ()) -> Positions | None:
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         first, *more = self.parts
-        return first.factors(more) if self.varying == first.varies[0] else None
+        return first.factors(more) if self.varying == first.varies[0] else ()
 
     def _factors(self, piece: slice) -> Iterator[Tensor]:
         """What differs, of some samples, pass by pass: N F."""

@@ -11,6 +11,7 @@ from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Sum, add
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.outer import Zero
+from autograd_hacks.forms.positions import Positions
 
 
 class Placed(Composite):
@@ -40,6 +41,15 @@ class Placed(Composite):
 
     def _of(self, parts: Sequence[Form]) -> Form:
         return Placed(dict(zip(self.entries, parts)), self.shape)
+
+    def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
+        found = list[Positions]()
+        for (start, _), form in self.entries.items():
+            own = form.factors()
+            if not own:
+                return ()
+            found += [each._replace(rows=slice(start + each.rows.start, start + each.rows.stop)) for each in own]
+        return found
 
     def saving(self, fresh: bool = False) -> float:
         return max(part.saving() for part in self.parts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +82,15 @@ class Windows:
             x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
 
+    def written(self) -> Tensor:
+        """The windows as positions, (N, T, F)."""
+        return self.cut().flatten(1, 1 + len(self.kernel)).flatten(2).mT
+
     def products(self, other: Windows) -> Tensor:
         """⟨a[n, t], b[n, s]⟩, N T S, for windows of one kind."""
         n = len(self.kernel)
         if not (self.overlap and other.overlap):
-            mine, theirs = (w.cut().flatten(1, 1 + n).flatten(2) for w in (self, other))
-            return mine.mT @ theirs
+            return self.written() @ other.written().mT
         # Of each two windows the products of the pixels at the same place are added up, axis by axis.
         total = (self.x.flatten(2).mT @ other.x.flatten(2)).view(-1, *self.x.shape[2:], *other.x.shape[2:])
         total = F.pad(total, [pad for w in (other, self) for pad in reversed(w.padding) for _ in range(2)])
@@ -112,9 +115,19 @@ Pair = tuple[Factor, Factor]
 Written = tuple[Tensor | OneHot, Tensor]
 """A pair without windows."""
 
-Positions = tuple[Sequence[Tensor], Tensor, Tensor | None]
-"""For each of K passes a left factor (M, T, O); the right factor of all, (M, T, I); and the sample of each of the M rows, if
-several of them are one's.  Row k · N + n of J is Σₘₜ lefts[k][m, t] ⊗ right[m, t] over the m of sample n."""
+
+class Positions(NamedTuple):
+    """The products that the rows of one block are sums of: those of a slice of the parameter's first axis.
+
+    Row k · N + n of J, for pass k and sample n, is there Σₘₜ gradients[k][m, t] ⊗ inputs[m, t], over the m of sample n.
+    """
+
+    gradients: Sequence[Tensor]  # of each of K passes, M T O
+    inputs: Factor  # of all passes, M T I
+    rows: slice  # of the parameter's first axis
+    is_turned: bool = False  # whether the block lies in memory as I O
+    present: Tensor | None = None  # M T, booleans: the positions that count; all, if None
+    owners: Tensor | None = None  # M, the sample of each of the M, if several are one's
 
 
 def multiplications(pair: Written) -> int:

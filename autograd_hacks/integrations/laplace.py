@@ -9,7 +9,8 @@ from torch import Tensor
 from autograd_hacks.capture.hooks import pause_hooks
 from autograd_hacks.curvature.backprop import backprop_hess
 from autograd_hacks.curvature.blocks import compute_hess
-from autograd_hacks.errors import ON_LAPLACE, needed
+from autograd_hacks.curvature.kronecker import KFAC
+from autograd_hacks.errors import ON_LAPLACE, UnsupportedLayer, needed
 from autograd_hacks.verbs.hooking import add_hooks
 from autograd_hacks.verbs.jacobian import per_sample_jacobian
 from autograd_hacks.verbs.per_sample import per_sample_grads
@@ -81,8 +82,8 @@ class AutogradHacksGGN(_Backend, GGNInterface):
     kfac_approx: 'expand' or 'reduce', how positions that share a weight are treated
     kfac_bias: 'shared', as in laplace-torch's default, or 'exact', a bias's own block, which differs for convolutions
 
-    Raises UnsupportedLayer for 'kron' of layers that are neither linear nor convolutions without groups, ValueError for
-    outputs that are not N × C, and SamplesMixed for a model that mixes samples.
+    Raises UnsupportedLayer for 'kron' of parameters without a single pair of Kronecker factors, as tables and grouped
+    convolutions, ValueError for outputs that are not N × C, and SamplesMixed for a model that mixes samples.
     """
 
     def __init__(self, *args: Any, kfac_approx: str = "expand", kfac_bias: str = "shared", **options: Any) -> None:
@@ -106,8 +107,16 @@ class AutogradHacksGGN(_Backend, GGNInterface):
         compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
         factors, samples = [], len(y)
         for p in self.params:
-            a, b = vars(p).pop("kfac") or self._zeros(p)
-            factors.append([b * samples] if p.ndim == 1 else [b * samples, a * (samples / N)])
+            kfac = vars(p).pop("kfac") or KFAC(self._zeros(p))
+            if kfac[0].ndim != 2:
+                name = next(name for name, own in self._model.named_parameters() if own is p)
+                raise UnsupportedLayer(
+                    f"laplace-torch's Kron has two matrices for a weight, and {name} has factors of shapes "
+                    f"{tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}: a table, or several blocks. Take 'diag' for this "
+                    "model, or a Laplace approximation of other parameters."
+                )
+            a, b = kfac[0] * (samples / N), kfac[1] * samples
+            factors.append([b] if p.ndim < 2 else [a, b] if kfac.is_turned else [b, a])
         return loss, Kron(factors)
 
     def _zeros(self, p: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,9 @@ def conv(layer: nn.modules.conv._ConvNd, call: Call) -> Mapping[str, Form]:
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": added(g)}
 
 
-def convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings, mode: str = "zeros") -> Form:
+def convolution(
+    x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings, mode: str = "zeros", is_transposed: bool = False
+) -> Form:
     """x̄: N C *S    g: N O *L    shape: the weight's.  Sample n's gradient is the ordinary weight gradient of x[n] and g[n].
 
     settings: stride, padding, dilation, groups; padding may say before and after an axis, negative to cut off
@@ -42,7 +44,7 @@ def convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings, mo
     if mode != "zeros" or any(first != last for first, last in sides):
         x = F.pad(x, [pad for side in reversed(sides) for pad in side], mode="constant" if mode == "zeros" else mode)
         before = (0,) * len(sides)
-    return Convolution(x, g, shape, stride, before, dilation, groups)
+    return Convolution(x, g, shape, stride, before, dilation, groups, is_transposed)
 
 
 def transposed_convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings) -> Form:
@@ -55,4 +57,4 @@ def transposed_convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _S
         (int(pad), (size - 1) * stride + dilation * (kernel - 1) + 1 - int(pad) - length)
         for size, length, kernel, stride, pad, dilation in spread
     ]
-    return convolution(g, x, shape, (settings[0], sides, *settings[2:]))
+    return convolution(g, x, shape, (settings[0], sides, *settings[2:]), is_transposed=True)

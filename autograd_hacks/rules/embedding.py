@@ -31,9 +31,11 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
     """index: N *T    g: N *T *D    shape: the table's, K *D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
     rows = index.reshape(len(index), index.shape[1:].numel()).long()
     g = g.reshape(*rows.shape, shape[1:].numel())
-    if padding_idx is not None:
-        g = g.masked_fill((rows == padding_idx)[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
-    return Lookup(rows, g, shape[0], shape)
+    if padding_idx is None:
+        return Lookup(rows, g, shape[0], shape)
+    present = rows != padding_idx
+    g = g.masked_fill(~present[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
+    return Lookup(rows, g, shape[0], shape, present)
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:

@@ -12,11 +12,14 @@ from autograd_hacks.forms import Dense, Form, Outer
 from autograd_hacks.rules.rule import Call, needs_batch, single_input
 
 
-def product(left: Tensor, right: Tensor, shape: torch.Size | None = None) -> Outer:
-    """left: N *T O    right: N *T I.  Sample n's gradient is Σₜ left[n, t] ⊗ right[n, t]."""
+def product(left: Tensor, right: Tensor, shape: torch.Size | None = None, gradient: int = 0) -> Outer:
+    """left: N *T O    right: N *T I.  Sample n's gradient is Σₜ left[n, t] ⊗ right[n, t].
+
+    gradient: which of the two is the gradient, 0 or 1
+    """
     if left.ndim > 3:
         left, right = left.flatten(1, -2), right.flatten(1, -2)
-    return Outer(left, right, shape)
+    return Outer(left, right, shape, gradient)
 
 
 def added(g: Tensor, last: int | None = None) -> Form:
@@ -38,7 +41,7 @@ def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Mapping[str, Form]:
 def transposed_linear(layer: nn.Module, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x: N *T I    g: N *T O.  A Linear whose weight is stored as I O, as in GPT-2."""
     needs_batch(x, at_least=2, layout="(N, ..., in_features)")
-    weight = product(x.conj(), g)
+    weight = product(x.conj(), g, gradient=1)
     return {"weight": weight, "bias": Dense(weight.right.sum(1))}
 
 

@@ -88,7 +88,7 @@ def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
     other = met.kept[next(n for n in names if n not in (None, name))]
     x, g = met.first(other).conj(), met.first(met.grad_times("alpha") if len(names) > 2 else met.grad)
     if on_right:
-        return product(x, g, met.shape)
+        return product(x, g, met.shape, gradient=1)
     x, g = (y.mT if y.ndim > 2 else y for y in (x, g))
     return product(g, x, met.shape)
 

@@ -20,13 +20,13 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
         return Placed({at: transposed(part, dims, cut[at]) for at, part in form.entries.items()}, shape)
     is_last = (first, second) == (len(shape) - 2, len(shape) - 1) and form.shape.numel() == form.shape[-2:].numel()
     if isinstance(form, Outer) and is_last and form.shape[-2:] == (form.fan_out, form.fan_in):
-        return Outer(form.right, form.left, shape)
+        return form.transposed(shape)
     return Dense(form.dense().transpose(first + 1, second + 1))
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
     if isinstance(form, Outer):
-        return Outer(form.left, form.right, shape)
+        return form.viewed(shape)
     return Dense(form.dense().reshape(form.samples, *shape))
 
 

@@ -194,9 +194,12 @@ NORMS = "norms"
 """Stands for the parameters of norm layers and all biases, among patterns of names."""
 
 
-def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collection[str]) -> list[str]:
+def names_matching(
+    only: str | Iterable[str], model: nn.Module, trained: Collection[str], what: str = "only", page: str = ON_VERBS
+) -> list[str]:
     """Which of a model's parameters that train are meant by patterns, '*' and '?' being for any text and any character.
 
+    what, page: the argument that they were given for, and where it is explained, for people
     Raises ValueError for a pattern that matches none.
     """
     named = list(model.named_parameters(remove_duplicate=False))
@@ -204,9 +207,7 @@ def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collect
     patterns = [only] if isinstance(only, str) else list(only)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(
-                f"only has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'" + ON_VERBS
-            )
+            raise TypeError(f"{what} has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'" + page)
     first = {id(p): name for name, p in reversed(named) if name in trained}  # of those that have several
     chosen = set[str]()
     for pattern in patterns:
@@ -219,7 +220,7 @@ def names_matching(only: str | Iterable[str], model: nn.Module, trained: Collect
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             given = f"{pattern!r}, which matches " + ("frozen parameters alone" if matching else "no parameter")
             raise ValueError(
-                f"only was given {given}; expected names of those that train, {', '.join(map(repr, close))} say" + ON_VERBS
+                f"{what} was given {given}; expected names of those that train, {', '.join(map(repr, close))} say" + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]

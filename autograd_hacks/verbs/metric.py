@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
-from autograd_hacks.errors import ON_METRICS, NothingRecorded
-from autograd_hacks.forms.mapped import Elementwise, InTurn, LinearMap, Sides
+from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
+from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
 
@@ -123,22 +124,24 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
     def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
         """(B + √λ/π)⁻¹ G (A + √λ π)⁻¹, for parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
 
+        For a weight that lies as (I, O), as transformers' Conv1D's, it is (A + √λ π)⁻¹ G (B + √λ/π)⁻¹; of a parameter of
+        several blocks, groups or experts, each has its own.
+
         damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told
         Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping.
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
-        def inverse(factors: tuple[Tensor, Tensor]) -> Sides:
-            a, b = (x.double() for x in factors)
-            mean_a, mean_b = (x.diagonal().mean() for x in (a, b))
-            total = SHARE * mean_a * mean_b if damping is None else damping
-            pi = (mean_a / mean_b).sqrt()
-            shifts = (total**0.5 / pi, total**0.5 * pi)
+        def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
+            both = [x.double() for x in kfac.sides]
+            means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
+            total = SHARE * (means[0] * means[1]).mean() if damping is None else damping
+            ratio = (means[1] / means[0]).sqrt()
+            pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # else nothing was sent to an expert
             left, right = (
-                torch.linalg.inv(x + shift * torch.eye(len(x), dtype=x.dtype, device=x.device)).to(factors[0])
-                for x, shift in zip((b, a), shifts)
+                _damped_inverse(x, shift).to(kfac[1]) for x, shift in zip(both, (total**0.5 / pi, total**0.5 * pi))
             )
-            return Sides(left, right)
+            return _sides(left, right, p)
 
         return cls._from(model, "kfac", damping, inverse)
 
@@ -151,7 +154,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         ``kfac_bias='joint'``, by which a weight and its bias have one block.
         """
 
-        def inverse(block: Any) -> LinearMap:
+        def inverse(p: nn.Parameter, block: Any) -> LinearMap:
             if len(block.names) > 1:
                 raise ValueError(
                     f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric has "
@@ -159,9 +162,11 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
                 )
             shift = SHARE * block.values.mean() if damping is None else damping
             scale = 1 / (block.values + shift)
-            if block.values.shape[1] == 1:
-                return InTurn([Sides(block.b.mT), Elementwise(scale[:, 0]), Sides(block.b)])
-            return InTurn([Sides(block.b.mT, block.a), _Flat(scale), Sides(block.b, block.a.mT)])
+            left, right = block.sides
+            if p.ndim < 2 and scale.ndim == 2:
+                return InTurn([Sides(block.b.mT), Elementwise(scale.view(p.shape)), Sides(block.b)])
+            flat = _Flat(scale.reshape(p.shape[0], -1))
+            return InTurn([_sides(None if left is None else left.mT, right, p), flat, _sides(left, right.mT, p)])
 
         return cls._from(model, "ekfac", damping, inverse)
 
@@ -171,13 +176,13 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             raise ValueError(
                 f"Metric.from_{attribute} was given damping={damping!r}; expected a number above 0" + ON_METRICS
             )
-        found = {p: vars(p)[attribute] for p in model.parameters() if attribute in vars(p)}
+        found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         if not found:
             raise NothingRecorded(
                 f"Metric.from_{attribute}: no parameter of the model has {attribute}. Run backprop_hess(output) and "
                 f"compute_hess(model, kind={attribute!r}), or compute_hess_over(model, loader, kind={attribute!r})."
             )
-        return cls({p: inverse(block) for p, block in found.items()})
+        return cls({p: inverse(p, block) for p, block in found.items()})
 
     @classmethod
     def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
@@ -196,6 +201,15 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             if p.requires_grad:
                 maps[p] = _principal(name, p, rank) if pca else random_sides(name, p.shape, rank, seed)
         return cls(maps)
+
+
+def _sides(left: Tensor | None, right: Tensor, p: Tensor) -> LinearMap:
+    """G ↦ L G R for a parameter that is one matrix, or several below each other."""
+    if right.ndim == 3:
+        return BlockSides(left, right)
+    if right.shape[0] == p.shape[1:].numel():
+        return Sides(left, right)
+    return BlockSides(None if left is None else left[None], right[None])  # a matrix whose rows are several axes
 
 
 class _Flat(Elementwise):
@@ -258,14 +272,39 @@ def _signs(name: str, side: str, size: int, rank: int, seed: int) -> Tensor | No
 
 
 def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
-    if "kfac" not in vars(p):
+    if vars(p).get("kfac") is None:
         raise NothingRecorded(
             f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
             "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
         )
-    a, b = vars(p)["kfac"]
-    left, right = (None if len(x) <= rank else torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x) for x in (b, a))
+    sides = vars(p)["kfac"].sides
+    if sides[1].ndim == 3:
+        raise UnsupportedLayer(
+            f"Metric.low_rank(pca=True): {name} has factors for each of {len(sides[1])} blocks (groups, or experts). Take "
+            "random directions, pca=False, or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
+        )
+    left, right = (None if len(x) <= rank else _first_eigenvectors(x, rank) for x in sides)
     return Sides(None if left is None else left.mT, right)
+
+
+def _first_eigenvectors(x: Tensor, rank: int) -> Tensor:
+    """Those of the largest eigenvalues, in columns.  x: (F, F), or the diagonal of a diagonal matrix, F"""
+    if x.ndim == 1:
+        return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
+    return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
+
+
+def _mean(x: Tensor, has_blocks: bool) -> Tensor:
+    """The mean eigenvalue, of each block.  x: a matrix, or a diagonal"""
+    diagonals = x if x.ndim == 1 + has_blocks else x.diagonal(dim1=-2, dim2=-1)
+    return diagonals.mean(-1)
+
+
+def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:
+    """(x + shift)⁻¹.  x: a matrix, or a diagonal, or one for each block    shift: a number, or one for each block"""
+    if x.ndim == shift.ndim + 1:
+        return 1 / (x + shift[..., None])
+    return torch.linalg.inv(x + shift[..., None, None] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
 
 
 # What optimizers divide by, {names of classes: of a parameter's state and its group's settings}.

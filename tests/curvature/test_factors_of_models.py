@@ -1,0 +1,335 @@
+"""Kronecker factors of language models' parts, and EK-FAC, against inputs and gradients of one sample at a time."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import Metric
+from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
+
+pytestmark = pytest.mark.usefixtures("double")
+
+Use = tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""One sample's use of a block: its number; inputs, T I; the output, and what makes its gradient T O."""
+
+
+class Turned(nn.Module):
+    """As transformers' Conv1D: the weight is (I, O)."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(fan_in, fan_out)), nn.Parameter(torch.randn(fan_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Experts(nn.Module):
+    """As Mixtral's, one expert for each word: words are sent to experts unevenly, and to the last one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.turned = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x: Tensor, words: Tensor, seen: list[Use] | None = None) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(3):
+            where = torch.where((words % 5 != 0).long() == expert)
+            if not len(where[0]):
+                continue
+            own = x[where]
+            y = F.linear(own, self.stack[expert])
+            z = torch.tanh(y) @ self.turned[expert]
+            out = out.index_put(where, z)
+            if seen is not None:
+                seen += [(expert, own, y, lambda g: g), (3 + expert, torch.tanh(y), z, lambda g: g)]
+        return out
+
+
+class Model(nn.Module):
+    """Words to words by a table, a turned matrix, experts and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.turned = nn.Embedding(6, 3, padding_idx=2), Turned(3, 5)
+        self.experts, self.norm = Experts(), nn.LayerNorm(5)
+
+    def forward(self, words: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
+        x = self.table(words)
+        mixed = torch.tanh(x.cumsum(1))  # as many inputs as there are positions
+        y = self.turned(mixed)
+        own: list[Use] | None = None if seen is None else []
+        z = self.norm(y + self.experts(torch.tanh(y), words, own))
+        if seen is not None and own is not None:
+            one_hot = F.one_hot(words[0][words[0] != 2], 6).double()
+            seen["table.weight"] = [(0, one_hot, x, lambda g: g[0][words[0] != 2])]
+            seen["turned.weight"] = [(0, mixed[0], y, lambda g: g[0])]
+            seen["experts.stack"] = [use for use in own if use[0] < 3]
+            seen["experts.turned"] = [(k - 3, *use) for k, *use in own if k >= 3]
+        return z
+
+
+class Convolutions(nn.Module):
+    """With groups, and by depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = nn.Conv2d(4, 6, 2, groups=2, padding=1)
+        self.deep, self.last = nn.Conv1d(6, 6, 3, groups=6, stride=2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
+        y = self.grouped(x)
+        z = torch.tanh(y).flatten(2)
+        w = self.deep(z)
+        if seen is not None:
+            seen["grouped.weight"] = [
+                (
+                    k,
+                    F.unfold(x[:, 2 * k : 2 * k + 2], 2, padding=1)[0].mT,
+                    y,
+                    lambda g, k=k: g[0, 3 * k : 3 * k + 3].flatten(1).mT,
+                )
+                for k in range(2)
+            ]
+            seen["deep.weight"] = [(k, z[0, k].unfold(0, 3, 2), w, lambda g, k=k: g[0, k][:, None]) for k in range(6)]
+            last = w.mT[0]
+            out = self.last(w.mT)
+            seen["last.weight"] = [(0, last, out, lambda g: g[0])]
+            return out
+        return self.last(w.mT)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "words": lambda: (Model(), torch.tensor([[1, 3, 2], [0, 5, 5], [3, 3, 1], *torch.randint(6, (9, 3)).tolist()])),
+    "convolutions": lambda: (Convolutions(), torch.randn(12, 4, 2, 2)),
+}
+IS_TURNED = {"table.weight", "turned.weight", "experts.turned"}
+
+
+def uses_of(model: nn.Module, x: Tensor) -> list[dict[str, list[tuple[int, Tensor, Tensor]]]]:
+    """For each sample, run alone, and parameter: the block, its inputs, T I, and the gradients of each output, K T O."""
+    found = []
+    for own in x:
+        seen: dict[str, list[Use]] = {}
+        out = model(own[None], seen)
+        passes = [s.view(out.shape) for s in torch.eye(out.numel())]
+        found.append({})
+        for name, uses in seen.items():
+            found[-1][name] = []
+            for block, inputs, y, view in uses:
+                gradients = [view(torch.autograd.grad(out, y, s, retain_graph=True)[0]) for s in passes]
+                found[-1][name].append((block, inputs.detach(), torch.stack(gradients)))
+    return found
+
+
+def by_hand(uses: Sequence[tuple[Tensor, Tensor]], samples: int, approximation: str) -> tuple[Tensor, Tensor]:
+    """A and B of a block.  uses: of each sample that has one the inputs, T I, and gradients, K T O"""
+    if approximation == "expand":
+        a = torch.cat([inputs for inputs, _ in uses])
+        b = torch.cat([gradients.flatten(0, 1) for _, gradients in uses])
+    else:
+        a = torch.stack([inputs.mean(0) for inputs, _ in uses])
+        b = torch.cat([gradients.sum(1) for _, gradients in uses])
+    return a.T @ a / len(a), b.T @ b / samples
+
+
+def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """A backward pass for each sample and output: {name: (N · K, *shape)}."""
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for own in x:
+        out = model(own[None])
+        for s in torch.eye(out.numel()):
+            grads = torch.autograd.grad(out, list(model.parameters()), s.view(out.shape), retain_graph=True)
+            for name, grad in zip(rows, grads):
+                rows[name].append(grad)
+    return {name: torch.stack(own) for name, own in rows.items()}
+
+
+def hooked(case: str) -> tuple[nn.Module, Tensor]:
+    model, x = CASES[case]()
+    autograd_hacks.add_hooks(model)
+    return model, x
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_factors(case: str, approximation: str) -> None:
+    model, x = hooked(case)
+    with autograd_hacks.pause_hooks():
+        uses = uses_of(model, x)
+    for batches in ([x], [x[:1], x[1:]]):
+        autograd_hacks.compute_hess_over(model, batches, "kfac", "Jacobian", kfac_approx=approximation)
+        for name in uses[0]:
+            p = model.get_parameter(name)
+            a, b = p.kfac
+            assert p.kfac.is_turned == (name in IS_TURNED)
+            blocks = dict.fromkeys(range(1), (a, b)) if b.ndim == 2 else {k: (a[k], b[k]) for k in range(len(b))}
+            for block, (mine, theirs) in blocks.items():
+                own = [(i, g) for sample in uses for k, i, g in sample[name] if k == block and len(i)]
+                expected = by_hand(own, len(x), approximation) if own else (torch.zeros_like(mine), torch.zeros_like(theirs))
+                assert_close(mine, expected[0].diagonal() if mine.ndim == 1 else expected[0])
+                assert_close(theirs, expected[1])
+
+
+def test_vectors_have_their_own_block() -> None:
+    model, x = hooked("words")
+    autograd_hacks.backprop_hess(model(x), "Jacobian")
+    autograd_hacks.compute_hess(model, "kfac")
+    with autograd_hacks.pause_hooks():
+        rows = rows_of(model, x)
+    for name in ("norm.weight", "norm.bias", "turned.bias"):
+        a, b = model.get_parameter(name).kfac
+        assert_close(torch.kron(b, a), rows[name].T @ rows[name] / len(x))
+
+
+def expected_block(rows: Tensor, kfac: tuple[Tensor, Tensor], is_turned: bool, samples: int) -> Tensor:
+    """(Q ⊗ Q) diag(S) (Q ⊗ Q)ᵀ of a parameter, block by block of its first axis, P P."""
+    a, b = kfac
+    count = len(b) if b.ndim == 3 else 1
+    found = []
+    for k, own in enumerate(rows.flatten(1).chunk(count, 1)):
+        mine, theirs = (a[k], b[k]) if b.ndim == 3 else (a, b)
+        q_a = torch.eye(len(mine)) if mine.ndim == 1 else torch.linalg.eigh(mine).eigenvectors.contiguous()
+        q_b = torch.linalg.eigh(theirs).eigenvectors.contiguous()
+        q = torch.kron(q_a, q_b) if is_turned else torch.kron(q_b, q_a)
+        found.append(q @ ((own @ q).square().sum(0) / samples).diag() @ q.T)
+    return torch.block_diag(*found)
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_ekfac_and_its_inverse(case: str, approximation: str) -> None:
+    model, x = hooked(case)
+    with autograd_hacks.pause_hooks():
+        rows = rows_of(model, x)
+    table = autograd_hacks.compute_hess_over(
+        model, [x[:2], x[2:]], "ekfac", "Jacobian", kfac_approx=approximation, forward=lambda m, batch: m(batch)
+    )
+    assert table.share == 1
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    model(x).square().flatten(1).sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
+    for name, p in model.named_parameters():
+        block = expected_block(rows[name], p.kfac, name in IS_TURNED, len(x))
+        assert_close(p.ekfac.matvec(torch.eye(p.numel()).view(-1, *p.shape)).flatten(1), block)
+        inverse = torch.linalg.inv(block + 0.3 * torch.eye(p.numel()))
+        assert_close(solved[name].flatten(), inverse @ v[name].flatten())
+        assert_close(lazily[name].dense().flatten(1), grads[name].dense().flatten(1) @ inverse)
+        assert_close(lazily[name].dot(v[name]), (grads[name].dense().flatten(1) @ inverse) @ v[name].flatten())
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_damped_factors_as_a_metric(case: str) -> None:
+    """(B + √λ/π)⁻¹ ⊗ (A + √λ π)⁻¹ of each block, whichever way it lies."""
+    model, x = hooked(case)
+    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    model(x).square().flatten(1).sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    found = grads.preconditioned(Metric.from_kfac(model, 0.3))
+    for name, p in model.named_parameters():
+        a, b = p.kfac
+        count, inverses = (len(b) if b.ndim == 3 else 1), []
+        for k in range(count):
+            mine, theirs = (a[k], b[k]) if b.ndim == 3 else (a, b)
+            mine = mine.diag() if mine.ndim == 1 else mine
+            pi = (mine.diagonal().mean() / theirs.diagonal().mean()).sqrt()
+            pi = pi if bool(pi.isfinite() & (pi > 0)) else torch.ones(())
+            left = torch.linalg.inv(theirs + 0.3**0.5 / pi * torch.eye(len(theirs)))
+            right = torch.linalg.inv(mine + 0.3**0.5 * pi * torch.eye(len(mine)))
+            inverses.append(torch.kron(right, left) if name in IS_TURNED else torch.kron(left, right))
+        assert_close(found[name].dense().flatten(1), grads[name].dense().flatten(1) @ torch.block_diag(*inverses))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_bias_as_one_more_input(case: str) -> None:
+    model, x = hooked(case)
+    with autograd_hacks.pause_hooks():
+        rows, uses = rows_of(model, x), uses_of(model, x)
+    autograd_hacks.compute_hess_over(model, [x], "ekfac", "Jacobian", kfac_bias="joint")
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    for layer in ("turned", "grouped", "deep", "last"):
+        if not hasattr(model, layer):
+            continue
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        p, size = model.get_parameter(weight), model.get_parameter(bias).numel()
+        a, b = p.kfac
+        count, axis = (len(b) if b.ndim == 3 else 1), (-2 if weight in IS_TURNED else -1)
+        inputs = torch.cat([i for sample in uses for k, i, _ in sample[weight] if k == 0])
+        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
+        assert_close(a if count == 1 else a[0], inputs.T @ inputs / len(inputs))
+
+        def joint(weights: Tensor, biases: Tensor, p: Tensor = p, count: int = count, axis: int = axis) -> Tensor:
+            matrix = weights.reshape(-1, *(p.shape if count == 1 else (count, p.shape[0] // count, p[0].numel())))
+            return torch.cat([matrix, biases.reshape(len(matrix), *matrix.shape[1:-2], -1).unsqueeze(axis)], axis).flatten(1)
+
+        block = expected_block(joint(rows[weight], rows[bias]), (a, b), weight in IS_TURNED, len(x))
+        flat = joint(v[weight][None], v[bias][None])[0]
+        found = joint(solved[weight][None], solved[bias][None])[0]
+        assert_close(found, torch.linalg.solve(block + 0.3 * torch.eye(len(block)), flat))
+        assert size == v[bias].numel()
+
+
+# What has none
+
+
+class Tied(nn.Module):
+    """A table that is read again at the end, positions, and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.turned = nn.Embedding(6, 4), nn.Parameter(torch.randn(1, 3, 4)), Turned(4, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.linear(self.turned(torch.tanh(self.table(words) + self.places)), self.table.weight)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+def test_what_is_skipped_is_said(kind: str) -> None:
+    model = Tied()
+    autograd_hacks.add_hooks(model)
+    words = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    with pytest.raises(
+        UnsupportedLayer, match=r"places of the model.*table\.weight of layer 'table' \(Embedding\): it is read sev"
+    ):
+        autograd_hacks.compute_hess_over(model, [words], kind)
+    assert not any(hasattr(p, "kfac") for p in model.parameters())
+    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, skip=True)
+    assert table.covered == ["turned.weight", "turned.bias"]
+    assert [*table.skipped] == ["places", "table.weight"]
+    assert table.share == pytest.approx(20 / 56)
+    text = str(table)
+    assert f"{kind} of 2 of 4 tensors; attributed: 35.7 % of 56 parameters" in text
+    assert "turned.weight" in text
+    assert "A 4 × 4, B 4 × 4, lies as (I, O)" in text
+    assert repr(table).count("\n") == 0
+    assert model.table.weight.kfac is None
+    only = autograd_hacks.compute_hess_over(model, [words], kind, parameters=["turned.*"])
+    assert only.skipped == dict.fromkeys(["places", "table.weight"], "it is not among parameters=")
+    assert only.covered == table.covered
+    autograd_hacks.backprop_hess(model(words))
+    with pytest.raises(ValueError, match=r"compute_hess: parameters was given 'turnt\.\*', which matches no parameter"):
+        autograd_hacks.compute_hess(model, kind, parameters=["turnt.*"])
+    with pytest.raises(BlockTooLarge, match=r"A of turned\.weight|B of turned\.weight"):
+        autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100)
+    table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100, skip=True)
+    assert table.share == 0
+    assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
+
+
+def test_padding_and_groups_of_positions_are_not_counted_twice() -> None:
+    """A sample's positions that were sent to an expert, of which samples have unequal numbers, are counted as they are."""
+    model, x = hooked("words")
+    autograd_hacks.backprop_hess(model(x), "Jacobian")
+    autograd_hacks.compute_hess(model, "kfac")
+    words = x[x != 2]
+    assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
