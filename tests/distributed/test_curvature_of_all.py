@@ -150,3 +150,42 @@ def two_batches() -> None:
 
 def test_batches_whose_rows_need_other_weights(both: Both) -> None:
     both(two_batches)
+
+
+class Routed(nn.Module):
+    """A table, and experts of which a process may see some, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(6, 3), nn.Linear(3, 2)
+        self.stack, self.turned = nn.Parameter(torch.randn(3, 4, 3)), nn.Parameter(torch.randn(3, 4, 3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        out = x
+        for expert in range(3):
+            where = torch.where((words == 5).long() + (words == 4).long() * 2 == 1 + expert)
+            if len(where[0]):
+                out = out.index_put(where, (x[where] @ self.stack[expert].mT).tanh() @ self.turned[expert])
+        return self.last(out)
+
+
+def routed(kind: str, words: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    plain = Routed().double()
+    net, given, found = copy.deepcopy(plain), torch.tensor(words), []
+    cut = wrapped(net, "inner", find_unused_parameters=True)[2]
+    for model, part in ((plain, slice(None)), (cut, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))):
+        autograd_hacks.add_hooks(model)
+        table = autograd_hacks.compute_hess_over(model, given[part].split(2), kind, "LeastSquares")
+        assert table.share == 1
+        found.append([x for p in model.parameters() for x in (p.kfac if kind == "kfac" else [p.ekfac.values])])
+    for mine, theirs in zip(*found, strict=True):
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+@pytest.mark.parametrize("last", [[1, 5, 4], [1, 2, 3]])
+def test_experts_that_few_processes_see(both: Both, kind: str, last: list[int]) -> None:
+    words = [[0, 5, 1], [4, 4, 2], [5, 1, 1], [3, 3, 4], [0, 1, 2], [3, 2, 1], [1, 1, 0], last]
+    both(routed, kind, words)
