@@ -98,17 +98,30 @@ def ekfac_solve(
     of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
     damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told
 
-    Raises NothingRecorded for a parameter without EKFAC, ValueError for another damping, or tensors of another shape.
+    Raises NothingRecorded for a parameter without EKFAC, ValueError for another damping, for tensors of another shape, and
+    for gradients, or curvature, of another model's parameters.
     Source: Grosse et al. 2023, "Studying large language model generalization with influence functions" (arXiv:2308.03296).
     """
     parameters = dict(model.named_parameters())
     blocks = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
+    if unknown := [name for name in v if name not in parameters]:
+        raise ValueError(
+            f"ekfac_solve was given {unknown[0]!r}, which is no parameter of this model; expected names of "
+            f"model.named_parameters(), {', '.join(map(repr, list(blocks)[:3]))} say" + ON_CURVATURE
+        )
     if missing := [name for name in v if name not in blocks]:
         raise NothingRecorded(
             f"{missing[0]} has no ekfac. Run backprop_hess(output) and compute_hess(model, kind='ekfac'), or "
             "compute_hess_over(model, loader, kind='ekfac'), of a loss that reaches it; or leave it out: "
-            "per_sample_grads(model, only=...)."
+            "per_sample_grads(model, only=table.covered), for the table that these return."
         )
+    for block in blocks.values():
+        numbers = sum(parameters[name].numel() for name in block.names if name in parameters)
+        if block.values.numel() != numbers:
+            raise ValueError(
+                f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, and this "
+                f"model's {numbers:,}: it is of another model. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
+            )
     wanted = {name: block.names for name, block in blocks.items()}
     if apart := [(name, names) for name, names in wanted.items() if any(other not in v for other in names)]:
         raise ValueError(
@@ -116,6 +129,12 @@ def ekfac_solve(
             + ON_CURVATURE
         )
     if isinstance(v, PerSampleGrads):
+        for name, form in v.items():
+            if form.shape != parameters[name].shape:
+                raise ValueError(
+                    f"ekfac_solve was given rows of shape {tuple(form.shape)} for {name!r}; expected the gradients of this "
+                    f"model's parameter, {tuple(parameters[name].shape)}" + ON_CURVATURE
+                )
         with v.reading():
             rows = _solved(
                 blocks, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping

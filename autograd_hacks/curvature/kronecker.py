@@ -54,6 +54,7 @@ class KFAC(tuple[Tensor, Tensor]):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, is_turned: bool) -> KFAC:
+        """Factors that were kept elsewhere, to be set as ``param.kfac``."""
         made = cls((a, b))
         made.is_turned = is_turned
         return made

@@ -133,7 +133,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         """
 
         def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
-            both = [x.double() for x in kfac.sides]
+            both = [x.double() for x in _sides_of(kfac)]
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
             total = SHARE * (means[0] * means[1]).mean() if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
@@ -277,7 +277,7 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
             f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
             "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
         )
-    sides = vars(p)["kfac"].sides
+    sides = _sides_of(vars(p)["kfac"])
     if sides[1].ndim == 3:
         raise UnsupportedLayer(
             f"Metric.low_rank(pca=True): {name} has factors for each of {len(sides[1])} blocks (groups, or experts). Take "
@@ -285,6 +285,18 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
         )
     left, right = (None if len(x) <= rank else _first_eigenvectors(x, rank) for x in sides)
     return Sides(None if left is None else left.mT, right)
+
+
+def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
+    """The factors on the left and on the right of a parameter."""
+    if not hasattr(kfac, "sides"):
+        raise TypeError(
+            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight lies as (O, I), as Linear's, or as "
+            "(I, O), as Conv1D's. Expected what compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned), of "
+            "autograd_hacks.curvature.kronecker" + ON_METRICS
+        )
+    found: tuple[Tensor, Tensor] = kfac.sides
+    return found
 
 
 def _first_eigenvectors(x: Tensor, rank: int) -> Tensor:

@@ -326,10 +326,85 @@ def test_what_is_skipped_is_said(kind: str) -> None:
     assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
 
 
-def test_padding_and_groups_of_positions_are_not_counted_twice() -> None:
-    """A sample's positions that were sent to an expert, of which samples have unequal numbers, are counted as they are."""
+@pytest.mark.parametrize("rows", [[0, 1], [1, 2]])
+def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
+    """Samples send unequal numbers of positions to an expert, and a padded word is none."""
     model, x = hooked("words")
-    autograd_hacks.backprop_hess(model(x), "Jacobian")
+    autograd_hacks.backprop_hess(model(x[rows]), "Jacobian")
     autograd_hacks.compute_hess(model, "kfac")
-    words = x[x != 2]
+    words = x[rows][x[rows] != 2]
     assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
+
+
+def test_factors_that_do_not_fit_are_refused() -> None:
+    model, other = Turned(3, 3), nn.Linear(4, 3)
+    for m, x in ((model, torch.randn(5, 1, 3)), (other, torch.randn(5, 4))):
+        autograd_hacks.add_hooks(m)
+        autograd_hacks.compute_hess_over(m, [x], "ekfac")
+    other(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 'weight'"):
+        autograd_hacks.ekfac_solve(model, autograd_hacks.per_sample_grads(other, "sum"))
+    with pytest.raises(ValueError, match="'head', which is no parameter of this model"):
+        autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
+    model.weight.ekfac = other.weight.ekfac
+    with pytest.raises(ValueError, match="has 12 numbers, and this model's 9: it is of another model"):
+        autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
+    # A pair of square matrices doesn't say which is which.
+    model.weight.kfac = tuple(model.weight.kfac)
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+        Metric.from_kfac(model)
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+        Metric.low_rank(model, 2, pca=True)
+
+
+def test_principal_directions_of_what_lies_otherwise() -> None:
+    model, x = hooked("words")
+    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has factors for each of 3 blocks"):
+        Metric.low_rank(model, 2, pca=True)
+    for p in (model.experts.stack, model.experts.turned):
+        p.requires_grad_(False)
+    metric = Metric.low_rank(model, 2, pca=True)
+    by, (a, b) = metric[model.turned.weight], model.turned.weight.kfac
+    assert_close(by.left.square() @ torch.ones(3, 1), torch.ones(2, 1))
+    assert_close(by.left @ a @ by.left.T, torch.linalg.eigvalsh(a)[-2:].diag())
+    assert_close(by.right.T @ b @ by.right, torch.linalg.eigvalsh(b)[-2:].diag())
+    by, (a, b) = metric[model.table.weight], model.table.weight.kfac
+    assert_close(by.left @ a, a.sort().values[-2:])
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("MixtralForCausalLM", "eager"), ("GptOssForCausalLM", "grouped_mm"), ("GPT2LMHeadModel", None)]
+)
+def test_language_models(family: str, way: str | None) -> None:
+    """The trace of each parameter's curvature is the mean of squared gradients; what has none is named."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+    routed = {"intermediate_size": 8, "num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    kind = getattr(transformers, family)
+    config = kind.config_class(**sizes, **(routed if way else {}), bos_token_id=0, eos_token_id=0)
+    config._experts_implementation = way
+    inner = kind(config).to(torch.float32 if way == "grouped_mm" else torch.float64).eval()  # which that is there for
+
+    def forward(model: nn.Module, words: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=words).logits
+        return found
+
+    words = torch.randint(1, 12, (3, 3))
+    with autograd_hacks.pause_hooks():
+        rows: dict[str, Tensor] = {name: torch.zeros(()) for name, _ in inner.named_parameters()}
+        for own in words:
+            out = forward(inner, own[None]).flatten()
+            for k in range(len(out)):
+                grads = torch.autograd.grad(out[k], list(inner.parameters()), retain_graph=True, allow_unused=True)
+                for name, grad in zip(rows, grads):
+                    rows[name] = rows[name] + (0 if grad is None else grad.square().sum() / len(words))
+    autograd_hacks.add_hooks(inner)
+    table = autograd_hacks.compute_hess_over(inner, [words], "ekfac", "Jacobian", forward=forward, skip=True)
+    skipped = {"transformer.wte.weight", "transformer.wpe.weight"} if way is None else set[str]()
+    assert {*table.skipped} == skipped
+    for name in table.covered:
+        found = inner.get_parameter(name).ekfac.values.sum()
+        assert_close(found, rows[name].to(found), msg=lambda told, name=name: f"{name}: {told}")
+    if way:
+        assert inner.get_parameter("model.layers.0.mlp.experts.down_proj").kfac[1].shape == (3, 16, 16)
