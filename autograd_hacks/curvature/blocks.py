@@ -191,9 +191,14 @@ class _Accumulator:
     def end(self, last: Callable[[], None] = lambda: None) -> None:
         """last: what there is to add"""
         with self.spread.weights():
-            _, (batch, *counts) = self.spread.agreed(last, lambda _: self._counts(), 1 + 3 * len(self.names))
-        each = dict(zip(self.names, zip(*[iter(map(int, counts))] * 3)))
-        reached = {name: _uncoded(code // count, fan_in // count) for name, (count, code, fan_in) in each.items() if count}
+            _, (batch, *counts) = self.spread.agreed(last, lambda _: self._counts(), 1 + 4 * len(self.names))
+        each = dict(zip(self.names, zip(*[iter(map(int, counts))] * 4)))
+        for name, (*_, refused) in each.items():
+            if refused and name not in self.skipped:
+                self._refuse({name: "it has none on another process"})
+        reached = {
+            name: _uncoded(code // n, fan_in // n) for name, (n, code, fan_in, refused) in each.items() if n > 0 == refused
+        }
         if self.kind == "kfac":
             self.lays |= {name: lay for name, lay in reached.items() if name not in self.lays}
         sums = {f"{k} {name}": x for name in reached for k, x in enumerate(self.sums.get(name) or self._zeros(name))}
@@ -230,12 +235,14 @@ class _Accumulator:
         return Coverage(self.asked, had, skipped, sizes)
 
     def _counts(self) -> list[int]:
-        """How many samples there were; and of each parameter whether they reached it, and how it lies."""
+        """How many samples there were; and of each parameter whether they reached it, how it lies, whether it is refused."""
         found = [self.batch]
         for name in self.names:
+            has = name in self.sums
             found += [
-                int(name in self.sums),
-                *(_coded(self.lays[name]) if name in self.lays and name in self.sums else (0, 0)),
+                int(has),
+                *(_coded(self.lays[name]) if has and name in self.lays else (0, 0)),
+                int(name in self.skipped),
             ]
         return found
 

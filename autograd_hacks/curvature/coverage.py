@@ -34,7 +34,7 @@ class Coverage(Shown):
         count = f"{total:,}" if total < 10**6 else f"{total / 10**6:,.4g} M"
         percent = floor(1000 * self.share) / 10  # 100 where nothing is missing alone
         title = (
-            f"{self.kind} of {len(self.kinds)} of {len(self.sizes)} tensors; attributed: {percent:g} % of {count} parameters"
+            f"{self.kind}: {len(self.kinds)} of {len(self.sizes)} tensors; attributed: {percent:g} % of {count} parameters"
         )
         rows = [("parameter", "numbers", self.kind)]
         for name, size in self.sizes.items():

@@ -1,116 +1,18 @@
 """Kronecker factors of language models' parts, and EK-FAC, against inputs and gradients of one sample at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from parts_of_models import CASES, IS_TURNED, Use, hooked
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks import Metric
-from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 
 pytestmark = pytest.mark.usefixtures("double")
-
-Use = tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]
-"""One sample's use of a block: its number; inputs, T I; the output, and what makes its gradient T O."""
-
-
-class Turned(nn.Module):
-    """As transformers' Conv1D: the weight is (I, O)."""
-
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(fan_in, fan_out)), nn.Parameter(torch.randn(fan_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
-        return y.view(*x.shape[:-1], -1)
-
-
-class Experts(nn.Module):
-    """As Mixtral's, one expert for each word: words are sent to experts unevenly, and to the last one none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack, self.turned = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(3, 4, 5))
-
-    def forward(self, x: Tensor, words: Tensor, seen: list[Use] | None = None) -> Tensor:
-        out = torch.zeros_like(x)
-        for expert in range(3):
-            where = torch.where((words % 5 != 0).long() == expert)
-            if not len(where[0]):
-                continue
-            own = x[where]
-            y = F.linear(own, self.stack[expert])
-            z = torch.tanh(y) @ self.turned[expert]
-            out = out.index_put(where, z)
-            if seen is not None:
-                seen += [(expert, own, y, lambda g: g), (3 + expert, torch.tanh(y), z, lambda g: g)]
-        return out
-
-
-class Model(nn.Module):
-    """Words to words by a table, a turned matrix, experts and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.turned = nn.Embedding(6, 3, padding_idx=2), Turned(3, 5)
-        self.experts, self.norm = Experts(), nn.LayerNorm(5)
-
-    def forward(self, words: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
-        x = self.table(words)
-        mixed = torch.tanh(x.cumsum(1))  # as many inputs as there are positions
-        y = self.turned(mixed)
-        own: list[Use] | None = None if seen is None else []
-        z = self.norm(y + self.experts(torch.tanh(y), words, own))
-        if seen is not None and own is not None:
-            one_hot = F.one_hot(words[0][words[0] != 2], 6).double()
-            seen["table.weight"] = [(0, one_hot, x, lambda g: g[0][words[0] != 2])]
-            seen["turned.weight"] = [(0, mixed[0], y, lambda g: g[0])]
-            seen["experts.stack"] = [use for use in own if use[0] < 3]
-            seen["experts.turned"] = [(k - 3, *use) for k, *use in own if k >= 3]
-        return z
-
-
-class Convolutions(nn.Module):
-    """With groups, and by depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grouped = nn.Conv2d(4, 6, 2, groups=2, padding=1)
-        self.deep, self.last = nn.Conv1d(6, 6, 3, groups=6, stride=2), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
-        y = self.grouped(x)
-        z = torch.tanh(y).flatten(2)
-        w = self.deep(z)
-        if seen is not None:
-            seen["grouped.weight"] = [
-                (
-                    k,
-                    F.unfold(x[:, 2 * k : 2 * k + 2], 2, padding=1)[0].mT,
-                    y,
-                    lambda g, k=k: g[0, 3 * k : 3 * k + 3].flatten(1).mT,
-                )
-                for k in range(2)
-            ]
-            seen["deep.weight"] = [(k, z[0, k].unfold(0, 3, 2), w, lambda g, k=k: g[0, k][:, None]) for k in range(6)]
-            last = w.mT[0]
-            out = self.last(w.mT)
-            seen["last.weight"] = [(0, last, out, lambda g: g[0])]
-            return out
-        return self.last(w.mT)
-
-
-CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "words": lambda: (Model(), torch.tensor([[1, 3, 2], [0, 5, 5], [3, 3, 1], *torch.randint(6, (9, 3)).tolist()])),
-    "convolutions": lambda: (Convolutions(), torch.randn(12, 4, 2, 2)),
-}
-IS_TURNED = {"table.weight", "turned.weight", "experts.turned"}
 
 
 def uses_of(model: nn.Module, x: Tensor) -> list[dict[str, list[tuple[int, Tensor, Tensor]]]]:
@@ -150,12 +52,6 @@ def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
             for name, grad in zip(rows, grads):
                 rows[name].append(grad)
     return {name: torch.stack(own) for name, own in rows.items()}
-
-
-def hooked(case: str) -> tuple[nn.Module, Tensor]:
-    model, x = CASES[case]()
-    autograd_hacks.add_hooks(model)
-    return model, x
 
 
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
@@ -279,100 +175,6 @@ def test_a_bias_as_one_more_input(case: str) -> None:
         assert size == v[bias].numel()
 
 
-# What has none
-
-
-class Tied(nn.Module):
-    """A table that is read again at the end, positions, and a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.places, self.turned = nn.Embedding(6, 4), nn.Parameter(torch.randn(1, 3, 4)), Turned(4, 4)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return F.linear(self.turned(torch.tanh(self.table(words) + self.places)), self.table.weight)
-
-
-@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
-def test_what_is_skipped_is_said(kind: str) -> None:
-    model = Tied()
-    autograd_hacks.add_hooks(model)
-    words = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    with pytest.raises(
-        UnsupportedLayer, match=r"places of the model.*table\.weight of layer 'table' \(Embedding\): it is read sev"
-    ):
-        autograd_hacks.compute_hess_over(model, [words], kind)
-    assert not any(hasattr(p, "kfac") for p in model.parameters())
-    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, skip=True)
-    assert table.covered == ["turned.weight", "turned.bias"]
-    assert [*table.skipped] == ["places", "table.weight"]
-    assert table.share == pytest.approx(20 / 56)
-    text = str(table)
-    assert f"{kind} of 2 of 4 tensors; attributed: 35.7 % of 56 parameters" in text
-    assert "turned.weight" in text
-    assert "A 4 × 4, B 4 × 4, lies as (I, O)" in text
-    assert repr(table).count("\n") == 0
-    assert model.table.weight.kfac is None
-    only = autograd_hacks.compute_hess_over(model, [words], kind, parameters=["turned.*"])
-    assert only.skipped == dict.fromkeys(["places", "table.weight"], "it is not among parameters=")
-    assert only.covered == table.covered
-    autograd_hacks.backprop_hess(model(words))
-    with pytest.raises(ValueError, match=r"compute_hess: parameters was given 'turnt\.\*', which matches no parameter"):
-        autograd_hacks.compute_hess(model, kind, parameters=["turnt.*"])
-    with pytest.raises(BlockTooLarge, match=r"A of turned\.weight|B of turned\.weight"):
-        autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100)
-    table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100, skip=True)
-    assert table.share == 0
-    assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
-
-
-@pytest.mark.parametrize("rows", [[0, 1], [1, 2]])
-def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
-    """Samples send unequal numbers of positions to an expert, and a padded word is none."""
-    model, x = hooked("words")
-    autograd_hacks.backprop_hess(model(x[rows]), "Jacobian")
-    autograd_hacks.compute_hess(model, "kfac")
-    words = x[rows][x[rows] != 2]
-    assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
-
-
-def test_factors_that_do_not_fit_are_refused() -> None:
-    model, other = Turned(3, 3), nn.Linear(4, 3)
-    for m, x in ((model, torch.randn(5, 1, 3)), (other, torch.randn(5, 4))):
-        autograd_hacks.add_hooks(m)
-        autograd_hacks.compute_hess_over(m, [x], "ekfac")
-    other(torch.randn(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 'weight'"):
-        autograd_hacks.ekfac_solve(model, autograd_hacks.per_sample_grads(other, "sum"))
-    with pytest.raises(ValueError, match="'head', which is no parameter of this model"):
-        autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
-    model.weight.ekfac = other.weight.ekfac
-    with pytest.raises(ValueError, match="has 12 numbers, and this model's 9: it is of another model"):
-        autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
-    # A pair of square matrices doesn't say which is which.
-    model.weight.kfac = tuple(model.weight.kfac)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
-        Metric.from_kfac(model)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
-        Metric.low_rank(model, 2, pca=True)
-
-
-def test_principal_directions_of_what_lies_otherwise() -> None:
-    model, x = hooked("words")
-    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
-    with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has factors for each of 3 blocks"):
-        Metric.low_rank(model, 2, pca=True)
-    for p in (model.experts.stack, model.experts.turned):
-        p.requires_grad_(False)
-    metric = Metric.low_rank(model, 2, pca=True)
-    by, (a, b) = metric[model.turned.weight], model.turned.weight.kfac
-    assert_close(by.left.square() @ torch.ones(3, 1), torch.ones(2, 1))
-    assert_close(by.left @ a @ by.left.T, torch.linalg.eigvalsh(a)[-2:].diag())
-    assert_close(by.right.T @ b @ by.right, torch.linalg.eigvalsh(b)[-2:].diag())
-    by, (a, b) = metric[model.table.weight], model.table.weight.kfac
-    assert_close(by.left @ a, a.sort().values[-2:])
-
-
 @pytest.mark.parametrize(
     ("family", "way"), [("MixtralForCausalLM", "eager"), ("GptOssForCausalLM", "grouped_mm"), ("GPT2LMHeadModel", None)]
 )
@@ -408,3 +210,22 @@ def test_language_models(family: str, way: str | None) -> None:
         assert_close(found, rows[name].to(found), msg=lambda told, name=name: f"{name}: {told}")
     if way:
         assert inner.get_parameter("model.layers.0.mlp.experts.down_proj").kfac[1].shape == (3, 16, 16)
+
+
+def test_a_bias_that_shares_the_factors_of_groups() -> None:
+    model, x = hooked("convolutions")
+    autograd_hacks.compute_hess_over(model, [x[:5], x[5:]], "ekfac", "Jacobian", kfac_bias="shared")
+    with autograd_hacks.pause_hooks():
+        rows = rows_of(model, x)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    solved = autograd_hacks.ekfac_solve(model, v, 0.3)
+    model(x).square().flatten(1).sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    lazily = grads.preconditioned(Metric.from_ekfac(model, 0.3))
+    for name, blocks in (("grouped.bias", 2), ("deep.bias", 6)):
+        a, b = model.get_parameter(name).kfac
+        assert_close(b, model.get_parameter(name.replace("bias", "weight")).kfac[1])
+        assert_close(a, torch.ones(blocks, 1, 1))
+        block = expected_block(rows[name], (a, b), False, len(x)) + 0.3 * torch.eye(6)
+        assert_close(solved[name], torch.linalg.solve(block, v[name]))
+        assert_close(lazily[name].dense(), grads[name].dense() @ torch.linalg.inv(block))

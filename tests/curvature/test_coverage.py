@@ -1,0 +1,147 @@
+"""What a curvature is of, and what is said of the rest."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from parts_of_models import Turned, hooked
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import Metric
+from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Tied(nn.Module):
+    """A table that is read again at the end, positions, and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.turned = nn.Embedding(6, 4), nn.Parameter(torch.randn(1, 3, 4)), Turned(4, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.linear(self.turned(torch.tanh(self.table(words) + self.places)), self.table.weight)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+def test_what_is_skipped_is_said(kind: str) -> None:
+    model = Tied()
+    autograd_hacks.add_hooks(model)
+    words = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    with pytest.raises(
+        UnsupportedLayer, match=r"places of the model.*table\.weight of layer 'table' \(Embedding\): it is read sev"
+    ):
+        autograd_hacks.compute_hess_over(model, [words], kind)
+    assert not any(hasattr(p, "kfac") for p in model.parameters())
+    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, skip=True)
+    assert table.covered == ["turned.weight", "turned.bias"]
+    assert [*table.skipped] == ["places", "table.weight"]
+    assert table.share == pytest.approx(20 / 56)
+    text = str(table)
+    assert f"{kind}: 2 of 4 tensors; attributed: 35.7 % of 56 parameters" in text
+    assert "turned.weight" in text
+    assert "A 4 × 4, B 4 × 4, lies as (I, O)" in text
+    assert repr(table).count("\n") == 0
+    assert model.table.weight.kfac is None
+    only = autograd_hacks.compute_hess_over(model, [words], kind, parameters=["turned.*"])
+    assert only.skipped == dict.fromkeys(["places", "table.weight"], "it is not among parameters=")
+    assert only.covered == table.covered
+    autograd_hacks.backprop_hess(model(words))
+    with pytest.raises(ValueError, match=r"compute_hess: parameters was given 'turnt\.\*', which matches no parameter"):
+        autograd_hacks.compute_hess(model, kind, parameters=["turnt.*"])
+    with pytest.raises(BlockTooLarge, match=r"A of turned\.weight|B of turned\.weight"):
+        autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100)
+    table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100, skip=True)
+    assert table.share == 0
+    assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 2]])
+def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
+    """Samples send unequal numbers of positions to an expert, and a padded word is none."""
+    model, x = hooked("words")
+    autograd_hacks.backprop_hess(model(x[rows]), "Jacobian")
+    autograd_hacks.compute_hess(model, "kfac")
+    words = x[rows][x[rows] != 2]
+    assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
+
+
+def test_factors_know_how_they_lie_in_a_copy() -> None:
+    model, x = hooked("words")
+    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    twin = copy.deepcopy(model.turned.weight.kfac)
+    assert twin.is_turned
+    assert_close(tuple(twin), tuple(model.turned.weight.kfac))
+
+
+def test_blocks_beyond_the_limit_are_skipped() -> None:
+    model, x = hooked("words")
+    table = autograd_hacks.compute_hess_over(model, [x], "full", "Jacobian", limit=20000, skip=True)
+    assert "the block of experts.stack would take 28.8 kB, and limit is 20 kB" in table.skipped["experts.stack"]
+    assert table.covered == ["table.weight", "turned.weight", "turned.bias", "norm.weight", "norm.bias"]
+    assert model.turned.weight.hess.shape == (3, 5, 3, 5)
+
+
+def test_a_parameter_that_is_read_otherwise_later_is_left_out() -> None:
+    class Sometimes(nn.Module):
+        """Reads its matrix twice where a word is 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.turned = nn.Embedding(3, 3), Turned(3, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            y = self.turned(self.table(words))
+            return y @ self.turned.weight if bool((words == 0).any()) else y
+
+    model = Sometimes()
+    autograd_hacks.add_hooks(model)
+    batches = [torch.tensor([[1, 2], [2, 2]]), torch.tensor([[0, 1], [1, 1]])]
+    table = autograd_hacks.compute_hess_over(model, batches, "kfac", skip=True)
+    assert [*table.skipped] == ["turned.weight"]
+    assert "several times" in table.skipped["turned.weight"]
+    assert model.turned.weight.kfac is None
+    with pytest.raises(UnsupportedLayer, match=r"turned\.weight of layer 'turned' \(Turned\): it is read several times"):
+        autograd_hacks.compute_hess_over(model, batches, "kfac")
+
+
+def test_factors_that_do_not_fit_are_refused() -> None:
+    model, other = Turned(3, 3), nn.Linear(4, 3)
+    for m, x in ((model, torch.randn(5, 1, 3)), (other, torch.randn(5, 4))):
+        autograd_hacks.add_hooks(m)
+        autograd_hacks.compute_hess_over(m, [x], "ekfac")
+    other(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 'weight'"):
+        autograd_hacks.ekfac_solve(model, autograd_hacks.per_sample_grads(other, "sum"))
+    with pytest.raises(ValueError, match="'head', which is no parameter of this model"):
+        autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
+    model.weight.ekfac = other.weight.ekfac
+    with pytest.raises(ValueError, match="has 12 numbers, and this model's 9: it is of another model"):
+        autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
+    # A pair of square matrices doesn't say which is which.
+    model.weight.kfac = tuple(model.weight.kfac)
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+        Metric.from_kfac(model)
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+        Metric.low_rank(model, 2, pca=True)
+
+
+def test_principal_directions_of_what_lies_otherwise() -> None:
+    model, x = hooked("words")
+    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has factors for each of 3 blocks"):
+        Metric.low_rank(model, 2, pca=True)
+    for p in (model.experts.stack, model.experts.turned):
+        p.requires_grad_(False)
+    metric = Metric.low_rank(model, 2, pca=True)
+    by, (a, b) = metric[model.turned.weight], model.turned.weight.kfac
+    assert_close(by.left.square() @ torch.ones(3, 1), torch.ones(2, 1))
+    assert_close(by.left @ a @ by.left.T, torch.linalg.eigvalsh(a)[-2:].diag())
+    assert_close(by.right.T @ b @ by.right, torch.linalg.eigvalsh(b)[-2:].diag())
+    by, (a, b) = metric[model.table.weight], model.table.weight.kfac
+    assert_close(by.left @ a, a.sort().values[-2:])

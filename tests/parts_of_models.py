@@ -1,0 +1,113 @@
+"""Small parts of language models, which say what they read and make: tables, turned matrices, experts, groups."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import autograd_hacks
+
+Use = tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""One sample's use of a block: its number; inputs, T I; the output, and what makes its gradient T O."""
+
+
+class Turned(nn.Module):
+    """As transformers' Conv1D: the weight is (I, O)."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(fan_in, fan_out)), nn.Parameter(torch.randn(fan_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Experts(nn.Module):
+    """As Mixtral's, one expert for each word: words are sent to experts unevenly, and to the last one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.turned = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x: Tensor, words: Tensor, seen: list[Use] | None = None) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(3):
+            where = torch.where((words % 5 != 0).long() == expert)
+            if not len(where[0]):
+                continue
+            own = x[where]
+            y = F.linear(own, self.stack[expert])
+            z = torch.tanh(y) @ self.turned[expert]
+            out = out.index_put(where, z)
+            if seen is not None:
+                seen += [(expert, own, y, lambda g: g), (3 + expert, torch.tanh(y), z, lambda g: g)]
+        return out
+
+
+class Model(nn.Module):
+    """Words to words by a table, a turned matrix, experts and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.turned = nn.Embedding(6, 3, padding_idx=2), Turned(3, 5)
+        self.experts, self.norm = Experts(), nn.LayerNorm(5)
+
+    def forward(self, words: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
+        x = self.table(words)
+        mixed = torch.tanh(x.cumsum(1))  # as many inputs as there are positions
+        y = self.turned(mixed)
+        own: list[Use] | None = None if seen is None else []
+        z = self.norm(y + self.experts(torch.tanh(y), words, own))
+        if seen is not None and own is not None:
+            one_hot = F.one_hot(words[0][words[0] != 2], 6).double()
+            seen["table.weight"] = [(0, one_hot, x, lambda g: g[0][words[0] != 2])]
+            seen["turned.weight"] = [(0, mixed[0], y, lambda g: g[0])]
+            seen["experts.stack"] = [use for use in own if use[0] < 3]
+            seen["experts.turned"] = [(k - 3, *use) for k, *use in own if k >= 3]
+        return z
+
+
+class Convolutions(nn.Module):
+    """With groups, and by depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = nn.Conv2d(4, 6, 2, groups=2, padding=1)
+        self.deep, self.last = nn.Conv1d(6, 6, 3, groups=6, stride=2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, seen: dict[str, list[Use]] | None = None) -> Tensor:
+        y = self.grouped(x)
+        z = torch.tanh(y).flatten(2)
+        w = self.deep(z)
+        if seen is not None:
+            seen["grouped.weight"] = [
+                (
+                    k,
+                    F.unfold(x[:, 2 * k : 2 * k + 2], 2, padding=1)[0].mT,
+                    y,
+                    lambda g, k=k: g[0, 3 * k : 3 * k + 3].flatten(1).mT,
+                )
+                for k in range(2)
+            ]
+            seen["deep.weight"] = [(k, z[0, k].unfold(0, 3, 2), w, lambda g, k=k: g[0, k][:, None]) for k in range(6)]
+            last = w.mT[0]
+            out = self.last(w.mT)
+            seen["last.weight"] = [(0, last, out, lambda g: g[0])]
+            return out
+        return self.last(w.mT)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "words": lambda: (Model(), torch.tensor([[1, 3, 2], [0, 5, 5], [3, 3, 1], *torch.randint(6, (9, 3)).tolist()])),
+    "convolutions": lambda: (Convolutions(), torch.randn(12, 4, 2, 2)),
+}
+IS_TURNED = {"table.weight", "turned.weight", "experts.turned"}
+
+
+def hooked(case: str) -> tuple[nn.Module, Tensor]:
+    model, x = CASES[case]()
+    autograd_hacks.add_hooks(model)
+    return model, x
