@@ -17,6 +17,7 @@ from autograd_hacks.curvature.kronecker import (
     KFAC,
     Factors,
     Lay,
+    adds_to_outputs,
     factors_of,
     is_empty,
     lay_of,
@@ -27,6 +28,7 @@ from autograd_hacks.curvature.kronecker import (
 from autograd_hacks.distributed.cut import refuse_curvature
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES, NothingRecorded, UnsupportedLayer, where
+from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress, with_unit
 from autograd_hacks.verbs.arguments import LIMIT, check_limit, check_size, names_matching
@@ -305,13 +307,25 @@ class _Accumulator:
         """How a parameter lies; or why it has no factors; None where no sample of these has read it."""
         if (of := self._shared_by(name, grads)) is not None:
             lay = self._lay(of, grads)
+            if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
+                return f"it is not what is added to the outputs of {of}; take kfac_bias='exact'"
             return Lay(1, lay.fan_out, lay.blocks) if isinstance(lay, Lay) else lay and f"its weight {of} has none: {lay}"
-        parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
-        found = [lay_of(part, name in self.joint.values()) for part in parts if not is_empty(part)]
+        bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
+        parts = _parts(grads, name)
+        found = [lay_of(part, bias is not None) for part in parts if not is_empty(part)]
+        if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
+            found.append(f"{bias} is not what is added to its outputs; take kfac_bias='exact'")
         found += [self.lays[name]] if name in self.sums else []
         if len(set(found)) > 1:
             return next((x for x in found if isinstance(x, str)), "it is read in other ways in some batches")
         return found[0] if found else None
+
+    def _is_bias(self, name: str, of: str, grads: PerSampleGrads) -> bool:
+        """Whether a bias is what is added to a weight's outputs."""
+        if name not in grads.reached:
+            return False
+        pairs = zip(_parts(grads, name), _parts(grads, of), grads.batches)
+        return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in pairs)
 
     def _checked(self, grads: PerSampleGrads, reached: Sequence[str]) -> list[str]:
         """The parameters that these passes are added up for.  Raises for what has no curvature, or is too large."""
@@ -357,6 +371,11 @@ class _Accumulator:
                     {name: f"the block {what} would take {with_unit(held)}, and limit is {with_unit(int(self.limit))}"}
                 )
         return [name for name in sizes if name not in self.skipped]
+
+
+def _parts(grads: PerSampleGrads, name: str) -> Sequence[Form]:
+    """The rows of each micro-batch."""
+    return grads[name].parts if len(grads.batches) > 1 else [grads[name]]
 
 
 def _place(model: nn.Module, name: str) -> str:

@@ -130,6 +130,21 @@ def lay_of(form: Form, joint: bool = False) -> Lay | str:
     return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
+def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
+    """Whether a bias is what is added to a weight's outputs: its rows are the sums of the gradients there."""
+    blocks = positions_of(weight.wide())
+
+    def sums(of: Callable[[Tensor], Tensor]) -> Tensor:
+        by_block = [[_added(of(g), own.owners, samples) for g in own.gradients] for own in blocks]
+        return torch.cat([torch.cat(each, 1) for each in zip(*by_block)])
+
+    rows, found = sums(lambda g: g), bias.wide().matrix()
+    if found.shape != rows.shape:
+        return False
+    tolerance = torch.finfo(bias.like.dtype).eps ** 0.5 * sums(torch.abs)
+    return not bool(((found - rows).abs() > tolerance).any())
+
+
 class Factors(NamedTuple):
     """N T A and N B, sums over positions and over samples, which may be added up over batches."""
 

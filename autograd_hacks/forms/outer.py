@@ -19,7 +19,8 @@ class Outer(Paired):
 
     left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
     shape: the parameter's, any view of (O, I), which it is unless told
-    gradient: which factor the gradients are, 0 or 1; the other one are the inputs    present: see `Paired`
+    gradient: which factor the gradients are, 0 or 1; the other one are the inputs
+    present: (N, T) booleans, the positions that are the samples' own, where others fill up with zeros; all, if None
     """
 
     cuts_well = True

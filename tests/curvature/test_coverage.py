@@ -145,3 +145,22 @@ def test_principal_directions_of_what_lies_otherwise() -> None:
     assert_close(by.right.T @ b @ by.right, torch.linalg.eigvalsh(b)[-2:].diag())
     by, (a, b) = metric[model.table.weight], model.table.weight.kfac
     assert_close(by.left @ a, a.sort().values[-2:])
+
+
+@pytest.mark.parametrize("bias", ["joint", "shared"])
+def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> None:
+    class Before(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x + self.bias, self.weight)
+
+    model, x = nn.Sequential(Before(), nn.Linear(3, 2)), torch.randn(4, 3)
+    autograd_hacks.add_hooks(model)
+    with pytest.raises(UnsupportedLayer, match=r"0\.(weight|bias) of.*added to .*outputs.*kfac_bias='exact'"):
+        autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias)
+    table = autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias, skip=True)
+    assert table.covered == (["1.weight", "1.bias"] if bias == "joint" else ["0.weight", "1.weight", "1.bias"])
+    assert autograd_hacks.compute_hess_over(model, [x], "kfac").share == 1
