@@ -164,3 +164,31 @@ def test_a_bias_of_the_inputs_is_not_taken_for_one_of_the_outputs(bias: str) -> 
     table = autograd_hacks.compute_hess_over(model, [x], "kfac", kfac_bias=bias, skip=True)
     assert table.covered == (["1.weight", "1.bias"] if bias == "joint" else ["0.weight", "1.weight", "1.bias"])
     assert autograd_hacks.compute_hess_over(model, [x], "kfac").share == 1
+
+
+@pytest.mark.parametrize("bias", ["exact", "joint"])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_layer_that_sees_some_positions(approximation: str, bias: str) -> None:
+    """Samples send unequal numbers of positions to a layer; one sends none."""
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.some = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.first(x))
+            where = torch.where(x[..., 0] > 0)
+            return y.index_put(where, self.some(y[where]))
+
+    model, x = Some(), torch.randn(4, 3, 3).abs()
+    x[0, 1:, 0], x[1, 0, 0], x[2, :, 0] = -1, -1, -1
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian", kfac_approx=approximation, kfac_bias=bias)
+    y = torch.tanh(F.linear(x, model.first.weight, model.first.bias)).detach()
+    y = torch.cat([y, torch.ones(4, 3, 1)], -1) if bias == "joint" else y
+    samples = [y[n][x[n, :, 0] > 0] for n in (0, 1, 3)]
+    inputs = torch.cat(samples) if approximation == "expand" else torch.stack([own.mean(0) for own in samples])
+    assert_close(model.some.weight.kfac[0], inputs.T @ inputs / len(inputs))
+    # Each of the 6 positions that are sent there has 3 outputs, and each of these a pass with a gradient of one.
+    assert_close(model.some.weight.kfac[1], torch.eye(3) * 6 / 4)
