@@ -27,10 +27,8 @@ from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
+from autograd_hacks.verbs.metric import SHARE, dampings
 from autograd_hacks.verbs.per_sample import grads_of
-
-SHARE = 0.1
-"""The damping unless told, of the mean eigenvalue: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,7 +94,8 @@ def ekfac_solve(
 
     v: {name: shape}, a gradient say, or ``{name: (..., *shape)}``, returned alike; or the per-sample gradients of a batch,
     of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
-    damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told
+    damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told, but more than what rounding makes of the
+    largest one's
 
     Raises NothingRecorded for a parameter without EKFAC, ValueError for another damping, for tensors of another shape, and
     for gradients, or curvature, of another model's parameters.
@@ -155,16 +154,19 @@ def _solved(
 ) -> dict[str, Tensor]:
     """v, block by block."""
     solved: dict[str, Tensor] = {}
-    for names, block in {block.names: block for block in blocks.values()}.items():
+    each = {block.names: block for block in blocks.values()}
+    unless_told = dampings({names: (block.values.mean(), parameters[names[0]].dtype) for names, block in each.items()})
+    for names, block in each.items():
+        own = float(unless_told[names]) if damping is None else damping
         if len(names) == 1:
-            parts: Sequence[Tensor] = [block.solve(v[names[0]], damping)]
+            parts: Sequence[Tensor] = [block.solve(v[names[0]], own)]
         else:  # the bias is the last input of the weight
             axis, matrix = (-2 if block.is_turned else -1), [*block.values.shape]
             matrix[axis] -= 1
             before = [v[name].shape[: v[name].ndim - parameters[name].ndim] for name in names]
             bias = v[names[1]].reshape(*before[1], *block.b.shape[:-1]).unsqueeze(axis)
             joined = torch.cat([v[names[0]].reshape(*before[0], *matrix), bias], axis)
-            parts = block.solve(joined, damping).split([matrix[axis], 1], axis)
+            parts = block.solve(joined, own).split([matrix[axis], 1], axis)
         solved |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, parts)}
     return {name: solved[name] for name in v}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,24 @@ Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | N
 SHARE = 0.1
 """The damping of Kronecker factors unless told, of the mean eigenvalue.
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
+    """λ for each of several blocks: a share of its mean eigenvalue, or of what rounding makes of the largest one's.
+
+    A gradient that is zero but for rounding, as of an attention's key bias, has eigenvalues of ε² times the largest, and a
+    damping in proportion to them would bring it to the size of all others.
+
+    means: the mean eigenvalue of each, with the dtype of its parameter
+    """
+    largest = max((float(mean) for mean, _ in means.values()), default=0.0)
+    return {
+        key: SHARE * mean.clamp(min=largest * torch.finfo(dtype).eps ** 1.25) if largest else mean + 1.0
+        for key, (mean, dtype) in means.items()
+    }
 
 
 class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
@@ -127,7 +145,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         For a weight that lies as (I, O), as transformers' Conv1D's, it is (A + √λ π)⁻¹ G (B + √λ/π)⁻¹; of a parameter of
         several blocks, groups or experts, each has its own.
 
-        damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told
+        damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told, but more than rounding
         Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping.
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
@@ -135,7 +153,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
             both = [x.double() for x in _sides_of(kfac)]
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
-            total = SHARE * (means[0] * means[1]).mean() if damping is None else damping
+            total = shifts[p] if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
             pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # else nothing was sent to an expert
             left, right = (
@@ -143,6 +161,11 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             )
             return _sides(left, right, p)
 
+        def mean(kfac: Any) -> Tensor:
+            left, right = _sides_of(kfac)
+            return (_mean(left.double(), right.ndim == 3) * _mean(right.double(), right.ndim == 3)).mean()
+
+        shifts = cls._shifts(model, "kfac", mean)
         return cls._from(model, "kfac", damping, inverse)
 
     @classmethod
@@ -160,7 +183,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
                     f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric has "
                     "one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
                 )
-            shift = SHARE * block.values.mean() if damping is None else damping
+            shift = shifts[p] if damping is None else damping
             scale = 1 / (block.values + shift)
             left, right = block.sides
             if p.ndim < 2 and scale.ndim == 2:
@@ -168,7 +191,14 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             flat = _Flat(scale.reshape(p.shape[0], -1))
             return InTurn([_sides(None if left is None else left.mT, right, p), flat, _sides(left, right.mT, p)])
 
+        shifts = cls._shifts(model, "ekfac", lambda block: block.values.mean())
         return cls._from(model, "ekfac", damping, inverse)
+
+    @staticmethod
+    def _shifts(model: nn.Module, attribute: str, mean: Callable[[Any], Tensor]) -> dict[nn.Parameter, Tensor]:
+        """The damping of each parameter that has curvature, unless told."""
+        found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
+        return dampings({p: (mean(block), p.dtype) for p, block in found.items()})
 
     @classmethod
     def _from(cls, model: nn.Module, attribute: str, damping: float | None, inverse: Any) -> Metric:

@@ -266,3 +266,32 @@ def test_a_metric_that_was_overwritten_is_stale() -> None:
     scale.mul_(2)
     with pytest.raises(StaleRecord, match=r"4\.bias"):
         found.norms()
+
+
+def test_a_gradient_of_rounding_stays_small_in_a_metric() -> None:
+    """A number that is added to all classes has no gradient but for rounding."""
+
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 5)
+            self.shift = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift(x)
+
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model, x, y = Shifted().to(dtype), torch.randn(20, 6).to(dtype), torch.randint(5, (20,))
+        model = nn.Sequential(model)
+        autograd_hacks.add_hooks(model)
+        output = model(x)
+        autograd_hacks.backprop_hess(output, "CrossEntropy")
+        autograd_hacks.compute_hess(model, kind="ekfac")
+        F.cross_entropy(model(x), y).backward()
+        grads = autograd_hacks.per_sample_grads(model)
+        solved = autograd_hacks.ekfac_solve(model, grads)
+        metrics = [grads.preconditioned(Metric.from_ekfac(model)), grads.preconditioned(Metric.from_kfac(model)), solved]
+        found.append([grads.gram(own).double() for own in metrics])
+    for single, double in zip(*found):
+        assert_close(single, double, rtol=1e-3, atol=1e-3 * float(double.abs().max()))
