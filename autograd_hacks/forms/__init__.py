@@ -24,7 +24,7 @@ from autograd_hacks.forms.numerics import put
 from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.passes import Passes
 from autograd_hacks.forms.placed import Placed
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import RandomMap, SparseMap
 
 __all__ = [
     "mapped",
@@ -48,6 +48,7 @@ __all__ = [
     "Placed",
     "RandomMap",
     "Scaled",
+    "SparseMap",
     "Sum",
     "Weighted",
     "Zero",

@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
 
 if TYPE_CHECKING:
@@ -250,10 +250,10 @@ class Form(Hinting, Shown, ABC):
             found.setdefault(samples.start, []).append(row_norms(written))
         return torch.cat([cut[0] if len(cut) == 1 else row_norms(torch.stack(cut, dim=1)) for cut in found.values()])
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        """J R, for a map R that is drawn and not stored; see `RandomMap`.  Returns (N, dim)."""
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        """J R, for a map R that is drawn and not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(budget, self.row_size() + RandomMap.COLUMNS * min(random.fans)):
+        for samples, part in self.chunks(budget, self.row_size() + random.memory()):
             for rows, block in part.blocks(budget):
                 random.add_to(found[samples], block.matrix(), rows)
         return found

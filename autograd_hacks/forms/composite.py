@@ -13,7 +13,7 @@ from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.factored import Factored, Paired, norms_by_positions
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.positions import Positions
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import AnyMap
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -155,7 +155,7 @@ class Composite(Form):
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         return self._join(part.project(random, budget) for part in self.parts)
 
 

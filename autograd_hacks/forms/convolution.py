@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import grad as weight_gradients
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import cuts_windows, saving
+from autograd_hacks.forms.cost import cache_budget, cuts_windows, saving
 from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
@@ -115,8 +115,11 @@ class Convolution(Factored):
 
     norms = norms_by_positions
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
-        if self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        if isinstance(random, SparseMap):
+            if self.groups > 1 or self.like.is_complex() or not random.takes_factors(self.positions):
+                return super().project(random, cache_budget(budget, self.like))
+        elif self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():
             return super().project(random, budget)
         return torch.cat([product.project(random, budget) for _, product in self._products(budget)])
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import by_products, by_writing, double_costs, memory_of_products
+from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, double_costs, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.forms.positions import (
+    OneHot,
     Windows,
     Written,
     gram_of_pairs,
@@ -20,7 +21,7 @@ from autograd_hacks.forms.positions import (
     norms_in_double,
     norms_of_pairs,
 )
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -116,7 +117,9 @@ class Paired(Factored):
         by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
         return super().gram(other, budget) if by_positions is None else by_positions
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        if isinstance(random, SparseMap):
+            return self._sketch(random, budget)
         left, right = self.pair
         # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
         if right.shape[1] * multiplications(self.pair) >= self.shape.numel() or self.shape[:1] != left.shape[2:]:
@@ -126,6 +129,19 @@ class Paired(Factored):
             left, right = part.pair
             for columns, u, v in random.columns(found):
                 found[samples, columns] = ((left @ u.mT) * (right @ v.mT)).sum(1)
+        return found
+
+    def _sketch(self, random: SparseMap, budget: int) -> Tensor:
+        (left, right), budget = self.pair, cache_budget(budget, self.like)
+        is_looked_up, positions = isinstance(left, OneHot), right.shape[1]
+        if self.shape[:1] != left.shape[2:] or right.is_complex() or not positions:
+            return super().project(random, budget)
+        if not is_looked_up and not random.takes_factors(positions):
+            return super().project(random, budget)
+        each, found = random.memory_of_factors(positions, is_looked_up), self.new_sums(self.samples, random.dim)
+        step = max(1, budget * positions // (each * self.sum_dtype.itemsize))
+        for samples, part in self.chunks(budget, each):
+            found[samples] = random.of_factors(*part.pair, step)
         return found
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:

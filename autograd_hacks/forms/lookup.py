@@ -13,7 +13,7 @@ from autograd_hacks.forms.composite import Grouping
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
-from autograd_hacks.forms.projection import RandomMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 
 class Lookup(Paired):
@@ -171,11 +171,23 @@ class Bags(Factored):
             found.append(mine._of_table(theirs[piece]._counts().mT))
         return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
 
-    def project(self, random: RandomMap, budget: int = BUDGET) -> Tensor:
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        if isinstance(random, SparseMap):
+            return self._sketch(random, budget)
         wide, found = self.wide(), self.new_sums(self.samples, random.dim)
         for columns, u, v in random.columns(found):
             found[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
         return found
+
+    def _sketch(self, random: SparseMap, budget: int) -> Tensor:
+        """One position a bag, whose left factor is counts."""
+        if self.g.is_complex():
+            return super().project(random, budget)
+        each, found = self.entries + random.memory_of_factors(1), []
+        for piece in slices_of(self.samples, budget // (each * self.sum_dtype.itemsize)):
+            part = self.wide() if piece == slice(0, self.samples) else self[piece].wide()
+            found.append(random.of_factors(part._counts()[:, None], part.g[:, None]))
+        return torch.cat(found)
 
     def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, budget: int) -> None:
         """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""

@@ -12,6 +12,7 @@ from autograd_hacks.forms.composite import Composite, Sum, add
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.outer import Zero
 from autograd_hacks.forms.positions import Positions
+from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 
 class Placed(Composite):
@@ -123,4 +124,8 @@ class Placed(Composite):
     def norms(self, budget: int = BUDGET) -> Tensor:
         return row_norms(torch.stack([part.norms(budget) for part in self.parts], dim=1))
 
-    project = Form.project  # which knows the whole parameter
+    def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        if not isinstance(random, SparseMap):  # whose signs for the whole parameter would be drawn for each slice
+            return Form.project(self, random, budget)
+        slices = (form.project(random.part(slice(*bounds)), budget) for bounds, form in self.entries.items())
+        return self._join(slices)

@@ -1,7 +1,7 @@
-"""The random map of a projection, drawn piece by piece."""
+"""The random maps of projections: signs drawn piece by piece, and sparse maps made of hashes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from typing import ClassVar
@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from autograd_hacks.forms.cost import sketches_factors
 from autograd_hacks.forms.numerics import slices_of
+from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.support.internals import dispatch_modes
 
 _SMALL = 2**19
@@ -17,6 +19,9 @@ _SMALL = 2**19
 samples, 128 × 64), and drawing took a quarter of the time of projecting 32 batches of 200 images."""
 _KEPT = 16
 """How many such maps are kept."""
+
+_INDEX = 2**16
+"""Numbers of a sparse map's index, of 8 bytes each, at a time; smaller ones are kept from batch to batch."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,23 @@ class RandomMap:
                 left, right = left[:, row : row + self.fans[0]], right[:, column : column + self.fans[1]]
             yield columns, left / self.dim**0.5, right
 
+    def memory(self) -> int:
+        """Numbers that `add_to` holds for a sample."""
+        return self.COLUMNS * min(self.fans)
+
     def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
         """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
         if len(written) > 8 and self.dim * self.fans[0] * self.fans[1] <= _SMALL:
-            is_ordinary = not dispatch_modes() and not torch.is_inference_mode_enabled()
-            draw = _written if is_ordinary else _written.__wrapped__  # a mode's tensors are its own
+            draw = _written if _is_ordinary() else _written.__wrapped__  # a mode's tensors are its own
             found.addmm_(written, draw(self, found.dtype, found.device)[:, rows].flatten(1).mT)
             return
         written = written.view(len(written), rows.stop - rows.start, self.fans[1])
         for columns, left, right in self.columns(found):
             # Products for a sample, dim · O · I and then dim · min(O, I): the longer axis goes first.
             if self.fans[0] < self.fans[1]:
-                found[:, columns] += ((written @ right.mT) * left[:, rows].mT).sum(1)
+                found[:, columns].add_(((written @ right.mT) * left[:, rows].mT).sum(1))
             else:
-                found[:, columns] += ((written.mT @ left[:, rows].mT) * right.mT).sum(1)
+                found[:, columns].add_(((written.mT @ left[:, rows].mT) * right.mT).sum(1))
 
 
 @lru_cache(_KEPT)
@@ -79,6 +87,169 @@ def _written(random: RandomMap, dtype: torch.dtype, device: torch.device) -> Ten
     """A map itself, (dim, O, I)."""
     like = torch.empty(0, dtype=dtype, device=device)
     return torch.cat([left[:, :, None] * right[:, None] for _, left, right in random.columns(like)])
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """One block of a sparse map: where rows and columns go, and their signs.
+
+    place: O and I integers in [0, m)    sign: O and I numbers ±1, int64
+    """
+
+    row_place: Tensor
+    column_place: Tensor
+    row_sign: Tensor
+    column_sign: Tensor
+
+
+@dataclass(frozen=True)
+class SparseMap:
+    """R of shape (P, dim) with ``entries`` numbers other than 0 in each row, for a parameter seen as a matrix O I.
+
+    The coordinates are so many blocks of m = dim / entries.  In each, entry (o, i) of a gradient goes to coordinate
+    (h₁(o) + h₂(i)) mod m with the factor s₁(o) s₂(i) / √entries; hashes h and signs s are drawn for each block.  So
+    E ⟨G R, H R⟩ = ⟨G, H⟩, and the squared length of a unit gradient G has a variance of at most (6 + 4 / m) / dim, of
+    (2 + 2 ‖GᵀG‖² + 2 ‖GGᵀ‖²) / dim up to the small term: 6 / dim for rank one, near 2 / dim for many singular values.  More
+    entries leave that bound as it is, and make large errors rarer.
+
+    The sketch of an outer product is the circular convolution of its factors' sketches, so it is taken by FFTs where that
+    costs less than writing rows; see ``cost``.  Hashes are drawn on the CPU, and the same on every device.
+
+    name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates, a
+    multiple of entries    within: where this is a part of a parameter: its shape, the first row and column
+
+    Source: Kane and Nelson 2014 (arXiv:1012.1577) for blocks; Pham and Pagh 2013, "Fast and scalable polynomial kernels via
+    explicit feature maps", for structured hashes; Hu et al. 2025, "GraSS" (arXiv:2505.18976), for gradients.
+    """
+
+    name: str
+    shape: torch.Size
+    dim: int
+    seed: int
+    entries: int = 1
+    within: tuple[torch.Size, int, int] | None = None
+
+    @property
+    def fans(self) -> tuple[int, int]:
+        """O and I; I is 1 for a vector."""
+        return _fans(self.shape)
+
+    @property
+    def size(self) -> int:
+        """m, the coordinates of a block."""
+        return self.dim // self.entries
+
+    def part(self, rows: slice) -> "SparseMap":
+        """The map of some entries of the first axis.  rows: with numbers from 0"""
+        whole, row, column = self.within or (self.shape, 0, 0)
+        shape = torch.Size((rows.stop - rows.start, *self.shape[1:]))
+        return replace(self, shape=shape, within=(whole, row + rows.start, column))
+
+    def hashes(self, device: torch.device) -> Sequence[Hashes]:
+        """The blocks' hashes."""
+        draw = _hashes if _is_ordinary() else _hashes.__wrapped__  # a mode's tensors are its own
+        return draw(self, device)
+
+    def memory(self) -> int:
+        """Numbers that `add_to` holds for a sample."""
+        return 2 * self.size
+
+    def add_to(self, found: Tensor, written: Tensor, rows: slice) -> None:
+        """Adds what some entries of the parameter's first axis give, (N, entries · I) written out, to N dim in place."""
+        fan_in, keeps = self.fans[1], self.fans[0] * self.fans[1] <= _INDEX and _is_ordinary()
+        written = written.reshape(len(written), rows.stop - rows.start, fan_in)
+        for number, block in enumerate(self._columns()):
+            both = found.new_zeros(len(found), 2 * self.size)  # for each sign: nothing is multiplied
+            for piece in slices_of(rows.stop - rows.start, _INDEX // max(1, fan_in)):
+                own = slice(rows.start + piece.start, rows.start + piece.stop)
+                places = _places(self, number, found.device)[own] if keeps else self._places(number, own, found.device)
+                some = written[:, piece].flatten(1)
+                both.scatter_add_(1, places.flatten().expand(some.shape), some)
+            plus, minus = both.split(self.size, 1)
+            found[:, block].add_((plus - minus) / self.entries**0.5)
+
+    def takes_factors(self, positions: int) -> bool:
+        """Whether outer products over so many positions go by their factors, and not written out."""
+        return sketches_factors(positions, *self.fans, self.size, self.entries)
+
+    def memory_of_factors(self, positions: int, is_looked_up: bool = False) -> int:
+        """Numbers that `of_factors` holds for a sample."""
+        return positions * (4 * self.fans[1] if is_looked_up else 4 * self.size + sum(self.fans)) + 2 * self.size
+
+    def of_factors(self, left: Tensor | OneHot, right: Tensor, step: int | None = None) -> Tensor:
+        """J R for rows Σₜ left[n, t] ⊗ right[n, t].
+
+        left: N T O    right: N T I    step: how many positions are taken at a time, all unless told.  Returns N dim
+        """
+        blocks, positions = [], right.shape[1]
+        for own in self.hashes(right.device):
+            pieces = slices_of(positions, step or positions)
+            if isinstance(left, OneHot):
+                both = right.new_zeros(len(right), 2 * self.size)  # the sums of places, folded at the end
+                for piece in pieces:
+                    index = left.index[:, piece, None]
+                    some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
+                    both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
+                blocks.append(sum(both.split(self.size, 1)))
+                continue
+            total = torch.zeros((), dtype=right.dtype.to_complex(), device=right.device)
+            for piece in pieces:
+                spectra = (
+                    torch.fft.rfft(_sketched(factor[:, piece], place, sign, self.size))
+                    for factor, place, sign in (
+                        (left, own.row_place, own.row_sign),
+                        (right, own.column_place, own.column_sign),
+                    )
+                )
+                total = total + (next(spectra) * next(spectra)).sum(1)
+            blocks.append(torch.fft.irfft(total, n=self.size))
+        return torch.cat(blocks, 1) / self.entries**0.5
+
+    def _columns(self) -> list[slice]:
+        return [slice(start, start + self.size) for start in range(0, self.dim, self.size)]
+
+    def _places(self, number: int, rows: slice, device: torch.device) -> Tensor:
+        """Where in both halves of a block entries go, (rows, I): in the second where they are subtracted."""
+        own = self.hashes(device)[number]
+        places = own.row_place[rows, None] + own.column_place
+        places -= self.size * (places >= self.size)
+        return places.add_(self.size * (own.row_sign[rows, None] != own.column_sign))
+
+
+@lru_cache(512)
+def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
+    whole, row, column = random.within or (random.shape, 0, 0)
+    key = repr(("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)).encode()
+    generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
+    (rows, columns), shape = random.fans, (random.entries, sum(fans := _fans(whole)))
+    places = torch.randint(random.size, shape, generator=generator, device="cpu")
+    signs = 2 * torch.randint(2, shape, generator=generator, device="cpu") - 1
+    found = []
+    for place, sign in zip(places.to(device), signs.to(device)):
+        (row_place, column_place), (row_sign, column_sign) = place.split(fans), sign.split(fans)
+        own, across = slice(row, row + rows), slice(column, column + columns)
+        found.append(Hashes(row_place[own], column_place[across], row_sign[own], column_sign[across]))
+    return found
+
+
+@lru_cache(128)
+def _places(random: SparseMap, number: int, device: torch.device) -> Tensor:
+    return random._places(number, slice(None), device)
+
+
+def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
+    """A factor's numbers at their places, with signs, N T m.  factor: N T F    place, sign: F"""
+    sketch = factor.new_zeros(*factor.shape[:-1], size)
+    return sketch.scatter_add_(-1, place.expand(factor.shape), factor * sign.to(factor.dtype))
+
+
+AnyMap = RandomMap | SparseMap
+"""The map of a projection."""
+
+
+def _is_ordinary() -> bool:
+    """Whether tensors that are made may be kept."""
+    return not dispatch_modes() and not torch.is_inference_mode_enabled()
 
 
 def _fans(shape: torch.Size) -> tuple[int, int]:

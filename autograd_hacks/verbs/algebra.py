@@ -201,10 +201,26 @@ class Algebra(Matrix):
             return self.spread.settled(sums.items(), narrow=False)
 
     @overload
-    def project(self, dim: int, seed: int = 0, budget: int = BUDGET) -> Tensor: ...
+    def project(
+        self,
+        dim: int,
+        seed: int = 0,
+        budget: int = BUDGET,
+        *,
+        kind: Literal["signs", "sjlt"] = "signs",
+        entries: int = 1,
+    ) -> Tensor: ...
     @overload
     def project(
-        self, dim: int | None = None, seed: int = 0, budget: int = BUDGET, *, per_parameter: bool, rank: int | None = None
+        self,
+        dim: int | None = None,
+        seed: int = 0,
+        budget: int = BUDGET,
+        *,
+        per_parameter: bool,
+        rank: int | None = None,
+        kind: Literal["signs", "sjlt"] = "signs",
+        entries: int = 1,
     ) -> dict[str, Tensor]: ...
     def project(
         self,
@@ -214,37 +230,48 @@ class Algebra(Matrix):
         *,
         per_parameter: bool = False,
         rank: int | None = None,
+        kind: Literal["signs", "sjlt"] = "signs",
+        entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
         """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
 
         per_parameter: whether to return {name: (N, dim)} instead, each parameter's own projection
         rank: with ``per_parameter``, and in the place of ``dim``: {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P and
         Q, as `Metric.low_rank` has them; a vector has at most rank² numbers, a side with no more than ``rank`` all its own
+        kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
+        map, which moves each number to ``entries`` coordinates (see `forms.SparseMap`), and takes far less time.  The
+        square of a unit gradient's projected length has a standard deviation of at most √(8 / dim) with signs, for a matrix
+        of rank one, and of about √(6 / dim) with a sparse map, for any
+        entries: of a sparse map; ``dim`` is a multiple
 
-        R depends on ``seed``, ``dim``, and each parameter's name and shape, and on nothing else: any two batches can be
-        compared.  The square of a unit gradient's projected length spreads by √(8 / dim) at most for a matrix of rank one.
-        Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v.
+        R depends on ``kind``, ``entries``, ``seed``, ``dim``, and each parameter's name and shape, and on nothing else: any
+        two batches can be compared.
+        Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
+        al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
 
-        Raises ValueError for a ``dim`` or ``rank`` below 1, and for neither or both.
+        Raises ValueError for a ``dim`` or ``rank`` below 1, for neither or both, another kind, and entries that are none or
+        don't divide ``dim``.
         """
         if rank is not None:
-            if dim is not None or not per_parameter or self.cuts:
+            if dim is not None or not per_parameter or self.cuts or kind != "signs":
                 raise ValueError(
-                    f"project was given rank={rank} with dim={dim} and per_parameter={per_parameter}; expected "
+                    f"project was given rank={rank} with dim={dim}, per_parameter={per_parameter} and kind={kind!r}; expected "
                     "project(rank=..., per_parameter=True), of parameters that aren't cut over processes" + ON_VERBS
                 )
             with self.reading():
                 sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
                 return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
-        arguments.check_count("project was given dim", dim, "coordinates", ON_VERBS)
+        matrix.check_map("project was given dim", dim, kind, entries)
+        count = dim or 0
 
         def projected(name: str, form: Form) -> Tensor:
-            return form.project(matrix.random_map(name, form.shape, dim or 0, seed, self.cuts.get(name)), budget)
+            random = matrix.random_map(name, form.shape, count, seed, self.cuts.get(name), kind, entries)
+            return form.project(random, budget)
 
         with self.reading():
             if per_parameter:
                 return self._each({name: projected(name, form) for name, form in self.items()})
-            return self._added(projected, dim or 0)
+            return self._added(projected, count)
 
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
         """The sums over samples with the same id: one row for each user, each document.

@@ -17,15 +17,16 @@ from torch import Tensor
 from autograd_hacks.distributed.cut import refuse_curvature, whole_sum
 from autograd_hacks.distributed.spread import Spread, whole_of
 from autograd_hacks.errors import ON_CURVATURE, ON_NOISE, ON_VERBS, NotReduced, StaleRecord
-from autograd_hacks.forms import Dense, Form, RandomMap
+from autograd_hacks.forms import Dense, Form, RandomMap, SparseMap
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import unscaled
 from autograd_hacks.forms.numerics import row_norms, slices_of, smallest
+from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.display import Hinting, Shown, Table, with_unit
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.trees import version_of
-from autograd_hacks.verbs.arguments import check_direction, kind_of, name_among, unwrapped
+from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of, name_among, unwrapped
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
@@ -122,9 +123,36 @@ def own_parts(v: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Ten
     return {name: cuts[name].own(x) if name in cuts else whole_of(x) for name, x in v.items()}
 
 
-def random_map(name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | None) -> RandomMap:
+KINDS = ("signs", "sjlt")
+"""The kinds of random maps."""
+
+
+def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
+    """Raises for what no random map has.  what: the verb, and its word for ``dim``"""
+    check_count(what, dim, "coordinates", ON_VERBS)
+    assert dim is not None  # which check_count refuses
+    if kind not in KINDS:
+        raise ValueError(f"{what}={dim} with kind={kind!r}; expected one of {', '.join(map(repr, KINDS))}" + ON_VERBS)
+    check_count(f"{what}={dim} with entries", entries, "entries for each number of a gradient", ON_VERBS)
+    if kind == "signs" and entries != 1:
+        raise ValueError(
+            f"{what}={dim} with kind='signs' and entries={entries}; the map of signs has no entries to choose: leave them "
+            "out, or give kind='sjlt'" + ON_VERBS
+        )
+    if dim % entries:
+        raise ValueError(
+            f"{what}={dim} with entries={entries}; expected a multiple of entries, {dim + -dim % entries} say: each of the "
+            "blocks has dim / entries coordinates" + ON_VERBS
+        )
+
+
+def random_map(
+    name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | None, kind: str = "signs", entries: int = 1
+) -> AnyMap:
     """A parameter's random map, or what that of the whole is on a part.  shape: the part's"""
     within = None if cut is None else (cut.shape, cut.start(0), cut.start(1))
+    if kind == "sjlt":
+        return SparseMap(unwrapped(name), shape, dim, seed, entries, within)
     return RandomMap(unwrapped(name), shape, dim, seed, within)
 
 

@@ -36,8 +36,8 @@ from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
-from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of
-from autograd_hacks.verbs.matrix import added, along_own, joint_norms, random_map
+from autograd_hacks.verbs.arguments import check_direction, kind_of
+from autograd_hacks.verbs.matrix import added, along_own, check_map, joint_norms, random_map
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
@@ -57,6 +57,8 @@ def streaming(
     loss_type: str | None = None,
     scale: float | Tensor = 1.0,
     budget: int = BUDGET,
+    kind: str = "signs",
+    entries: int = 1,
 ) -> AbstractContextManager[Streamed]:
     """`during_backward` for what adds over parameters: the norms, and whatever else is asked for::
 
@@ -68,7 +70,16 @@ def streaming(
     """
     what = ("norms", "gram") if gram else ("norms",)
     return during_backward(
-        model, *what, dot=dot, project=project, seed=seed, loss_type=loss_type, scale=scale, budget=budget
+        model,
+        *what,
+        dot=dot,
+        project=project,
+        seed=seed,
+        kind=kind,
+        entries=entries,
+        loss_type=loss_type,
+        scale=scale,
+        budget=budget,
     )
 
 
@@ -83,6 +94,8 @@ def during_backward(
     scale: float | Tensor = 1.0,
     budget: int = BUDGET,
     weights: Tensor | None = None,
+    kind: str = "signs",
+    entries: int = 1,
 ) -> Iterator[Streamed]:
     """A context for one backward pass, during which quantities are taken: a layer's input and the gradient at its output are
     freed as soon as its parameters' gradients are known, and not kept until somebody reads::
@@ -99,7 +112,7 @@ def during_backward(
     very pass, held-out ones say
     weights: N; sets ``.grad`` to Σₙ wₙ gₙ.  After ``add_hooks(param_grad=False)`` it costs what ordinary gradients do, and 0
     leaves held-out samples out of it
-    project: how many coordinates to project to    seed: as in ``PerSampleGrads.project``
+    project: how many coordinates to project to    seed, kind, entries: as in ``PerSampleGrads.project``
     loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
 
     Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, ValueError where nothing is asked for or another word
@@ -137,9 +150,9 @@ def during_backward(
         verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     check_scale(scale)
     if project is not None:
-        check_count("during_backward was given project", project, "coordinates", ON_VERBS)
+        check_map("during_backward was given project", project, kind, entries)
         verbs["projection"] = lambda name, form: form.project(
-            random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
+            random_map(name, form.shape, project, seed, stream.cuts.get(name), kind, entries), budget
         )
     if record.on_arrival is not None:
         raise RuntimeError("during_backward is open already for this model; leave that context first" + ON_STREAMING)

@@ -71,3 +71,11 @@ def test_maps_that_are_kept_are_none_of_a_modes() -> None:
             Dense(torch.randn(9, 3, 4)).project(random)
     Dense(torch.randn(9, 3, 4, requires_grad=True)).project(random).sum().backward()
     assert_close(form.project(random), torch.cat([form[n : n + 1].project(random) for n in range(9)]))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
+def test_projections_by_signs_can_be_differentiated(shape: tuple[int, int]) -> None:
+    rows, random = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True), RandomMap("w", torch.Size(shape), 40, 5)
+    (grad,) = torch.autograd.grad(Dense(rows).project(random).sum(), rows)
+    eye = torch.eye(12, dtype=torch.float64).view(12, *shape)
+    assert_close(grad[0].flatten(), Dense(eye).project(random).sum(1))
