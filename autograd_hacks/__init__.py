@@ -33,6 +33,7 @@ from autograd_hacks.verbs.metric import Metric
 from autograd_hacks.verbs.noise_scales import NoiseScales
 from autograd_hacks.verbs.over import over
 from autograd_hacks.verbs.per_sample import compute_grad1, per_sample_grads
+from autograd_hacks.verbs.store import Store
 from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
@@ -60,6 +61,7 @@ __all__ = [
     "Metric",
     "NoiseScales",
     "over",
+    "Store",
     "clip_grad1_norm_",
     "during_backward",
     "streaming",

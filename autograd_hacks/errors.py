@@ -41,6 +41,7 @@ ON_TORCHJD = see("TorchJD", "integrations/torchjd.rst")
 ON_LAPLACE = see("laplace-torch", "integrations/laplace.rst")
 ON_COMPILING = see("Compiled steps", "compiled.rst")
 ON_DATA_SETS = see("A whole data set", "reductions.rst")
+ON_STORES = see("Stores of rows", "reductions.rst")
 
 
 class PerSampleGradientError(RuntimeError):

@@ -31,19 +31,34 @@ KEY = "rows"
 """The tensor's name in a ``.safetensors`` file."""
 
 
+NOTES = ".progress"
+"""How the name of a file's notes ends."""
+
+
 class RowFile:
     """Rows in ``path``, (rows, *shape), and beside it ``path.progress``: how many there are, from which batches.
 
     origin: what they are made of, the weights say; a file of another origin is not gone on with
+    weights: what tells the weights alone from others, empty where there are several
     """
 
-    def __init__(self, path: str | os.PathLike[str], origin: str) -> None:
-        self.path, self._notes = Path(path), Path(f"{os.fspath(path)}.progress")
+    def __init__(self, path: str | os.PathLike[str], origin: str, weights: str = "") -> None:
+        self.path, self._notes = Path(path), Path(f"{os.fspath(path)}{NOTES}")
         self._batches, self._seen = 0, ""  # by this call
-        self.progress: dict[str, Any] = {"origin": origin, "batches": 0, "seen": "", "rows": 0, "shape": None, "dtype": ""}
+        self.progress: dict[str, Any] = {
+            "origin": origin,
+            "weights": weights,
+            "batches": 0,
+            "seen": "",
+            "rows": 0,
+            "shape": None,
+            "dtype": "",
+            "ended": False,
+        }
         if self.path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
-                f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors" + ON_DATA_SETS
+                f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors, or a folder's, without an "
+                "ending, for a dictionary of rows" + ON_DATA_SETS
             )
         if self.path.exists() != self._notes.exists():
             raise self._refused(f"and {self._notes}: there is but one, so that it can't be gone on with; delete it")
@@ -56,6 +71,24 @@ class RowFile:
             raise self._refused("holds rows of other weights, or of other checkpoints; delete it, or name another")
         if self.progress["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
             raise self._refused(f"has {size} bytes, of {_HEADER + self._size()} that were written; delete it and its notes")
+
+    @classmethod
+    def written(cls, path: str | os.PathLike[str]) -> "RowFile":
+        """A file that is there, to be read."""
+        notes = Path(f"{os.fspath(path)}{NOTES}")
+        if not Path(path).exists() or not notes.exists():
+            missing = path if not Path(path).exists() else notes
+            raise FileNotFoundError(
+                f"there is no {os.fspath(missing)}; expected rows that over(..., out={os.fspath(path)!r}) has written, and "
+                f"its notes, {notes}, beside them" + ON_DATA_SETS
+            )
+        try:
+            origin = json.loads(notes.read_text())["origin"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{notes} has no notes of over any more ({error!r}); write the rows anew" + ON_DATA_SETS
+            ) from error
+        return cls(path, origin)
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
@@ -83,6 +116,8 @@ class RowFile:
             raise self._refused(
                 f"holds rows of {self.progress['batches']} batches; the loader has {self._batches}. Delete the file"
             )
+        if not self.progress.get("ended", False):
+            self._note({"ended": True})
         return self.rows()
 
     def _append(self, rows: Tensor) -> None:
@@ -101,7 +136,7 @@ class RowFile:
                 f"of {tuple(rows.shape[1:])}: another verb's; delete it, or name another"
             )
         end = _HEADER + self._size()
-        more = {"rows": self.progress["rows"] + len(rows), "batches": self._batches, "seen": self._seen}
+        more = {"rows": self.progress["rows"] + len(rows), "batches": self._batches, "seen": self._seen, "ended": False}
         self.progress = self.progress | more
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(end)  # of a batch that was not written to its end
@@ -109,6 +144,10 @@ class RowFile:
             file.write(rows.numpy().tobytes())
             file.seek(0)
             file.write(self._header())
+        self._note({})
+
+    def _note(self, more: dict[str, Any]) -> None:
+        self.progress = self.progress | more
         draft = self._notes.with_name(self._notes.name + ".draft")
         draft.write_text(json.dumps(self.progress))
         draft.replace(self._notes)
@@ -151,6 +190,68 @@ class RowFile:
         import numpy as np
 
         return torch.from_numpy(np.memmap(self.path, _KINDS[self._dtype()][0], "c", _HEADER, shape))
+
+
+class RowFolder:
+    """A folder with a file of rows for each name, `RowFile`, all of the same batches.
+
+    origin, weights: as there
+    """
+
+    SUFFIX = ".npy"
+
+    def __init__(self, path: str | os.PathLike[str], origin: str, weights: str = "") -> None:
+        self.path, self._given = Path(path), (origin, weights)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(
+                f"{self.path} is a file, and verb returns rows of several names; expected the name of a folder, without "
+                ".npy" + ON_DATA_SETS
+            )
+        self.files = {name: RowFile(self._at(name), *self._given) for name in names_in(self.path)}
+        self._batches, self._last = 0, object()  # how many were asked for, and the last of them
+        self._wanted = set[str]()
+
+    def _at(self, name: str) -> Path:
+        return self.path / f"{name}{self.SUFFIX}"
+
+    def wants(self, batch: object) -> bool:
+        """As `RowFile.wants` says, of any of the files."""
+        self._wanted = {name for name, file in self.files.items() if file.wants(batch)}
+        self._batches, self._last = self._batches + 1, batch
+        return bool(self._wanted) or not self.files
+
+    def take(self, rows: Mapping[str, Tensor]) -> None:
+        """The rows of the batch that `wants` was told of, by name."""
+        if odd := [name for name in rows if not name or "/" in name or os.sep in name or name.startswith(".")]:
+            raise ValueError(
+                f"over: verb returned rows named {odd[0]!r}, which is no name for a file in {self.path}" + ON_DATA_SETS
+            )
+        is_first = self._batches == 1
+        if not (self.files.keys() <= rows.keys() if is_first else self.files.keys() == rows.keys()):
+            raise ValueError(
+                f"{self.path} holds rows named {sorted(self.files)}, and verb returned {sorted(rows)}: another verb's; "
+                "delete the folder, or name another" + ON_DATA_SETS
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in rows:
+            if name not in self.files:
+                self.files[name] = RowFile(self._at(name), *self._given)
+                if self.files[name].wants(self._last):
+                    self._wanted.add(name)
+        self.files = {name: self.files[name] for name in rows}  # in the verb's order
+        for name in rows:
+            if name in self._wanted:
+                self.files[name].take(rows[name])
+
+    def end(self) -> dict[str, Tensor]:
+        """All rows by name, after the last batch."""
+        return {name: file.end() for name, file in self.files.items()}
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of a folder's rows."""
+    ends = f"{RowFolder.SUFFIX}{NOTES}"
+    return sorted(notes.name.removesuffix(ends) for notes in folder.glob(f"*{ends}")) if folder.is_dir() else []
 
 
 # What tells batches and weights from others, in any process.

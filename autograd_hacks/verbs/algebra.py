@@ -13,6 +13,7 @@ from autograd_hacks.distributed.cut import each_norms, whole_norms, whole_sum
 from autograd_hacks.errors import ON_METRICS, ON_VERBS, BlockTooLarge
 from autograd_hacks.forms import BUDGET, Dense, Form, group
 from autograd_hacks.forms.composite import unscaled, without_factor
+from autograd_hacks.forms.low_rank import LowRank, low_rank
 from autograd_hacks.forms.mapped import mapped
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.verbs import arguments, matrix
@@ -255,8 +256,8 @@ class Algebra(Matrix):
         if rank is not None:
             if dim is not None or not per_parameter or self.cuts or kind != "signs":
                 raise ValueError(
-                    f"project was given rank={rank} with dim={dim}, per_parameter={per_parameter} and kind={kind!r}; expected "
-                    "project(rank=..., per_parameter=True), of parameters that aren't cut over processes" + ON_VERBS
+                    f"project was given rank={rank} with dim={dim}, per_parameter={per_parameter} and kind={kind!r}; "
+                    "expected project(rank=..., per_parameter=True), of parameters that aren't cut over processes" + ON_VERBS
                 )
             with self.reading():
                 sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
@@ -272,6 +273,26 @@ class Algebra(Matrix):
             if per_parameter:
                 return self._each({name: projected(name, form) for name, form in self.items()})
             return self._added(projected, count)
+
+    def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
+        """The best approximation of each sample's gradient by a matrix of low rank, {name: (left, right)}: Σᵣ left[n, :, r]
+        right[n, :, r]ᵀ, left (N, O, R) and right (N, I, R) for a parameter seen as a matrix O × I, I being 1 for a vector,
+        and R = min(rank, O, I).
+
+        Over T positions a gradient has rank T at most, and is exact for ``rank`` from there.  ``over(..., out="folder")``
+        writes them, and `Store` takes inner products from the factors.
+        Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
+
+        Raises ValueError for a rank below 1, and for parameters that are cut over processes.
+        """
+        arguments.check_count("low_rank was given rank", rank, "singular values", ON_VERBS)
+        if self.cuts or self.entries:
+            raise ValueError(
+                f"low_rank was given {'parameters that are cut over processes' if self.cuts else 'rows of output entries'}; "
+                "expected rows of whole parameters, one for each sample" + ON_VERBS
+            )
+        with self.reading():
+            return {name: low_rank(form, rank, budget) for name, form in self.items()}
 
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
         """The sums over samples with the same id: one row for each user, each document.

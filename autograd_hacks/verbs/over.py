@@ -21,7 +21,7 @@ from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.row_files import RowFile, digest_of
+from autograd_hacks.support.row_files import RowFile, RowFolder, digest_of
 from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
@@ -58,7 +58,8 @@ def over(
     """What a verb says of each sample of a loader, one batch after the other: (D, ...) for D samples, on the CPU.
 
     loader: batches    loss: ``loss(model, batch)`` returns a loss for each sample of a batch, N
-    verb: ``verb(grads)``, of the `PerSampleGrads` of a batch, returns N rows, or {name: N rows}:
+    verb: ``verb(grads)``, of the `PerSampleGrads` of a batch, returns N rows, or {name: N rows}, or a named tuple of such
+    for a name, whose fields are then said behind it, "0.weight.left":
     ``PerSampleGrads.norms``, ``lambda grads: grads.project(512)``
     against: batches of another data set. ``verb(grads, others)`` then returns (N, M), ``PerSampleGrads.gram`` say, and the
     result is (D, E) for its E samples. What is not kept of them runs once for each batch of the loader, so let that be the
@@ -67,8 +68,9 @@ def over(
     weighted sum over these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
     total: whether the verb returns sums over samples, ``PerSampleGrads.second_moment`` say, which are added up
     out: a file for the rows, .npy or .safetensors, which is written batch by batch, with ``out.progress`` beside it; the
-    result is then mapped into memory, and not held there. The same call, with the same loss and verb, goes on where an
-    earlier one was interrupted. Where several processes run, the name has {rank} in it
+    result is then mapped into memory, and not held there. Without an ending it is a folder, with a .npy file for each name
+    where the verb returns a dictionary; `Store` searches either. The same call, with the same loss and verb, goes on where
+    an earlier one was interrupted. Where several processes run, the name has {rank} in it
     only: as in `per_sample_grads`
     budget: bytes for gradients of ``against``, which are kept from batch to batch, by each of the checkpoints, as far as
     they fit
@@ -92,12 +94,15 @@ def over(
     if record.accumulating:
         raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
-    file = None
+    file: RowFile | RowFolder | None = None
     if out is not None:
-        origin = digest_of(model.state_dict() if states is None else states, only)
+        weights = digest_of(model.state_dict() if states is None else states)
+        origin = digest_of(only, before=weights)
         for other in against if against is not None else ():
             origin = digest_of(other, before=origin)
-        file = RowFile(_of_process(out), origin)
+        path = _of_process(out)
+        kind = RowFile if os.path.splitext(path)[1] else RowFolder
+        file = kind(path, origin, weights if states is None else "")
     recorder.planner.doubt()  # what was proven with another loss, or of samples
     told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget, states is not None)
@@ -118,11 +123,15 @@ def over(
             if file is None:
                 _check_alike(pieces, piece, total)
                 pieces = [{n: pieces[0][n] + x for n, x in piece.items()}] if total and pieces else [*pieces, piece]
-            elif _ALONE in piece:
+            elif isinstance(file, RowFolder) and _ALONE not in piece:
+                file.take(piece)
+            elif isinstance(file, RowFile) and _ALONE in piece:
                 file.take(piece[_ALONE])
             else:
                 raise ValueError(
-                    "over was given out, and verb returned a dictionary; expected one tensor of N rows" + ON_DATA_SETS
+                    f"over was given out={out!r}, and verb returned {'one tensor' if _ALONE in piece else 'a dictionary'}; "
+                    "expected a file, rows.npy, for one tensor of N rows, and a folder, rows, for a dictionary of such"
+                    + ON_DATA_SETS
                 )
     finally:
         recorder.segments = told
@@ -260,7 +269,11 @@ class _Step:
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
     """What a verb has returned, on the CPU.  samples: how many rows there are to be; None for sums"""
-    named = dict(returned) if isinstance(returned, Mapping) else {_ALONE: returned}
+    given = dict(returned) if isinstance(returned, Mapping) else {_ALONE: returned}
+    named: dict[str, Any] = {}
+    for name, x in given.items():
+        fields = getattr(x, "_asdict", None)
+        named |= {name: x} if fields is None else {f"{name}.{field}": part for field, part in fields().items()}
     for x in named.values():
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
             rows = "sums" if samples is None else f"{samples} rows, one for each sample"

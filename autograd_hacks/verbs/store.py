@@ -1,0 +1,324 @@
+"""Rows on disk that are searched: nearest rows, near duplicates."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from autograd_hacks.errors import ON_STORES
+from autograd_hacks.forms.low_rank import LowRank
+from autograd_hacks.forms.numerics import accumulation_dtype, row_norms, slices_of
+from autograd_hacks.support.display import Shown, Table, progress, with_unit
+from autograd_hacks.support.kinds import is_number
+from autograd_hacks.support.row_files import RowFile, digest_of, names_in
+from autograd_hacks.verbs.arguments import check_count, kind_of
+
+BUDGET = 2**26
+"""Bytes that a store may take beside its result, unless told another number."""
+METRICS = ("dot", "cosine")
+_STEP = 1024
+"""Rows that meet each other at a time, for duplicates."""
+
+Queries = Tensor | Mapping[str, Any]
+"""Rows as the store has them: (Q, *shape); or {name: (Q, *shape)} or {name: `LowRank`}."""
+Named = Mapping[str, Tensor]
+"""Rows of some samples, by the name of their file."""
+
+
+class Store(Shown):
+    """Rows that ``over(..., out=path)`` has written, one for each sample of a data set, mapped into memory and searched in
+    blocks, so that they may be larger than memory.
+
+    path: a file of rows (D, *shape), or a folder of files, {name: (D, *shape)}, whose inner products add up over names.
+    Names that end with .left and .right are factors of `PerSampleGrads.low_rank`: products are taken from them, and rows
+    are never written out
+
+    Rows are compared as they lie there: queries must come from the same verb, projected to the same ``dim`` with the same
+    ``seed`` and ``kind``, which a store can't see; of the weights it knows, see `check`.
+
+    A row with NaN or ∞ in it is found by no query and is no duplicate; a warning names such rows.  A row of zeros has cosine
+    0 with every other.
+
+    Raises FileNotFoundError where there are no rows, or no notes beside them; ValueError for files that are incomplete or
+    have rows of different numbers of samples, as after an interruption.
+    Source: Chang et al. 2024, "TrackStar" (arXiv:2410.17413), for search in stored gradients; Li et al. 2026, "LoRIF"
+    (arXiv:2601.21929), for factors.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        names = names_in(self.path)
+        if self.path.is_dir() and not names:
+            raise FileNotFoundError(
+                f"{self.path} is a folder without rows; expected one that over(..., out={str(path)!r}) has written"
+                + ON_STORES
+            )
+        files = {name: RowFile.written(self.path / f"{name}.npy") for name in names} or {"": RowFile.written(self.path)}
+        self._files, self._is_one = files, not names
+        counts = {name: int(file.progress["rows"]) for name, file in files.items()}
+        if len(set(counts.values())) > 1 or not all(counts.values()):
+            raise ValueError(
+                f"{self.path} has {counts if names else 'no'} rows; expected the same number, 1 or more, of each name. Let "
+                "the call of over that writes them run to its end: it goes on where it was interrupted" + ON_STORES
+            )
+        self._rows = {name: file.rows() for name, file in files.items()}
+        pairs = [name.removesuffix(".left") for name in names if name.endswith(".left")]
+        self._pairs = [name for name in pairs if f"{name}.right" in self._rows]
+        self._plain = [name for name in files if not any(name in (f"{pair}.left", f"{pair}.right") for pair in self._pairs)]
+        for name, x in self._rows.items():
+            if not x.is_floating_point() or x.ndim < 2:
+                raise ValueError(
+                    f"{self.path} has {kind_of(x)}{f' for {name!r}' if name else ''}; expected rows of floating-point "
+                    "numbers, (D, *shape), projections say" + ON_STORES
+                )
+        if not all(file.progress.get("ended", True) for file in files.values()):
+            warnings.warn(
+                f"{self.path} has {len(self)} rows so far: the call of over that writes them has not come to its end"
+                + ON_STORES,
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows.values())))
+
+    @property
+    def rows(self) -> Any:
+        """The rows, (D, *shape), or {name: (D, *shape)}, read from disk as they are used; what is written to them stays in
+        memory."""
+        return self._rows[""] if self._is_one else dict(self._rows)
+
+    def _table(self) -> Table:
+        size = with_unit(sum(x.nbytes for x in self._rows.values()))
+        cells = [(name or "rows", str(tuple(x.shape)), str(x.dtype), with_unit(x.nbytes)) for name, x in self._rows.items()]
+        return Table(f"Store of {len(self)} rows in {self.path}, {size}", [("name", "shape", "dtype", "bytes"), *cells])
+
+    # What the rows are of.
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ValueError where the rows are of other weights than the model has now, or of several checkpoints."""
+        given = digest_of(model.state_dict())
+        for file in self._files.values():
+            stored = file.progress.get("weights", "")
+            if not stored:
+                raise ValueError(
+                    f"{file.path} has rows of several checkpoints, or was written before weights were noted, so that they "
+                    "can't be compared with one model's. Leave check, or model=, out if you know them to belong together"
+                    + ON_STORES
+                )
+            if stored != given:
+                raise ValueError(
+                    f"{file.path} has rows of other weights than this {type(model).__name__} has: its state_dict() was "
+                    f"{stored[:12]}… when they were written, and is {given[:12]}… now. Load the weights that they were made "
+                    "of, or write them anew by over(model, ..., out=...)" + ON_STORES
+                )
+
+    # What they say.
+
+    def search(
+        self,
+        queries: Queries,
+        k: int = 10,
+        metric: Literal["dot", "cosine"] = "dot",
+        *,
+        model: nn.Module | None = None,
+        budget: int = BUDGET,
+    ) -> tuple[Tensor, Tensor]:
+        """The k rows that have the largest inner products with each query: values (Q, k), falling, and the rows' numbers
+        (Q, k), on the queries' device.
+
+        queries: (Q, *shape) of the rows' dtype, as the verb that has written them returns them; for a folder {name: (Q,
+        *shape)}, or what `PerSampleGrads.low_rank` returns
+        metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
+        model: as for `check`, which is done first    budget: bytes to use beside the result
+
+        Where fewer than k rows are finite, the rest has values -∞ and numbers -1.  A block of rows goes to the queries'
+        device at a time.
+        Raises ValueError for queries of another shape, with NaN or ∞, for k below 1 or above the number of rows, and
+        another metric; TypeError for queries of another dtype, or that are no tensors.
+        """
+        given = self._named(queries)
+        if metric not in METRICS:
+            raise ValueError(
+                f"search was given metric={metric!r}; expected one of {', '.join(map(repr, METRICS))}" + ON_STORES
+            )
+        check_count("search was given k", k, "rows", ON_STORES)
+        if k > len(self):
+            raise ValueError(
+                f"search was given k={k}; {self.path} has {len(self)} rows. Give k={len(self)}, say" + ON_STORES
+            )
+        _check_budget("search", budget)
+        if model is not None:
+            self.check(model)
+        is_cosine = metric == "cosine"
+        with torch.no_grad():
+            mine = self._units(_wide(given)) if is_cosine else _wide(given)
+            like = next(iter(mine.values()))
+            values = like.new_full((len(like), k), -torch.inf)
+            numbers, odd = torch.full((len(like), k), -1, device=like.device), list[int]()
+            for piece, theirs in self._blocks(budget, len(like), like.device, "search"):
+                is_odd = _is_odd(theirs)
+                odd += (is_odd.nonzero()[:, 0] + piece.start).tolist()
+                found = self._products(mine, self._units(theirs) if is_cosine else theirs)
+                found = self._checked(found.masked_fill(is_odd, 0)).masked_fill(is_odd, -torch.inf)
+                own, places = found.topk(min(k, found.shape[1]))
+                places = torch.where(own == -torch.inf, -1, places + piece.start)
+                values, chosen = torch.cat([values, own], 1).topk(k)
+                numbers = torch.cat([numbers, places], 1).gather(1, chosen)
+        self._tell(odd)
+        return values, numbers
+
+    def duplicates(self, threshold: float = 0.99, *, limit: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+        """Pairs of rows i < j whose cosine is at least a threshold, up to rounding: cosines (M,), falling, and pairs (M, 2).
+
+        threshold: above 0, 1 at most    limit: how many pairs there may be    budget: bytes to use beside the result
+        All D (D - 1) / 2 pairs are compared, in blocks.
+
+        Raises ValueError for another threshold, and where there are more pairs.
+        """
+        if not is_number(threshold) or not 0 < float(threshold) <= 1:
+            raise ValueError(
+                f"duplicates was given threshold={threshold!r}; expected a number above 0, 1 at most" + ON_STORES
+            )
+        check_count("duplicates was given limit", limit, "pairs", ON_STORES)
+        _check_budget("duplicates", budget)
+        cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # of products of equal rows
+        cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
+        with torch.no_grad():
+            for first, raw in self._blocks(budget // 2, _STEP, cpu, "duplicates"):
+                odd += (_is_odd(raw).nonzero()[:, 0] + first.start).tolist()
+                mine, step = self._units(raw), first.stop - first.start
+                for start in range(first.start, len(self), step):
+                    second = slice(start, min(len(self), start + step))
+                    theirs = mine if second == first else self._units(self._block(second, cpu))
+                    found = self._products(mine, theirs)
+                    near = found >= float(threshold) - slack  # NaN isn't
+                    near &= torch.arange(first.start, first.stop)[:, None] < torch.arange(second.start, second.stop)
+                    places = near.nonzero()
+                    if (total := total + len(places)) > limit:
+                        raise ValueError(
+                            f"{self.path} has more than {limit:,} pairs of rows with a cosine of {threshold} or more; raise "
+                            "threshold, or limit" + ON_STORES
+                        )
+                    cosines.append(found[near].clamp(max=1))
+                    pairs.append(places + torch.tensor([first.start, second.start]))
+        self._tell(odd)
+        order = torch.cat(cosines).argsort(descending=True, stable=True)
+        return torch.cat(cosines)[order], torch.cat(pairs)[order]
+
+    # Rows of some samples: {name: (n, numbers)}, factors {name.left: (n, O, R)}.
+
+    def _named(self, queries: Queries) -> Named:
+        """Queries by file.  Raises for others."""
+        given: dict[str, Any] = {"": queries}
+        if isinstance(queries, Mapping):
+            given = {}
+            for name, x in queries.items():
+                both = x._asdict() if isinstance(x, LowRank) else None
+                given |= {name: x} if both is None else {f"{name}.{field}": part for field, part in both.items()}
+        if given.keys() != self._rows.keys():
+            what = "one tensor" if self._is_one else f"{{name: tensor}} for {', '.join(map(repr, list(self._rows)[:5]))}"
+            names = kind_of(queries) if "" in given else f"tensors named {', '.join(map(repr, list(given)[:5]))}"
+            raise ValueError(f"search was given {names}; {self.path} expects {what}" + ON_STORES)
+        for name, x in given.items():
+            rows = self._rows[name]
+            of = f" for {name!r}" if name else ""
+            if not isinstance(x, Tensor) or x.dtype != rows.dtype:
+                raise TypeError(
+                    f"search was given {kind_of(x)}{of}; expected {rows.dtype}, as the rows of {self.path} are" + ON_STORES
+                )
+            if x.ndim != rows.ndim or x.shape[1:] != rows.shape[1:]:
+                raise ValueError(
+                    f"search was given queries of shape {tuple(x.shape)}{of}; the rows of {self.path} expect (Q, "
+                    f"{', '.join(map(str, rows.shape[1:]))}), by the same verb" + ON_STORES
+                )
+            if len(bad := (~x.isfinite()).flatten(1).any(1).nonzero()[:, 0]):
+                raise ValueError(
+                    f"search was given queries{of} with NaN or ∞, {bad[:5].tolist()} the first; no row is near to these. "
+                    "Take those samples out" + ON_STORES
+                )
+        sizes = {len(x) for x in given.values()}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"search was given queries of {sorted(sizes)} samples; expected as many for each name" + ON_STORES
+            )
+        return {name: x.detach() for name, x in given.items()}
+
+    def _blocks(self, budget: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
+        """The rows, some samples at a time, with a progress bar.  queries: how many meet each"""
+        numbers = sum(x.shape[1:].numel() for x in self._rows.values())
+        products = queries * max([1, *(int(self._rows[f"{pair}.left"].shape[2]) ** 2 for pair in self._pairs)])
+        for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + products))), what, "block"):
+            yield piece, self._block(piece, device)
+
+    def _block(self, piece: slice, device: torch.device) -> Named:
+        return _wide({name: x[piece].to(device) for name, x in self._rows.items()})
+
+    def _products(self, mine: Named, theirs: Named) -> Tensor:
+        """Inner products of Q rows with n, (Q, n)."""
+        total: Tensor | None = None
+        for name in self._plain:
+            product = mine[name].flatten(1) @ theirs[name].flatten(1).mT
+            total = product if total is None else total + product
+        for name in self._pairs:
+            left, right = (
+                torch.tensordot(mine[side], theirs[side], dims=([1], [1])) for side in (f"{name}.left", f"{name}.right")
+            )
+            product = (left * right).sum((1, 3))
+            total = product if total is None else total + product
+        assert total is not None  # there is a file
+        return total
+
+    def _units(self, rows: Named) -> Named:
+        """Rows of length one; zeros stay as they are."""
+        parts = [row_norms(rows[name].flatten(1)) for name in self._plain]
+        for name in self._pairs:
+            left, right = rows[f"{name}.left"], rows[f"{name}.right"]
+            parts.append(((left.mT @ left) * (right.mT @ right)).sum((1, 2)).clamp(min=0).sqrt())
+        lengths = row_norms(torch.stack(parts, 1))
+        self._checked(lengths.masked_fill(_is_odd(rows), 0))
+        divisors = torch.where(lengths == 0, 1, lengths)
+
+        def unit(name: str, x: Tensor) -> Tensor:
+            is_second = any(name == f"{pair}.right" for pair in self._pairs)
+            return x if is_second else x / divisors.view(-1, *[1] * (x.ndim - 1))
+
+        return {name: unit(name, x) for name, x in rows.items()}
+
+    def _checked(self, found: Tensor) -> Tensor:
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"products of rows of {self.path} leave the range of {found.dtype}. Write the rows in float64, or smaller: "
+                "let the verb return rows.double(), or multiply the loss by a small number" + ON_STORES
+            )
+        return found
+
+    def _tell(self, odd: Sequence[int]) -> None:
+        if odd:
+            warnings.warn(
+                f"{len(odd)} rows of {self.path} have NaN or ∞ and were left out: {odd[:5]} the first" + ON_STORES,
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _wide(rows: Named) -> Named:
+    """In the dtype that products are added up in."""
+    return {name: x.to(accumulation_dtype(x.dtype)) for name, x in rows.items()}
+
+
+def _is_odd(rows: Named) -> Tensor:
+    """Which rows have NaN or ∞, n."""
+    return torch.stack([~x.isfinite().flatten(1).all(1) for x in rows.values()]).any(0)
+
+
+def _check_budget(verb: str, budget: object) -> None:
+    if not is_number(budget):
+        raise TypeError(f"{verb} was given budget={budget!r}; expected a number of bytes" + ON_STORES)

@@ -1,0 +1,233 @@
+"""Stores of rows: what is found equals what all rows say, and what doesn't belong together is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks import PerSampleGrads, Store, over
+from autograd_hacks.support.row_files import RowFile
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    autograd_hacks.add_hooks(model)
+    return model
+
+
+def batches(*sizes: int) -> Batches:
+    return [(torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))) for n in sizes]
+
+
+def rows_of(model: nn.Module, data: Batches) -> Tensor:
+    """Each sample's whole gradient, by a backward pass of its own, (D, P)."""
+    found = []
+    for x, y in data:
+        for n in range(len(x)):
+            each = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
+            found.append(torch.cat([g.flatten() for g in each]))
+    return torch.stack(found)
+
+
+def written(path: Path, rows: Tensor) -> Store:
+    """A store of given rows, three at a time."""
+    model = nn.Linear(2, 1).double()
+    autograd_hacks.add_hooks(model)
+    pieces, taken = list(rows.split(3)), iter(rows.split(3))
+    data = [(torch.randn(len(piece), 2, dtype=torch.float64), None) for piece in pieces]
+    over(model, data, lambda model, batch: model(batch[0])[:, 0], lambda grads: next(taken), out=path)
+    return Store(path)
+
+
+VERBS: dict[str, Callable[[PerSampleGrads], Any]] = {
+    "rows.npy": lambda grads: torch.cat([x.flatten(1) for x in grads.dense().values()], 1),
+    "rows.safetensors": lambda grads: torch.cat([x.flatten(1) for x in grads.dense().values()], 1),
+    "rows": PerSampleGrads.dense,
+    "factors": lambda grads: grads.low_rank(5),
+}
+
+
+@pytest.mark.parametrize("budget", [1, 2**26])
+@pytest.mark.parametrize("kind", VERBS)
+def test_what_is_found_is_what_all_rows_say(kind: str, budget: int, tmp_path: Path) -> None:
+    model, data, others = net(), batches(4, 4, 3), batches(3)
+    over(model, data, loss, VERBS[kind], out=tmp_path / kind)
+    loss(model, others[0]).sum().backward()
+    queries = VERBS[kind](autograd_hacks.per_sample_grads(model, loss_type="sum"))
+    store, rows, asked = Store(tmp_path / kind), rows_of(model, data), rows_of(model, others)
+    assert len(store) == 11
+    for metric, products in [("dot", asked @ rows.T), ("cosine", F.normalize(asked, dim=1) @ F.normalize(rows, dim=1).T)]:
+        values, numbers = store.search(queries, 4, metric, model=model, budget=budget)  # type: ignore[arg-type]
+        assert_close(values, products.topk(4).values)
+        assert_close(products.gather(1, numbers), values)
+
+
+@pytest.mark.parametrize("budget", [1, 2**26])
+def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(8, 5)
+    rows[6], rows[3], rows[4] = 2 * rows[1], rows[0] + 0.01 * torch.randn(5), 0
+    store = written(tmp_path / "rows.npy", rows)
+    cosines, pairs = store.duplicates(0.99, budget=budget)
+    assert pairs.tolist() == [[1, 6], [0, 3]]
+    assert_close(cosines, torch.cosine_similarity(rows[pairs[:, 0]], rows[pairs[:, 1]]))
+    assert store.duplicates(1)[1].tolist() == [[1, 6]]
+    expected = [[i, j] for i in range(8) for j in range(i + 1, 8) if torch.cosine_similarity(rows[i], rows[j], 0) >= 0.2]
+    assert sorted(store.duplicates(0.2)[1].tolist()) == expected
+    with pytest.raises(ValueError, match="more than 1 pairs"):
+        store.duplicates(0.2, limit=1)
+
+
+def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
+    rows = torch.tensor([[1.0, 0], [torch.nan, 1], [2, 0], [0, 0], [torch.inf, 0]])
+    store, queries = written(tmp_path / "rows.npy", rows), torch.tensor([[1.0, 0], [0, 0]])
+    with pytest.warns(RuntimeWarning, match=r"2 rows .* were left out: \[1, 4\]"):
+        values, numbers = store.search(queries, 5)
+    assert numbers.tolist()[0] == [2, 0, 3, -1, -1]
+    assert values[0].tolist() == [2, 1, 0, -torch.inf, -torch.inf]
+    with pytest.warns(RuntimeWarning):
+        values, numbers = store.search(queries, 3, "cosine")
+    assert values.tolist() == [[1, 1, 0], [0, 0, 0]]
+    with pytest.warns(RuntimeWarning):
+        assert store.duplicates()[1].tolist() == [[0, 2]]
+
+
+def test_half_precision_is_added_up_in_single_and_overflow_is_said(tmp_path: Path) -> None:
+    rows = torch.full((2, 100), 30.0).half()
+    values, _ = written(tmp_path / "half.npy", rows).search(rows[:1], 1)
+    assert values.item() == 90000  # above float16's 65504
+    large = torch.full((2, 2), 1e30)
+    with pytest.raises(ValueError, match=r"leave the range of torch\.float32"):
+        written(tmp_path / "large.npy", large).search(large, 1)
+
+
+def test_a_store_of_other_weights_is_refused(tmp_path: Path) -> None:
+    model, data, path = net(), batches(4), tmp_path / "rows.npy"
+    over(model, data, loss, lambda grads: grads.project(8), out=path)
+    store = Store(path)
+    store.check(model)
+    store.check(net())  # of the same weights
+    with pytest.raises(ValueError, match=r"rows\.npy has rows of other weights than this Sequential"):
+        store.check(net(1))
+    with pytest.raises(ValueError, match="other weights"):
+        store.search(store.rows, 1, model=net(1))
+    states = [({name: x.clone() for name, x in model.state_dict().items()}, 0.1)]
+    over(model, data, loss, lambda grads: grads.project(8), out=tmp_path / "sum.npy", checkpoints=states)
+    with pytest.raises(ValueError, match="rows of several checkpoints"):
+        Store(tmp_path / "sum.npy").check(model)
+
+
+def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    rows = torch.randn(4, 3)
+    store = written(tmp_path / "rows.npy", rows)
+    for queries, error, words in [
+        (rows.double(), TypeError, r"torch\.float64 tensor .* expected torch\.float32"),
+        (rows[:, :2], ValueError, r"shape \(4, 2\); the rows of .* expect \(Q, 3\)"),
+        (rows[0], ValueError, r"shape \(3,\)"),
+        (rows / 0, ValueError, r"queries with NaN or ∞, \[0, 1, 2, 3\]"),
+        ({"a": rows}, ValueError, "named 'a'; .* expects one tensor"),
+        (None, TypeError, "NoneType"),
+    ]:
+        with pytest.raises(error, match=words):
+            store.search(queries, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"k=5; .* has 4 rows"):
+        store.search(rows, 5)
+    with pytest.raises(ValueError, match="k=0"):
+        store.search(rows, 0)
+    with pytest.raises(ValueError, match="expected one of 'dot', 'cosine'"):
+        store.search(rows, 1, "l2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"threshold=1\.5"):
+        store.duplicates(1.5)
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no .*none\.npy"):
+        Store(tmp_path / "none.npy")
+    with pytest.raises(FileNotFoundError, match="a folder without rows"):
+        Store(tmp_path)
+    (tmp_path / "rows.npy").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match=r"rows\.npy\.progress"):
+        Store(tmp_path / "rows.npy")
+    model = net()
+    over(model, batches(2), loss, PerSampleGrads.norms, out=tmp_path / "norms.npy")
+    with pytest.raises(ValueError, match="expected rows of floating-point numbers"):
+        Store(tmp_path / "norms.npy")
+
+
+# Folders.
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("files", [0, 1, 3])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in one of its batches, after some of the files were written."""
+    model, data, path = net(), batches(2, 3, 2), tmp_path / "rows"
+    append, count = RowFile._append, 0
+
+    def interrupted(self: RowFile, rows: Tensor) -> None:
+        nonlocal count
+        if count == 4 * batch + files:
+            raise Interrupted
+        count += 1
+        append(self, rows)
+
+    monkeypatch.setattr(RowFile, "_append", interrupted)
+    with pytest.raises(Interrupted):
+        over(model, data, loss, PerSampleGrads.dense, out=path)
+    monkeypatch.setattr(RowFile, "_append", append)
+    if files:
+        with pytest.raises(ValueError, match="run to its end") if batch else pytest.warns(RuntimeWarning):
+            Store(path)
+    found = over(model, data, loss, PerSampleGrads.dense, out=path)
+    assert_close(torch.cat([x.flatten(1) for x in found.values()], 1), rows_of(model, data))
+    assert_close(Store(path).rows, found)
+
+
+def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    model, data = net(), batches(2)
+    with pytest.raises(ValueError, match="returned one tensor; expected a file"):
+        over(model, data, loss, lambda grads: grads.project(4), out=tmp_path / "rows")
+    with pytest.raises(ValueError, match="returned a dictionary; expected a file"):
+        over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
+    over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
+    with pytest.raises(ValueError, match="another verb's; delete the folder"):
+        over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"'a/b', which is no name for a file"):
+        over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        over(net(1), data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
+    store = Store(tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"expects {name: tensor} for '0\.bias'"):
+        store.search(torch.randn(2, 4), 1)
+
+
+def test_an_unfinished_store_warns(tmp_path: Path) -> None:
+    model, data, path = net(), batches(2, 2), tmp_path / "rows.npy"
+
+    def verb(grads: PerSampleGrads) -> Tensor:
+        if path.exists():
+            raise Interrupted
+        return grads.project(4)
+
+    with pytest.raises(Interrupted):
+        over(model, data, loss, verb, out=path)
+    with pytest.warns(RuntimeWarning, match="has 2 rows so far"):
+        assert len(Store(path)) == 2
