@@ -36,9 +36,9 @@ class Store(Shown):
     """Rows that ``over(..., out=path)`` has written, one for each sample of a data set, mapped into memory and searched in
     blocks, so that they may be larger than memory.
 
-    path: a file of rows (D, *shape), or a folder of files, {name: (D, *shape)}, whose inner products add up over names.
-    Names that end with .left and .right are factors of `PerSampleGrads.low_rank`: products are taken from them, and rows
-    are never written out
+    path: a file of rows, ``(D, *shape)``, or a folder of files, ``{name: (D, *shape)}``, whose inner products add up over
+    names. Names that end with .left and .right are factors of `PerSampleGrads.low_rank`: products are taken from them, and
+    rows are never written out
 
     Rows are compared as they lie there: queries must come from the same verb, projected to the same ``dim`` with the same
     ``seed`` and ``kind``, which a store can't see; of the weights it knows, see `check`.
@@ -91,8 +91,8 @@ class Store(Shown):
 
     @property
     def rows(self) -> Any:
-        """The rows, (D, *shape), or {name: (D, *shape)}, read from disk as they are used; what is written to them stays in
-        memory."""
+        """The rows, ``(D, *shape)``, or ``{name: (D, *shape)}``, read from disk as they are used; what is written to them
+        stays in memory."""
         return self._rows[""] if self._is_one else dict(self._rows)
 
     def _table(self) -> Table:
@@ -134,8 +134,8 @@ class Store(Shown):
         """The k rows that have the largest inner products with each query: values (Q, k), falling, and the rows' numbers
         (Q, k), on the queries' device.
 
-        queries: (Q, *shape) of the rows' dtype, as the verb that has written them returns them; for a folder {name: (Q,
-        *shape)}, or what `PerSampleGrads.low_rank` returns
+        queries: ``(Q, *shape)`` of the rows' dtype, as the verb that has written them returns them; for a folder
+        ``{name: (Q, *shape)}``, or what `PerSampleGrads.low_rank` returns
         metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
         model: as for `check`, which is done first    budget: bytes to use beside the result
 
