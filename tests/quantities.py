@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.forms import RandomMap
+from autograd_hacks.forms import RandomMap, SparseMap
 
 Rows = dict[str, Tensor | None]
 
@@ -118,3 +118,16 @@ def assert_rows_of_passes(model: nn.Module, output: Tensor, **tolerance: float) 
     along = grads.dot(v).to(w) @ w.flatten()
     close = {"rtol": 1e-5, "atol": 1e-6} | tolerance
     assert_close(along, sum((v[name] * right).sum().to(w) for name, right in zip(parameters, expected)), **close)
+
+
+def map_of(random: SparseMap) -> Tensor:
+    """R, (P, dim), number by number."""
+    (fan_out, fan_in), m = random.fans, random.dim // random.entries
+    written = torch.zeros(fan_out * fan_in, random.dim, dtype=torch.float64)
+    for number, own in enumerate(random.hashes(torch.device("cpu"))):
+        for o in range(fan_out):
+            for i in range(fan_in):
+                place = (int(own.row_place[o]) + int(own.column_place[i])) % m
+                sign = int(own.row_sign[o]) * int(own.column_sign[i])
+                written[o * fan_in + i, number * m + place] += sign / random.entries**0.5
+    return written

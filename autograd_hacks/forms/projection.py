@@ -182,6 +182,8 @@ class SparseMap:
         left: N T O    right: N T I    step: how many positions are taken at a time, all unless told.  Returns N dim
         """
         blocks, positions = [], right.shape[1]
+        if not len(right) * positions:  # which transforms refuse
+            return right.new_zeros(len(right), self.dim)
         for own in self.hashes(right.device):
             pieces = slices_of(positions, step or positions)
             if isinstance(left, OneHot):

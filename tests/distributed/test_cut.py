@@ -59,7 +59,10 @@ def verbs(way: str, probe: bool) -> None:
     one = made(kind)
     autograd_hacks.add_hooks(one)
     autograd_hacks.backward(losses(one(x), y))
-    assert_close(grads.project(5), autograd_hacks.per_sample_grads(one).project(5), **NEAR)
+    alone = autograd_hacks.per_sample_grads(one)
+    assert_close(grads.project(5), alone.project(5), **NEAR)
+    sparse = grads.project(6, kind="sjlt", entries=2)
+    assert_close(sparse, alone.project(6, kind="sjlt", entries=2), **NEAR)
     autograd_hacks.compute_grad1(net)
     for name, p in net.named_parameters():
         assert isinstance(p.grad1, DTensor) == isinstance(p, DTensor)

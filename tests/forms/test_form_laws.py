@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantities import map_of
 from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import Dense, Form, Outer, Passes, RandomMap, add, group, scale
+from autograd_hacks.forms import Dense, Form, Outer, Passes, RandomMap, SparseMap, add, group, scale
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
 
@@ -37,6 +38,7 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(form.samples, dtype=torch.float64)
     many, random = torch.randn(2, form.samples, dtype=torch.float64), RandomMap("p", form.shape, 40, 3)
+    sparse = SparseMap("p", form.shape, 12, 3, 2)
     written, others = rows_of(form), rows_of(other)
     for got, definition, by_hand in [
         (form.dot(v), Form.dot(form, v), written @ v.flatten()),
@@ -47,6 +49,7 @@ def test_every_verb_equals_its_definition(case: tuple[Form, Form]) -> None:
         (form.second_moment(w, v), Form.second_moment(form, w, v), (w @ (written - v.flatten()) ** 2).view(form.shape)),
         (form.reduce(torch.tanh), Form.reduce(form, torch.tanh), written.tanh().sum(0).view(form.shape)),
         (form.project(random), Form.project(form, random), written @ written_out(random)),
+        (form.project(sparse), Form.project(form, sparse), written @ map_of(sparse)),
         (form.norms(), Form.norms(form), torch.linalg.vector_norm(written, dim=1)),
         (form.matrix(), written, written),
         (form.cross(form), Form.cross(form, form), written.mT @ written),
@@ -134,7 +137,7 @@ def test_scaling_scales_rows(case: tuple[Form, Form], factor: float) -> None:
 def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) -> None:
     form, other = case
     v, w = torch.randn(form.shape, dtype=torch.float64), torch.randn(2, form.samples, dtype=torch.float64)
-    random = RandomMap("p", form.shape, 5, 0)
+    random, sparse = RandomMap("p", form.shape, 5, 0), SparseMap("p", form.shape, 6, 0, 2)
     assert_close(form.norms(budget), form.norms())
     assert_close(form.gram(other, budget), form.gram(other))
     assert_close(form.dot(v, budget), form.dot(v))
@@ -142,6 +145,7 @@ def test_a_small_budget_changes_nothing(case: tuple[Form, Form], budget: int) ->
     assert_close(form.second_moment(w[0], v, budget), form.second_moment(w[0], v))
     assert_close(form.reduce(torch.tanh, budget), form.reduce(torch.tanh))
     assert_close(form.project(random, budget), form.project(random))
+    assert_close(form.project(sparse, budget), form.project(sparse))
 
 
 @given(cases())

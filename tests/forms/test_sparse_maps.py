@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from quantities import map_of
 from steps import stepped
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,19 +32,6 @@ from autograd_hacks.forms import (
     projection,
     scale,
 )
-
-
-def map_of(random: SparseMap) -> Tensor:
-    """R, (P, dim), number by number."""
-    (fan_out, fan_in), m = random.fans, random.dim // random.entries
-    written = torch.zeros(fan_out * fan_in, random.dim, dtype=torch.float64)
-    for number, own in enumerate(random.hashes(torch.device("cpu"))):
-        for o in range(fan_out):
-            for i in range(fan_in):
-                place = (int(own.row_place[o]) + int(own.column_place[i])) % m
-                sign = int(own.row_sign[o]) * int(own.column_sign[i])
-                written[o * fan_in + i, number * m + place] += sign / random.entries**0.5
-    return written
 
 
 def forms(n: int) -> dict[str, Form]:
@@ -97,6 +85,15 @@ def test_the_map_of_a_part_is_a_part_of_the_map(seed: int, rows: int, columns: i
     part = SparseMap("p", torch.Size((rows, columns)), 4 * entries, seed, entries, (whole.shape, 6 - rows, 5 - columns))
     assert_close(map_of(part), map_of(whole).view(6, 5, -1)[6 - rows :, 5 - columns :].flatten(0, 1))
     assert_close(map_of(whole.part(slice(2, 4))), map_of(whole).view(6, 5, -1)[2:4].flatten(0, 1))
+
+
+def test_hashes_are_what_they_were() -> None:
+    """Rows that were stored once are compared with rows of later versions, and of other devices."""
+    first, second = SparseMap("0.weight", torch.Size((3, 4)), 16, 7, 2).hashes(torch.device("cpu"))
+    assert (first.row_place.tolist(), first.column_place.tolist()) == ([2, 5, 6], [0, 2, 4, 3])
+    assert (first.row_sign.tolist(), first.column_sign.tolist()) == ([1, -1, 1], [1, 1, 1, 1])
+    assert (second.row_place.tolist(), second.column_place.tolist()) == ([6, 4, 7], [3, 2, 6, 1])
+    assert (second.row_sign.tolist(), second.column_sign.tolist()) == ([1, -1, -1], [-1, -1, 1, -1])
 
 
 def test_other_names_seeds_shapes_and_dimensions_have_other_maps() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
-from autograd_hacks.forms import RandomMap
+from autograd_hacks.forms import RandomMap, SparseMap
 
 
 def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
@@ -68,6 +68,8 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
         ("variance", 2 * numbers, lambda: grads.variance(budget)),
         ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), budget)),
         ("project", 0, lambda: grads.project(8, budget=budget)),
+        ("project, sparse", 0, lambda: grads.project(64, budget=budget, kind="sjlt")),
+        ("low_rank", samples * numbers, lambda: grads.low_rank(1, budget)),
     ]:
         with at_most(budget + result + small, what):
             verb()
@@ -90,6 +92,7 @@ def test_bags_never_have_a_gradient_for_each_entry(mode: str) -> None:
         ("second_moment", row, lambda: form.second_moment(w, budget=budget)),
         ("gram", 4 * samples**2, lambda: form.gram(form, budget)),
         ("project", 0, lambda: form.project(RandomMap("", form.shape, 8, 0), budget)),
+        ("project, sparse", 0, lambda: form.project(SparseMap("", form.shape, 8, 0), budget)),
     ]:
         with at_most(indices + result + 3 * budget, what):
             verb()
