@@ -200,7 +200,8 @@ class Store(Shown):
                     theirs = mine if second == first else self._units(self._block(second, cpu))
                     found = self._products(mine, theirs)
                     near = found >= float(threshold) - slack  # NaN isn't
-                    near &= torch.arange(first.start, first.stop)[:, None] < torch.arange(second.start, second.stop)
+                    numbers = (torch.tensor(range(*x.indices(len(self))), device=cpu) for x in (first, second))
+                    near &= next(numbers)[:, None] < next(numbers)
                     places = near.nonzero()
                     if (total := total + len(places)) > limit:
                         raise ValueError(
@@ -208,7 +209,7 @@ class Store(Shown):
                             "threshold, or limit" + ON_STORES
                         )
                     cosines.append(found[near].clamp(max=1))
-                    pairs.append(places + torch.tensor([first.start, second.start]))
+                    pairs.append(places + torch.tensor([first.start, second.start], device=cpu))
         self._tell(odd)
         order = torch.cat(cosines).argsort(descending=True, stable=True)
         return torch.cat(cosines)[order], torch.cat(pairs)[order]
