@@ -1,20 +1,22 @@
 """Whether norms and clipping take the cheaper way: ``python benchmarks/choices.py``, one thread, some minutes.
 
 For each shape the ways that `autograd_hacks.forms.cost` chooses from are timed: norms by products and by writing rows out;
-then norms and a weighted sum each by itself, and both from rows in held memory, and in new.  Times are in milliseconds; `<`
-marks what is chosen, and `!` where that takes more than 1.2 times as long as the best way.
+then norms and a weighted sum each by itself, and both from rows in held memory, and in new; then a sparse projection to 512
+coordinates from transforms of the factors, and from rows.  Times are in milliseconds; `<` marks what is chosen, and `!`
+where that takes more than 1.2 times as long as the best way.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from autograd_hacks.forms import Convolution, Form, Outer
-from autograd_hacks.forms.cost import by_products, by_writing
+from autograd_hacks.forms import Convolution, Form, Outer, SparseMap, projection
+from autograd_hacks.forms.cost import by_products, by_writing, sketches_factors
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.positions import norms_of_pairs
 
@@ -69,7 +71,12 @@ def line(times: dict[str, float], chosen: str, among: list[str]) -> tuple[str, f
     return shown + ("!" if excess > 1.2 else " "), excess
 
 
-def measure(form: Form) -> tuple[str, float, float]:
+def sketched(form: Form, transforms: bool) -> None:
+    with patch.object(projection, "sketches_factors", lambda *_: transforms):
+        form.project(SparseMap("", form.shape, 512, 0))
+
+
+def measure(form: Form) -> tuple[str, float, float, float]:
     assert form.pair is not None
     pair, w, held = form.pair, torch.rand(N), torch.empty(N, *form.shape)
 
@@ -83,6 +90,8 @@ def measure(form: Form) -> tuple[str, float, float]:
             "sum": lambda: form.weighted_sum(w),
             "held": lambda: read(form.dense(held)),
             "new": lambda: read(form.dense(torch.empty(N, *form.shape))),
+            "transforms": lambda: sketched(form, True),
+            "rows": lambda: sketched(form, False),
         }
     )
     times["apart"] = times["sum"] + min(times["products"], times["writing"])
@@ -90,13 +99,16 @@ def measure(form: Form) -> tuple[str, float, float]:
     norms, first = line(times, by, ["products", "writing"])
     clip, second = line(times, "held" if form.saving() > 0 else "apart", ["apart", "held"])
     new, third = line(times, "new" if form.saving(fresh=True) > 0 else "apart", ["apart", "new"])
-    return f"{norms} |{clip} |{new}", first, max(second, third)
+    sizes = form.shape[0], form.shape[1:].numel(), 512, 1
+    by = "transforms" if sketches_factors(pair[0].shape[1], *sizes) else "rows"
+    sketch, fourth = line(times, by, ["transforms", "rows"])
+    return f"{norms} |{clip} |{new} |{sketch}", first, max(second, third), fourth
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{'':44} products  writing  |  apart     held   |  apart      new")
+    print(f"{'':44} products  writing  |  apart     held   |  apart      new     | transforms rows")
     found = []
     for label, form in forms():
         text, *excesses = measure(form)

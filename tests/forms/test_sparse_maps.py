@@ -85,6 +85,7 @@ def test_the_map_of_a_part_is_a_part_of_the_map(seed: int, rows: int, columns: i
     part = SparseMap("p", torch.Size((rows, columns)), 4 * entries, seed, entries, (whole.shape, 6 - rows, 5 - columns))
     assert_close(map_of(part), map_of(whole).view(6, 5, -1)[6 - rows :, 5 - columns :].flatten(0, 1))
     assert_close(map_of(whole.part(slice(2, 4))), map_of(whole).view(6, 5, -1)[2:4].flatten(0, 1))
+    assert_close(map_of(whole.part(slice(1, 6)).part(slice(2, 4))), map_of(whole).view(6, 5, -1)[3:5].flatten(0, 1))
 
 
 def test_hashes_are_what_they_were() -> None:
