@@ -181,31 +181,39 @@ class SparseMap:
 
         left: N T O    right: N T I    step: how many positions are taken at a time, all unless told.  Returns N dim
         """
-        blocks, positions = [], right.shape[1]
+        positions = right.shape[1]
         if not len(right) * positions:  # which transforms refuse
             return right.new_zeros(len(right), self.dim)
+        pieces, blocks = slices_of(positions, step or positions), list[Tensor]()
         for own in self.hashes(right.device):
-            pieces = slices_of(positions, step or positions)
             if isinstance(left, OneHot):
-                both = right.new_zeros(len(right), 2 * self.size)  # the sums of places, folded at the end
-                for piece in pieces:
-                    index = left.index[:, piece, None]
-                    some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
-                    both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
-                blocks.append(sum(both.split(self.size, 1)))
-                continue
-            total = torch.zeros((), dtype=right.dtype.to_complex(), device=right.device)
-            for piece in pieces:
-                spectra = (
-                    torch.fft.rfft(_sketched(factor[:, piece], place, sign, self.size))
-                    for factor, place, sign in (
-                        (left, own.row_place, own.row_sign),
-                        (right, own.column_place, own.column_sign),
-                    )
-                )
-                total = total + (next(spectra) * next(spectra)).sum(1)
-            blocks.append(torch.fft.irfft(total, n=self.size))
-        return torch.cat(blocks, 1) / self.entries**0.5
+                blocks.append(self._looked_up(own, left, right, pieces))
+            else:
+                blocks.append(self._convolved(own, left, right, pieces))
+        return blocks[0] if self.entries == 1 else torch.cat(blocks, 1) / self.entries**0.5
+
+    def _looked_up(self, own: Hashes, left: OneHot, right: Tensor, pieces: Sequence[slice]) -> Tensor:
+        """One block, N m, where each position's left factor is a row's number."""
+        both = right.new_zeros(len(right), 2 * self.size)  # for sums of places, which are folded at the end
+        for piece in pieces:
+            index = left.index[:, piece, None]
+            some = right[:, piece] * own.column_sign.to(right.dtype) * own.row_sign[index].to(right.dtype)
+            both.scatter_add_(1, (own.row_place[index] + own.column_place).flatten(1), some.flatten(1))
+        first, second = both.split(self.size, 1)
+        return first + second
+
+    def _convolved(self, own: Hashes, left: Tensor, right: Tensor, pieces: Sequence[slice]) -> Tensor:
+        """One block, N m: the circular convolution of the factors' sketches, added up over positions."""
+        total: Tensor | None = None
+        for piece in pieces:
+            mine = torch.fft.rfft(_sketched(left[:, piece], own.row_place, own.row_sign, self.size))
+            theirs = torch.fft.rfft(_sketched(right[:, piece], own.column_place, own.column_sign, self.size))
+            leads_back = mine.requires_grad or theirs.requires_grad
+            product = mine * theirs if leads_back else mine.mul_(theirs)  # which takes no new memory
+            part = product[:, 0] if product.shape[1] == 1 else product.sum(1)
+            total = part if total is None else total + part
+        assert total is not None  # there is a piece
+        return torch.fft.irfft(total, n=self.size)
 
     def _columns(self) -> list[slice]:
         return [slice(start, start + self.size) for start in range(0, self.dim, self.size)]
