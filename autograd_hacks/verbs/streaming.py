@@ -20,7 +20,6 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import (
     ON_PASSES,
     ON_STREAMING,
-    ON_VERBS,
     BatchSizeError,
     HigherOrderError,
     NothingRecorded,
