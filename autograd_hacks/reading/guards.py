@@ -22,6 +22,7 @@ from autograd_hacks.errors import (
     VerificationFailed,
     where,
 )
+from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
@@ -97,10 +98,12 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
             raise SamplesMixed(record.plan.mixing or record.plan.untold)
-        if any(use.documents for use in recorded.received):
-            leaks = [why for name, why in record.plan.leaks.items() if name in recorded.calls_of]
-            if leaks:
-                raise SamplesMixed(leaks[0])
+        for use, own in recorded.received.items():
+            if use.documents is None and use.recomputed_in is not None and record.documents is not None:
+                raise SamplesMixed(NOT_INSIDE)
+            leaks = {} if use.documents is None else use.documents.leaks
+            if leaks and (found := [why for local in own.reached if (why := leaks.get(use.edges[local].name))]):
+                raise SamplesMixed(found[0])
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
+from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
@@ -94,7 +96,10 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
           Newton and Schulz' iteration is taken for exact
         * SGD: g itself
 
-        Raises TypeError for other optimizers; NothingRecorded where a parameter has no state yet.
+        A parameter that no step has changed has no scaling: its rows must be zeros.
+
+        Raises TypeError for other optimizers, and for complex parameters, whose real and imaginary parts are divided by
+        numbers of their own; NothingRecorded where no parameter has a state yet.
         Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
@@ -109,15 +114,23 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
-                if not state and scaling is not _of_sgd:
-                    raise NothingRecorded(
-                        f"Metric.from_optimizer: {type(inner).__name__} has no state for a parameter of shape "
-                        f"{tuple(p.shape)}. Take a step first, or load_state_dict of a checkpoint."
+                if scaling is not _of_sgd and (not state or float(state.get("step", 1)) == 0):
+                    maps[p] = _Unstepped(of=f"Metric.from_optimizer: {type(inner).__name__}")
+                    continue
+                if p.is_complex() and scaling is not _of_sgd:
+                    raise TypeError(
+                        f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
+                        f"{tuple(p.shape)}: it divides real and imaginary parts by numbers of their own, which is no map of "
+                        "complex numbers. Leave the parameter out of the model's, only=..., or keep its parts as real ones."
+                        + ON_METRICS
                     )
                 with torch.no_grad():
                     maps[p] = scaling({name: whole_of(x) for name, x in state.items() if isinstance(x, Tensor)} | {
                         name: x for name, x in state.items() if not isinstance(x, Tensor)
                     }, group)  # fmt: skip
+        unstepped = [by for by in maps.values() if isinstance(by, _Unstepped)]
+        if unstepped and len(unstepped) == len(maps):
+            raise unstepped[0].error()
         return cls(maps)
 
     @classmethod
@@ -210,6 +223,25 @@ def _sides(left: Tensor | None, right: Tensor, p: Tensor) -> LinearMap:
     if right.shape[0] == p.shape[1:].numel():
         return Sides(left, right)
     return BlockSides(None if left is None else left[None], right[None])  # a matrix whose rows are several axes
+
+
+@dataclass(frozen=True, eq=False)
+class _Unstepped(Sides):
+    """Of a parameter that no step has changed, a frozen one say, or one that no loss has reached: of rows of zeros alone."""
+
+    of: str = ""  # what has no state for it
+
+    def error(self) -> NothingRecorded:
+        return NothingRecorded(f"{self.of} has no state. Take a step first, or load_state_dict of a checkpoint.")
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        raise self.error()
+
+    def rows(self, form: Form) -> Form:
+        raise self.error()
+
+    def to(self, like: Tensor) -> _Unstepped:
+        return self
 
 
 class _Flat(Elementwise):
@@ -339,19 +371,22 @@ def _of_adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
 
 
 def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
+    least = 0.0
+    if "row_var" in state or "variance" in state:  # torch's
+        like, given = state.get("variance", state.get("row_var")), group["eps"][0]
+        least = torch.finfo(like.dtype).eps if given is None else float(given)
     if "exp_avg_sq_row" in state:  # transformers'
         row, column = state["exp_avg_sq_row"][..., None], state["exp_avg_sq_col"][..., None, :]
     elif "row_var" in state:
         row, column = state["row_var"], state["col_var"]
     else:
         v = state["variance"] if "variance" in state else state["exp_avg_sq"]
-        return v.clamp(min=torch.finfo(v.dtype).tiny).rsqrt()
-    row = row / row.mean(-2, keepdim=True)
-    # Below this torch's Adafactor takes the same for all, and what is left has rank one no more.
-    floor = torch.finfo(row.dtype).eps ** 2
-    if row.ndim == 2 and bool(row.min() * column.min() > floor):
+        return v.clamp(min=least**2).rsqrt()
+    # In torch's the mean and the product have lower bounds, where these count the rank isn't one; transformers' has none.
+    row = row / row.mean(-2, keepdim=True).clamp(min=least)
+    if row.ndim == 2 and (not least or bool(row.min() * column.min() > least**2)):
         return row[:, 0].rsqrt(), column[0].rsqrt()
-    return (row * column).clamp(min=floor).rsqrt()
+    return (row * column).clamp(min=least**2).rsqrt() if least else row.rsqrt() * column.rsqrt()
 
 
 def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:

@@ -111,6 +111,11 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
 
     Raises SamplesMixed where samples are not independent, and ProbeFailed where that can't be shown.
     """
+    if recorder.segments is not None or recorder.record.documents is not None:
+        raise ValueError(
+            f"{verb}: the model was hooked with segments, and that documents' values don't reach each other is shown by "
+            "verify(model) alone. Give each document as a sample of its own, padded, without segments." + ON_SEGMENTS
+        )
     if not recorder.planner.independent:
         recorder.planner.independent = True
         with alone(model):

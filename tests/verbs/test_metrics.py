@@ -266,3 +266,69 @@ def test_a_metric_that_was_overwritten_is_stale() -> None:
     scale.mul_(2)
     with pytest.raises(StaleRecord, match=r"4\.bias"):
         found.norms()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_adafactor_of_small_gradients_divides_as_its_step_does(scale: float, eps: float | None) -> None:
+    """Where bounds of the optimizer's own begin to count.  The oracle is what a step without a rate of change adds."""
+    model = hooked()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-6, eps=(eps, 1.0), d=float("inf"))
+    x, y = batch()
+    with autograd_hacks.pause_hooks():
+        for _ in range(2):
+            optimizer.zero_grad()
+            (scale * F.cross_entropy(model(x), y)).backward()
+            before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+            optimizer.step()
+    scalings = Metric.from_optimizer(optimizer)
+    for name, p in model.named_parameters():
+        moved, grad = before[name][0] - p.detach(), before[name][1]
+        expected = moved * (grad.norm() / moved.norm())
+        found = scalings[p](grad, grad.shape)
+        assert_close(found / found.norm() * grad.norm(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+        v = optimizer.state[p].get("variance")
+        if v is not None:
+            least = torch.finfo(p.dtype).eps if eps is None else eps
+            assert_close(found, grad / v.clamp(min=least**2).sqrt())
+
+
+def test_parameters_that_no_step_has_changed() -> None:
+    class Some(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.frozen = nn.Linear(2, 2), nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x: Tensor, uses: bool = False) -> Tensor:
+            y = x
+            for layer in list(self)[:5]:
+                y = layer(y)
+            return y + self.unused(y[:, :2]).sum(1, keepdim=True) if uses else y
+
+    torch.manual_seed(0)
+    model = Some().double()
+    autograd_hacks.add_hooks(model)
+    optimizer, (x, y) = torch.optim.Adam(model.parameters()), batch()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    found = grads.preconditioned(Metric.from_optimizer(optimizer)).dense()
+    assert_close(found["4.weight"], grads["4.weight"].dense() * adam_scaling(optimizer, model[4].weight))
+    assert not found["unused.weight"].any()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, uses=True), y, reduction="sum").backward()
+    with pytest.raises(NothingRecorded, match="has no state"):
+        autograd_hacks.per_sample_grads(model, "sum").preconditioned(Metric.from_optimizer(optimizer))
+    with pytest.raises(NothingRecorded, match="has no state"):  # which has one from the beginning
+        Metric.from_optimizer(torch.optim.Adagrad(model.parameters()))
+
+
+def test_complex_parameters_have_no_scaling() -> None:
+    p = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(TypeError, match="complex parameter"):
+        Metric.from_optimizer(optimizer)
