@@ -194,7 +194,8 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
 def _by_ids(told: object, samples: int, positions: int, what: str) -> Documents:
     """told: B T, a number for each document, within its sample; negative for padding"""
     ids = _checked(told, (samples, positions), what, "a whole number for each position, negative for padding")
-    keys = ids + (ids.max() + 1).clamp(min=1) * torch.arange(samples, device=ids.device)[:, None]
+    given, ranks = ids.unique(return_inverse=True)  # hashes may be too large to be multiplied
+    keys = ranks + len(given) * torch.arange(samples, device=ids.device)[:, None]
     known, numbers = keys[ids >= 0].unique(return_inverse=True)
     found = torch.full_like(ids, -1)
     found[ids >= 0] = numbers

@@ -131,6 +131,7 @@ class Plan:
             or (self.unsure and is_second_try(self.forwards))
             or larger
             or few
+            or (self.packed > 1 and is_power_of_two(self.forwards))  # masks are data, and no two batches need have alike
         )
 
     def knows(self, documents: Documents | None) -> bool:

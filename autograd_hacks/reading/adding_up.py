@@ -60,7 +60,7 @@ def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) 
         plan.leaks = {}
     if documents is not None and ran.checkpoints:
         plan.leaks |= dict.fromkeys(ran.parameters, NOT_INSIDE)
-    if documents is None or documents.is_of_tokens or ran.checkpoints:
+    if documents is None or documents.is_of_tokens or not documents.count or ran.checkpoints:
         return
     # Powers of two, times which what rounding leaves of a zero stays the same.
     order = torch.randperm(documents.count, generator=draws, device="cpu")

@@ -29,7 +29,7 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form, scale
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, check_parts, check_shown, readable_segments
+from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
 from autograd_hacks.reading.scale import check_scale
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
@@ -204,6 +204,7 @@ class _Stream:
         scaling: float | Tensor,
     ) -> None:
         record, self.is_private, self._recorder = recorder.record, recorder.planner.independent, recorder
+        self.is_of_documents = recorder.segments is not None
         self.pool, self.has_ended = recorder.pool, False
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self._parameters = record.asked(parameters_of(model))
@@ -248,6 +249,8 @@ class _Stream:
         for call in calls:
             if self.is_private:
                 check_shown(call)
+            if call in current.received:
+                check_own_documents(call, current.received[call], self.is_of_documents)
             self._check_size(call, current.received.get(call))
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)

@@ -6,57 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from packed import Packed, batch, hooked, losses
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import autograd_hacks
-from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedLayer
-
-WORDS, WIDTH = 11, 8
-
-
-class Attention(nn.Module):
-    """Causal attention within documents.  leak: '' or how documents come to see each other"""
-
-    def __init__(self, leak: str = "") -> None:
-        super().__init__()
-        self.qkv, self.out, self.leak = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), leak
-        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)  # read off the graph
-
-    def forward(self, x: Tensor, document: Tensor) -> Tensor:
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None]
-        if self.leak != "mask":
-            mask = mask & (document[:, :, None] == document[:, None, :])
-        y = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0])
-        if self.leak == "value":
-            y = y - x.mean(1, keepdim=True).detach()
-        return x + y * (y.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * self.gain
-
-
-class Packed(nn.Module):
-    def __init__(self, leak: str = "") -> None:
-        super().__init__()
-        self.words, self.places, self.norm = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
-        self.first, self.second, self.head = Attention(leak), Attention(), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        document = (position_ids == 0).cumsum(1)
-        x = self.norm(self.words(ids) + self.places(position_ids))
-        return self.head(self.second(self.first(x, document), document))
-
-
-def batch(samples: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, their positions in documents, and the words to come."""
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand(samples, -1).contiguous()
-    ids = torch.randint(WORDS, positions.shape)
-    return ids, positions, torch.randint(WORDS, ids.shape)
-
-
-def losses(model: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor, **more: Any) -> Tensor:
-    return F.cross_entropy(model(ids, position_ids=positions, **more).mT, targets, reduction="none")
+from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer
 
 
 def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -70,13 +25,6 @@ def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Se
                 rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters())))
                 begin += length
     return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
-
-
-def hooked(segments: Any, leak: str = "", **settings: Any) -> Packed:
-    torch.manual_seed(0)
-    model = Packed(leak).double()
-    autograd_hacks.add_hooks(model, segments=segments, **settings)
-    return model
 
 
 @pytest.mark.parametrize("settings", [{}, {"param_grad": False}])
@@ -231,105 +179,6 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
         autograd_hacks.add_hooks(model, segments=3)
     with pytest.raises(ValueError, match="segments"):
         autograd_hacks.add_hooks(model, segments="position_ids", independent=True)
-
-
-@pytest.mark.parametrize("alone", [1, 2, 5])
-def test_documents_that_come_to_be_packed_are_proven_anew(alone: int) -> None:
-    """Of rows with one document each nothing is shown about leaks."""
-    model = hooked("position_ids", "mask")
-    for _ in range(alone):
-        losses(model, *batch(2, [9])).sum().backward()
-        assert autograd_hacks.per_sample_grads(model, "sum").samples == 2
-    losses(model, *batch(2, [3, 2, 4])).sum().backward()
-    with pytest.raises(SamplesMixed, match="documents mix"):
-        autograd_hacks.per_sample_grads(model)
-
-
-def test_a_leak_in_an_earlier_one_of_accumulated_batches_is_refused() -> None:
-    model = hooked("position_ids", "mask")
-    with autograd_hacks.accumulate(model):
-        losses(model, *batch(2, [3, 2])).sum().backward()
-        losses(model, *batch(2, [4])).sum().backward()
-        with pytest.raises(SamplesMixed, match="documents mix"):
-            autograd_hacks.per_sample_grads(model)
-
-
-def test_a_loss_on_padding_is_refused() -> None:
-    model, given = hooked(lambda ids, position_ids: (position_ids > 2).long().neg()), batch(2, [5])
-    each = losses(model, *given)
-    each[:, :3].sum().backward()
-    autograd_hacks.per_sample_grads(model)
-    losses(model, *given).sum().backward()
-    with pytest.raises(UnseenGradient, match="positions of padding"):
-        autograd_hacks.per_sample_grads(model)
-
-
-def test_what_is_of_samples_entries_or_private_is_refused() -> None:
-    # Two documents in the first of two samples, and none in the other: as many as samples.
-    def ids_of(ids: Tensor, position_ids: Tensor) -> Tensor:
-        return torch.tensor([[0, 0, 1, 1], [-1, -1, -1, -1]])
-
-    model, given = hooked(ids_of), batch(2, [2, 2])
-    each = losses(model, *given)[:, :2] * torch.tensor([[1.0], [0.0]])
-    with pytest.raises(BatchSizeError, match="per_sample_jacobian has rows of samples' entries"):
-        autograd_hacks.per_sample_jacobian(model, each)
-    each = losses(model, *given)[0].sum()
-    each.backward()
-    with pytest.raises(ValueError, match="hooked with segments"):
-        autograd_hacks.clip_and_noise_(model, 1.0, 1.0, 2, loss_type="sum")
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_reentrant_checkpoints_are_refused_and_others_read(trains: bool) -> None:
-    class Checkpointed(Packed):
-        is_reentrant = False
-
-        def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-            x, document = self.norm(self.words(ids)), (position_ids == 0).cumsum(1)
-            return self.head(checkpoint(self.first, x, document, use_reentrant=self.is_reentrant))
-
-    torch.manual_seed(0)
-    model, given = Checkpointed().double(), batch(2, [3, 2])
-    for part in (model.places, model.second):
-        part.requires_grad_(False)
-    model.first.requires_grad_(trains)
-    autograd_hacks.add_hooks(model, segments="position_ids")
-    losses(model, *given).sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum")
-    for n in range(2):
-        with autograd_hacks.pause_hooks():
-            alone = losses(model, *(x[n : n + 1, :3] for x in given)).sum()
-        assert_close(grads["words.weight"].dense()[2 * n], torch.autograd.grad(alone, model.words.weight)[0])
-    model.is_reentrant = True
-    losses(model, *given).sum().backward()
-    with pytest.raises(SamplesMixed, match="use_reentrant=False"):
-        autograd_hacks.per_sample_grads(model)
-
-
-def test_products_of_positions_laid_end_to_end() -> None:
-    class Products(Packed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH))
-            nn.utils.parametrizations.weight_norm(self.head)
-
-        def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-            document = (position_ids == 0).cumsum(1)
-            return self.head(self.second(self.first(self.norm(self.words(ids)) @ self.turn, document), document))
-
-    torch.manual_seed(0)
-    model = Products().double()
-    model.places.requires_grad_(False)
-    autograd_hacks.add_hooks(model, segments="position_ids")
-    given = batch(2, [3, 2])
-    losses(model, *given).sum().backward()
-    grads = autograd_hacks.per_sample_grads(model, "sum").dense()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with autograd_hacks.pause_hooks():
-        for d, (n, at) in enumerate([(0, slice(0, 3)), (0, slice(3, 5)), (1, slice(0, 3)), (1, slice(3, 5))]):
-            alone = losses(model, *(x[n : n + 1, at] for x in given)).sum()
-            row = torch.autograd.grad(alone, list(trained.values()))
-            assert_close({name: x[d] for name, x in grads.items()}, dict(zip(trained, row)))
 
 
 # Tokens.
