@@ -141,7 +141,8 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         several blocks, groups or experts, each has its own.
 
         damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told
-        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping.
+        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping, and for
+        ``kfac_bias='joint'``, by which a weight and its bias have one block.
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
@@ -269,11 +270,17 @@ def _map_of(key: object, given: Given) -> LinearMap:
         return given
     if given is None:
         return Sides()
+    what = key if isinstance(key, str) else "a parameter"
+    for x in given if isinstance(given, tuple) else (given,):
+        if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta or x.is_nested):
+            raise TypeError(
+                f"Metric was given a {'meta' if x.is_meta else 'nested' if x.is_nested else x.layout} tensor for {what}; "
+                "expected one that has all its numbers, to_dense() say" + ON_METRICS
+            )
     if isinstance(given, Tensor):
         return Elementwise(given)
     if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
         return Sides(*given)
-    what = key if isinstance(key, str) else "a parameter"
     raise TypeError(
         f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
         "or None" + ON_METRICS
@@ -321,6 +328,11 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
 
 def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
     """The factors on the left and on the right of a parameter."""
+    if kfac is None:
+        raise ValueError(
+            "a weight and its bias have one Kronecker block (kfac_bias='joint'), and a metric has one for each parameter. "
+            "Take another kfac_bias in compute_hess." + ON_METRICS
+        )
     if not hasattr(kfac, "sides"):
         raise TypeError(
             f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight lies as (O, I), as Linear's, or as "

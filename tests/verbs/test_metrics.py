@@ -332,3 +332,21 @@ def test_complex_parameters_have_no_scaling() -> None:
     optimizer.step()
     with pytest.raises(TypeError, match="complex parameter"):
         Metric.from_optimizer(optimizer)
+
+
+def test_tensors_without_all_their_numbers_are_no_metric() -> None:
+    for x in (torch.ones(3, 2).to_sparse(), torch.ones(3, 2, device="meta")):
+        for given in (x, (x, None)):
+            with pytest.raises(TypeError, match="has all its numbers"):
+                Metric({"*": given})
+
+
+def test_a_weight_and_a_bias_with_one_block_are_refused() -> None:
+    torch.manual_seed(0)
+    model, (x, _) = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).double(), batch()
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="joint")
+    for make in (Metric.from_kfac, lambda model: Metric.low_rank(model, 2, pca=True)):
+        with pytest.raises(ValueError, match="kfac_bias='joint'"):
+            make(model)
