@@ -147,7 +147,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         """
 
         def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
-            both = [x.double() for x in _sides_of(kfac)]
+            both = [x.double() for x in _sides_of(p, kfac)]
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
             total = SHARE * (means[0] * means[1]).mean() if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
@@ -171,7 +171,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         def inverse(p: nn.Parameter, block: Any) -> LinearMap:
             if len(block.names) > 1:
                 raise ValueError(
-                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric has "
+                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric "
                     "one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
                 )
             shift = SHARE * block.values.mean() if damping is None else damping
@@ -316,7 +316,7 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
             f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
             "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
         )
-    sides = _sides_of(vars(p)["kfac"])
+    sides = _sides_of(p, vars(p)["kfac"])
     if sides[1].ndim == 3:
         raise UnsupportedLayer(
             f"Metric.low_rank(pca=True): {name} has factors for each of {len(sides[1])} blocks (groups, or experts). Take "
@@ -326,13 +326,8 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
     return Sides(None if left is None else left.mT, right)
 
 
-def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
+def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     """The factors on the left and on the right of a parameter."""
-    if kfac is None:
-        raise ValueError(
-            "a weight and its bias have one Kronecker block (kfac_bias='joint'), and a metric has one for each parameter. "
-            "Take another kfac_bias in compute_hess." + ON_METRICS
-        )
     if not hasattr(kfac, "sides"):
         raise TypeError(
             f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight lies as (O, I), as Linear's, or as "
@@ -340,6 +335,12 @@ def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
             "autograd_hacks.curvature.kronecker" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
+    fans = p.shape[:1].numel(), p.shape[1:].numel()
+    if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
+        raise ValueError(
+            f"the weight of shape {tuple(p.shape)} and its bias have one Kronecker block (kfac_bias='joint'), and a metric "
+            "has one for each parameter. Take another kfac_bias in compute_hess." + ON_METRICS
+        )
     return found
 
 
