@@ -27,10 +27,11 @@ from autograd_hacks.errors import (
     NotReduced,
 )
 from autograd_hacks.forms import Form, scale
+from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
 from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
-from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.reading.scale import check_no_tokens, check_scale
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
@@ -141,6 +142,7 @@ def during_backward(
         verbs["projection"] = lambda name, form: form.project(
             random_map(name, form.shape, project, seed, stream.cuts.get(name)), budget
         )
+    check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
         raise RuntimeError("during_backward is open already for this model; leave that context first" + ON_STREAMING)
     if record.accumulating:

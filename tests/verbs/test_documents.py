@@ -276,3 +276,19 @@ def test_two_axes_as_long_as_the_tokens_are_refused(segments: str | None) -> Non
     model(torch.randn(3, 4, 8)).square().sum().backward()
     with pytest.raises(BatchSizeError, match="can't be told apart"):
         autograd_hacks.per_sample_grads(model).tokens()
+
+
+def test_rows_of_tokens_are_read_by_per_sample_grads_alone() -> None:
+    model = hooked("tokens")
+    with pytest.raises(ValueError, match="no during_backward"), autograd_hacks.during_backward(model, "norms"):
+        losses(model, *batch(2, [4])).sum().backward()
+    for read in (autograd_hacks.compute_grad1, lambda model: autograd_hacks.clip_grad1_norm_(model, 1.0)):
+        losses(model, *batch(2, [4])).sum().backward()
+        with pytest.raises(ValueError, match="rows of tokens"):
+            read(model)
+        model.zero_grad()
+    with autograd_hacks.accumulate(model):
+        for _ in range(2):
+            losses(model, *batch(2, [4])).sum().backward()
+        with pytest.raises(NothingRecorded, match="2 were accumulated"):
+            autograd_hacks.per_sample_grads(model)
