@@ -207,8 +207,10 @@ class Recorder:
             known = None
         samples, is_proven = self._proven(model, known, ran)
         self.record.documents = ran.documents
-        for noted in ran.noted if ran.documents is not None else ():
-            noted.call.documents = ran.documents
+        if ran.documents is not None:
+            ran.documents.leaks.update(plan.leaks)
+            for noted in ran.noted:
+                noted.call.documents = ran.documents
         is_watched = is_proven or (known is not None and plan.has_doors)
         if is_watched and samples:
             watch_doors(self.backward, ran, samples, partial(setattr, plan, "has_doors", True))
@@ -252,7 +254,7 @@ class Recorder:
         def is_due() -> bool:
             if known is None or prove is None:
                 return False
-            if plan.pending or not self.place(ran, plan, samples):
+            if plan.pending or not plan.knows(ran.documents) or not self.place(ran, plan, samples):
                 return True
             return bool(plan.zeros) and plan.has_opened(self.record.held(ran.parameters))
 
@@ -272,6 +274,7 @@ class Recorder:
                     'of its kind; later proofs are rare (add_hooks(probe="once"): none)',
                     file=sys.stderr,
                 )
+            plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)
             self.place(ran, plan, samples)
             is_proven = True
 

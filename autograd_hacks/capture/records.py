@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.uses import OutputGrads, Use
-from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, PerSampleGradientError
+from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.by_tensor import ByTensor
@@ -126,6 +126,12 @@ class Segment:
         """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
         told: list[tuple[Use | Announcement, int]] = []
         for recorded in self.passes:
+            if recorded.is_hess and any(call.documents is not None for call in recorded.received):
+                raise BatchSizeError(
+                    f"{recorded.losses and recorded.losses.what} has rows of samples' entries, and the model was hooked "
+                    "with segments, for rows of documents. Call add_hooks(model), without segments, before the forward."
+                    + ON_SEGMENTS
+                )
             if recorded.losses:
                 told.append((recorded.losses, recorded.losses.shape[0]))
             told += [(call, call.batch_size(grads)) for call, grads in reversed(recorded.received.items())]

@@ -115,6 +115,8 @@ class Use(ABC):
             edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}
             rows = self.samples if self.documents is None else self.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
+        if self.documents is not None:
+            self.documents.check_padding(grads.at, self.place)
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:

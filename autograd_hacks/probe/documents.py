@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError
+from autograd_hacks.errors import ON_SEGMENTS, BatchSizeError, UnseenGradient
 from autograd_hacks.forms import Concatenation, Form, Grouping, gathered
 from autograd_hacks.forms.factored import Paired
 from autograd_hacks.support.layout import POSITIONS, Layout
@@ -22,6 +22,12 @@ Segments: TypeAlias = str | Callable[..., Tensor]
 TOKENS = "tokens"
 """As ``segments``: each position is a document of its own."""
 
+NOT_INSIDE = (
+    "what a reentrant checkpoint computes again can't be shown to keep documents apart. Call checkpoint(..., "
+    "use_reentrant=False); in transformers gradient_checkpointing_enable({'use_reentrant': False})." + ON_SEGMENTS
+)
+"""Why documents have no rows where there is one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -29,11 +35,13 @@ class Documents:
 
     ids: B T, in [0, count), negative for padding    count: D, how many rows there are
     is_of_tokens: whether rows are of single positions, as far as they are parts of their sample's loss
+    leaks: what is known of them where the forward has ended
     """
 
     ids: Tensor
     count: int
     is_of_tokens: bool = False
+    leaks: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows of documents
 
     @property
     def losses(self) -> int:
@@ -47,18 +55,33 @@ class Documents:
         """
         samples, positions = self.ids.shape
         if at == Layout() and tuple(shape[:2]) == (samples, positions) and len(shape) - features >= 2:
-            return Layout(0, POSITIONS)
+            # No proof shows which of two axes of one size has the positions of tokens.
+            is_doubtful = self.is_of_tokens and positions > 1 and positions in shape[2 : len(shape) - features]
+            return None if is_doubtful else Layout(0, POSITIONS)
         # Rows may have been chosen in another order, which a proof of documents shows, and nothing does for tokens.
         is_merged = at is not None and at.axis == 0 and (at.fold == "N·T" or 1 in (samples, positions))
         is_merged &= not self.is_of_tokens
-        return Layout() if is_merged and len(shape) - features == 1 and shape[0] == samples * positions else None
+        return Layout() if is_merged and len(shape) > features and shape[0] == samples * positions else None
+
+    def check_padding(self, grads: Sequence[Tensor | None], place: str) -> None:
+        """Raises where gradient has come to positions of padding, which no document's row would have."""
+        for g in grads if self._kept is not None else ():
+            is_read = None if g is None else self.over(g, torch.ones(self.count, device="cpu"))
+            if g is not None and is_read is not None and bool((g.detach() * (is_read == 0)).any()):
+                raise UnseenGradient(
+                    f"{place} receives gradient at positions of padding, those whose number is negative: the loss reads "
+                    "them, or documents attend to them, and no document's row would have it. Multiply their losses by 0, "
+                    "or ignore_index, and mask them in attention." + ON_SEGMENTS
+                )
 
     def over(self, x: Tensor, values: Tensor) -> Tensor | None:
-        """A value for each document, to be multiplied by a tensor whose positions are on its first axes; 0 for padding.
-        values: D.  None where they are not there."""
+        """A value for each document, to be multiplied by a tensor whose positions are on axis 1, on axis 2 behind heads, or
+        folded into axis 0; 0 for padding.  values: D.  None where they are not there."""
         of_positions = values.to(x)[self.ids.clamp(min=0).to(x.device)].masked_fill(self.ids.to(x.device) < 0, 0)
         if tuple(x.shape[:2]) == tuple(self.ids.shape):
             return of_positions.view(*self.ids.shape, *[1] * (x.ndim - 2))
+        if x.ndim > 2 and (x.shape[0], x.shape[2]) == tuple(self.ids.shape):
+            return of_positions.view(len(x), 1, x.shape[2], *[1] * (x.ndim - 3))
         if x.ndim and x.shape[0] == self.ids.numel():
             return of_positions.view(-1, *[1] * (x.ndim - 1))
         return None
@@ -83,6 +106,14 @@ class Documents:
             return gathered(form, ids, self.count)
         parts = [gathered(form[at.to(device)], own.to(device), len(documents)) for documents, at, own in classes]
         return Grouping(Concatenation(parts), torch.cat([documents for documents, *_ in classes]).to(device), self.count)
+
+    @cached_property
+    def most(self) -> int:
+        """How many documents there are in a sample at most; 0 where rows are of tokens, which aren't proven."""
+        if self.is_of_tokens or not self.ids.numel():
+            return 0
+        first = self.ids.masked_fill(self.ids < 0, self.count).amin(1)
+        return max(0, int((self.ids.amax(1) - first).max()) + 1)
 
     @cached_property
     def _kept(self) -> Tensor | None:
@@ -131,7 +162,11 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
 
     Raises ValueError where the argument isn't there, or doesn't cover the batch.
     """
-    like = next((x for x in tensors_of((args, kwargs)) if x.ndim >= 2), None)
+    told = kwargs.get(segments) if isinstance(segments, str) else None
+    several = [x for x in tensors_of((args, kwargs)) if x.ndim >= 2]
+    several = [x for x in several if x is not told] or several  # the positions of one sample may be all samples'
+    ids = [x for x in several if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool]
+    like = max(ids, key=Tensor.numel, default=next(iter(several), None))  # and no mask, T T or B 1 T T
     if like is None:
         raise ValueError(
             "segments: no argument of the model has samples and positions, (B, T) or (B, T, ...), so that there is nothing "
@@ -141,26 +176,26 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
     if segments == TOKENS:
         return tokens_of(samples, positions)
     if callable(segments):
-        told, what = segments(*args, **kwargs), f"the function {getattr(segments, '__name__', 'given')!r}"
-        return _by_ids(told, samples, positions, what)
-    found: Any = kwargs.get(segments)
+        what = f"the function {getattr(segments, '__name__', 'given')!r}"
+        return _by_ids(segments(*args, **kwargs), samples, positions, what)
     what = f"the argument {segments!r}"
-    if found is None:
+    if told is None:
         raise ValueError(
             f"add_hooks was given segments={segments!r}, and the model was given no argument of this name, but "
             f"{', '.join(kwargs) or 'none by name'}. Give it by name: model(..., {segments}=...)" + ON_SEGMENTS
         )
     if "position" in segments:
-        return _by_positions(found, samples, positions, what)
-    if isinstance(found, Tensor) and found.ndim == 1 and "cu_seq" in segments:
-        return _by_ends(found, samples, positions, what)
-    return _by_ids(found, samples, positions, what)
+        return _by_positions(told, samples, positions, what)
+    if isinstance(told, Tensor) and told.ndim == 1 and "cu_seq" in segments:
+        return _by_ends(told, samples, positions, what)
+    return _by_ids(told, samples, positions, what)
 
 
 def _by_ids(told: object, samples: int, positions: int, what: str) -> Documents:
     """told: B T, a number for each document, within its sample; negative for padding"""
     ids = _checked(told, (samples, positions), what, "a whole number for each position, negative for padding")
-    keys = ids + (ids.max() + 1).clamp(min=1) * torch.arange(samples, device=ids.device)[:, None]
+    given, ranks = ids.unique(return_inverse=True)  # hashes may be too large to be multiplied
+    keys = ranks + len(given) * torch.arange(samples, device=ids.device)[:, None]
     known, numbers = keys[ids >= 0].unique(return_inverse=True)
     found = torch.full_like(ids, -1)
     found[ids >= 0] = numbers

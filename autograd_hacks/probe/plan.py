@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from autograd_hacks.support.layout import Layout, Layouts
+
+if TYPE_CHECKING:
+    from autograd_hacks.probe.documents import Documents
 
 MIXING = "samples mix"
 """How it begins to be said that they do."""
@@ -61,6 +64,7 @@ class Plan:
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     leaks: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows of documents
+    packed: int = 0  # how many documents there were in a sample, at most, when that was proven
     untold: str = ""  # why documents can't be told in some output, for people
     mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
     mixing: str = ""  # how they do, for people
@@ -127,7 +131,12 @@ class Plan:
             or (self.unsure and is_second_try(self.forwards))
             or larger
             or few
+            or (self.packed > 1 and is_power_of_two(self.forwards))  # masks are data, and no two batches need have alike
         )
+
+    def knows(self, documents: Documents | None) -> bool:
+        """Whether a proof had documents packed as closely as these: of a single one nothing can leak."""
+        return documents is None or documents.most <= 1 or (documents.most < 2 * self.packed and not self.leaks)
 
     def keeps_arrived(self, name: str) -> bool:
         """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with."""

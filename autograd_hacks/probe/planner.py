@@ -57,7 +57,7 @@ class Planner:
     def doubt(self) -> None:
         """Has the next forward of each kind proven, and its rows' sums compared."""
         for plan in self.plans.values():
-            plan.pending, plan.summed = True, set()
+            plan.pending, plan.summed, plan.packed = True, set(), 0
 
     def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Known:
         """The plan of a forward that begins.  path: of what is called    again: whether checkpointing runs it once more"""

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from autograd_hacks.capture.off_graph import OffGraph, Ran
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.forms import Form, add
-from autograd_hacks.probe.documents import Documents
+from autograd_hacks.probe.documents import NOT_INSIDE, Documents
 from autograd_hacks.probe.plan import AXES, ROWS, Plan
 from autograd_hacks.reading.certificate import agree, received_by
 from autograd_hacks.reading.labelling import Found, Key, Passes, random_like
@@ -55,8 +55,12 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
 def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) -> None:
     """Notes which parameters' rows of documents, weighted, don't add up to what a pass with these weights brings to them:
     gradient has come from one document's outputs to another's positions."""
-    documents, plan.leaks, plan.untold = ran.documents, {}, ""
-    if documents is None or documents.is_of_tokens:
+    documents, plan.untold = ran.documents, ""
+    if documents is None or documents.most >= plan.packed:  # of fewer documents less is shown
+        plan.leaks = {}
+    if documents is not None and ran.checkpoints:
+        plan.leaks |= dict.fromkeys(ran.parameters, NOT_INSIDE)
+    if documents is None or documents.is_of_tokens or not documents.count or ran.checkpoints:
         return
     # Powers of two, times which what rounding leaves of a zero stays the same.
     order = torch.randperm(documents.count, generator=draws, device="cpu")
@@ -75,7 +79,7 @@ def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) 
             plan.untold = _untold(tuple(like.shape), documents)
     if not given:
         plan.untold = plan.untold or _untold(tuple(ran.outputs[0].shape), documents)
-        plan.leaks = dict.fromkeys(ran.parameters, plan.untold)
+        plan.leaks |= dict.fromkeys(ran.parameters, plan.untold)
         return
     grads, arrived = _passes(ran, found, given)
     try:
@@ -87,7 +91,7 @@ def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) 
                     "tells them apart, position_ids, a block mask or cu_seqlens, and an attention that reads it."
                 )
     except Exception as error:  # whatever a rule raises, which reading raises again
-        plan.leaks = dict.fromkeys(ran.parameters, str(error))
+        plan.leaks |= dict.fromkeys(ran.parameters, str(error))
 
 
 def _untold(shape: tuple[int, ...], documents: Documents) -> str:

@@ -16,7 +16,14 @@ from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Passes, Zero, add, scale
 from autograd_hacks.reading.certificate import adds_up, check_sum
-from autograd_hacks.reading.guards import check_hooked, check_independent, check_known, check_seen, readable_segments
+from autograd_hacks.reading.guards import (
+    check_documents,
+    check_hooked,
+    check_independent,
+    check_known,
+    check_seen,
+    readable_segments,
+)
 from autograd_hacks.reading.scale import check_loss_type, check_scale, telling_of_lists
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.parts import part_of
@@ -50,6 +57,7 @@ def read(
     check_hooked(model, parameters, recorder)
     check_known(model, record)
     check_independent(recorder)
+    check_documents(recorder)
     with telling_of_lists(record):
         return _read(parameters, record, loss_type, scaling)
 

@@ -13,6 +13,8 @@ from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
 from autograd_hacks.capture.wrappers import gathering
 from autograd_hacks.errors import (
     ON_PASSES,
+    ON_SEGMENTS,
+    BatchSizeError,
     NothingRecorded,
     ProbeFailed,
     SamplesMixed,
@@ -22,6 +24,7 @@ from autograd_hacks.errors import (
     VerificationFailed,
     where,
 )
+from autograd_hacks.probe.documents import NOT_INSIDE
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
@@ -97,10 +100,6 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             raise NothingRecorded("backprop_hess has not run to its end, so that its rows are incomplete. Repeat the step.")
         if recorded.mixed_output or not record.plan.refused.keys().isdisjoint(recorded.calls_of):
             raise SamplesMixed(record.plan.mixing or record.plan.untold)
-        if any(use.documents for use in recorded.received):
-            leaks = [why for name, why in record.plan.leaks.items() if name in recorded.calls_of]
-            if leaks:
-                raise SamplesMixed(leaks[0])
         if recorded.side_door:
             raise UnseenGradient(
                 f"the loss reads {recorded.side_door}, which the model keeps beside what it returns, so that it isn't known "
@@ -186,6 +185,28 @@ def check_independent(recorder: Recorder) -> None:
     passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
     for use in {use for recorded in passes for use in recorded.received}:
         check_shown(use)
+
+
+def check_documents(recorder: Recorder) -> None:
+    """Raises where rows were to be of documents, and are not known to be."""
+    for recorded in (recorded for segment in recorder.record.segments for recorded in segment.passes):
+        for use, own in recorded.received.items():
+            check_own_documents(use, own, recorder.segments is not None)
+
+
+def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
+    """Raises where a use's forward was told of no documents though rows were to be theirs, and where these mix."""
+    if use.documents is None and is_asked and use.recomputed_in is not None:
+        raise SamplesMixed(NOT_INSIDE)
+    if use.documents is None and is_asked:
+        raise BatchSizeError(
+            f"{use.place} ran by itself, or before add_hooks(segments=...), where nothing tells its documents. Call the "
+            "hooked model itself, with the argument that does." + ON_SEGMENTS
+        )
+    leaks = {} if use.documents is None else use.documents.leaks
+    found = [why for local in own.reached if (why := leaks.get(use.edges[local].name))] if leaks else []
+    if found:
+        raise SamplesMixed(found[0])
 
 
 def is_shown(use: Use) -> bool:

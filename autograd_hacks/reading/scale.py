@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from autograd_hacks.capture.records import Announcement, Record
-from autograd_hacks.errors import ON_REDUCTION, BatchSizeError, NothingRecorded, SamplesMixed
+from autograd_hacks.errors import ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, SamplesMixed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.layout import Layout
 
@@ -34,12 +34,23 @@ def check_scale(scale: float | Tensor) -> None:
 
 
 def check_ordinary(record: Record, what: str) -> None:
-    """Raises where the record holds the passes of `backprop_hess`.  what: is to be read, for people"""
+    """Raises where the record holds the passes of `backprop_hess`, or of tokens.  what: is to be read, for people"""
+    uses = (use for segment in record.segments for recorded in segment.passes for use in recorded.received)
+    check_no_tokens(any(use.documents is not None and use.documents.is_of_tokens for use in uses), what)
     if record.hess_type is not None:
         raise NothingRecorded(
             f"the record holds the passes of backprop_hess, whose rows are no samples' gradients, so that there is no "
             f"{what}. Run loss.backward() first, on a new forward or after clear_backprops(model); or read these by "
             "compute_hess(model) or per_sample_grads(model)."
+        )
+
+
+def check_no_tokens(is_of_tokens: bool, what: str) -> None:
+    """Raises where rows are of tokens, N T, and what reads them has one axis for rows."""
+    if is_of_tokens:
+        raise ValueError(
+            f"rows of tokens (segments='tokens') have no {what}: read them by per_sample_grads(model), whose verbs have an "
+            "axis of samples and one of positions; or call add_hooks(model) again, without segments." + ON_SEGMENTS
         )
 
 

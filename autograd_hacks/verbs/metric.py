@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from autograd_hacks.distributed.spread import whole_of
 from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
+from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
+from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
@@ -112,30 +115,41 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
           Newton and Schulz' iteration is taken for exact
         * SGD: g itself
 
-        Raises TypeError for other optimizers; NothingRecorded where a parameter has no state yet.
+        A parameter that no step has changed has no scaling: its rows must be zeros.
+
+        Raises TypeError for other optimizers, and for complex parameters, whose real and imaginary parts are divided by
+        numbers of their own; NothingRecorded where no parameter has a state yet.
         Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
-        scaling = next((of for names, of in _SCALINGS.items() if _is_one_of(inner, names)), None)
+        scaling = next((of for names, of in SCALINGS.items() if is_one_of(inner, names)), None)
         if scaling is None:
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of "
-                f"{', '.join(name for names in _SCALINGS for name in names)}. Make its map yourself: "
+                f"{', '.join(name for names in SCALINGS for name in names)}. Make its map yourself: "
                 "Metric({name: factor, ...})" + ON_METRICS
             )
         maps: dict[str | nn.Parameter, Given] = {}
         for group in inner.param_groups:
             for p in group["params"]:
                 state = inner.state.get(p, {})
-                if not state and scaling is not _of_sgd:
-                    raise NothingRecorded(
-                        f"Metric.from_optimizer: {type(inner).__name__} has no state for a parameter of shape "
-                        f"{tuple(p.shape)}. Take a step first, or load_state_dict of a checkpoint."
+                if scaling is not of_sgd and (not state or float(state.get("step", 1)) == 0):
+                    maps[p] = _Unstepped(of=f"Metric.from_optimizer: {type(inner).__name__}")
+                    continue
+                if p.is_complex() and scaling is not of_sgd:
+                    raise TypeError(
+                        f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
+                        f"{tuple(p.shape)}: it divides real and imaginary parts by numbers of their own, which is no map of "
+                        "complex numbers. Leave the parameter out of the model's, only=..., or keep its parts as real ones."
+                        + ON_METRICS
                     )
                 with torch.no_grad():
                     maps[p] = scaling({name: whole_of(x) for name, x in state.items() if isinstance(x, Tensor)} | {
                         name: x for name, x in state.items() if not isinstance(x, Tensor)
                     }, group)  # fmt: skip
+        unstepped = [by for by in maps.values() if isinstance(by, _Unstepped)]
+        if unstepped and len(unstepped) == len(maps):
+            raise unstepped[0].error()
         return cls(maps)
 
     @classmethod
@@ -146,12 +160,13 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         several blocks, groups or experts, each has its own.
 
         damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told, but more than rounding
-        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping.
+        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping, and for
+        ``kfac_bias='joint'``, by which a weight and its bias have one block.
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
         def inverse(p: nn.Parameter, kfac: Any) -> LinearMap:
-            both = [x.double() for x in _sides_of(kfac)]
+            both = [x.double() for x in _sides_of(p, kfac)]
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
             total = shifts[p] if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
@@ -161,8 +176,8 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             )
             return _sides(left, right, p)
 
-        def mean(kfac: Any) -> Tensor:
-            left, right = _sides_of(kfac)
+        def mean(p: nn.Parameter, kfac: Any) -> Tensor:
+            left, right = _sides_of(p, kfac)
             return (_mean(left.double(), right.ndim == 3) * _mean(right.double(), right.ndim == 3)).mean()
 
         shifts = cls._shifts(model, "kfac", mean)
@@ -180,7 +195,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         def inverse(p: nn.Parameter, block: Any) -> LinearMap:
             if len(block.names) > 1:
                 raise ValueError(
-                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric has "
+                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric "
                     "one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
                 )
             shift = shifts[p] if damping is None else damping
@@ -191,14 +206,14 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             flat = _Flat(scale.reshape(p.shape[0], -1))
             return InTurn([_sides(None if left is None else left.mT, right, p), flat, _sides(left, right.mT, p)])
 
-        shifts = cls._shifts(model, "ekfac", lambda block: block.values.mean())
+        shifts = cls._shifts(model, "ekfac", lambda _, block: block.values.mean())
         return cls._from(model, "ekfac", damping, inverse)
 
     @staticmethod
-    def _shifts(model: nn.Module, attribute: str, mean: Callable[[Any], Tensor]) -> dict[nn.Parameter, Tensor]:
+    def _shifts(model: nn.Module, attribute: str, mean: Callable[[nn.Parameter, Any], Tensor]) -> dict[nn.Parameter, Tensor]:
         """The damping of each parameter that has curvature, unless told."""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
-        return dampings({p: (mean(block), p.dtype) for p, block in found.items()})
+        return dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
 
     @classmethod
     def _from(cls, model: nn.Module, attribute: str, damping: float | None, inverse: Any) -> Metric:
@@ -242,6 +257,25 @@ def _sides(left: Tensor | None, right: Tensor, p: Tensor) -> LinearMap:
     return BlockSides(None if left is None else left[None], right[None])  # a matrix whose rows are several axes
 
 
+@dataclass(frozen=True, eq=False)
+class _Unstepped(Sides):
+    """Of a parameter that no step has changed, a frozen one say, or one that no loss has reached: of rows of zeros alone."""
+
+    of: str = ""  # what has no state for it
+
+    def error(self) -> NothingRecorded:
+        return NothingRecorded(f"{self.of} has no state. Take a step first, or load_state_dict of a checkpoint.")
+
+    def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
+        raise self.error()
+
+    def rows(self, form: Form) -> Form:
+        raise self.error()
+
+    def to(self, like: Tensor) -> _Unstepped:
+        return self
+
+
 class _Flat(Elementwise):
     """A factor for each entry of a parameter that is seen as a matrix O I."""
 
@@ -267,11 +301,17 @@ def _map_of(key: object, given: Given) -> LinearMap:
         return given
     if given is None:
         return Sides()
+    what = key if isinstance(key, str) else "a parameter"
+    for x in given if isinstance(given, tuple) else (given,):
+        if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta or x.is_nested):
+            raise TypeError(
+                f"Metric was given a {'meta' if x.is_meta else 'nested' if x.is_nested else x.layout} tensor for {what}; "
+                "expected one that has all its numbers, to_dense() say" + ON_METRICS
+            )
     if isinstance(given, Tensor):
         return Elementwise(given)
     if isinstance(given, tuple) and len(given) == 2 and all(x is None or isinstance(x, Tensor) for x in given):
         return Sides(*given)
-    what = key if isinstance(key, str) else "a parameter"
     raise TypeError(
         f"Metric was given {kind_of(given)} for {what}; expected a tensor, a pair (L, R) of tensors or None, a LinearMap, "
         "or None" + ON_METRICS
@@ -307,7 +347,7 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
             f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
             "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
         )
-    sides = _sides_of(vars(p)["kfac"])
+    sides = _sides_of(p, vars(p)["kfac"])
     if sides[1].ndim == 3:
         raise UnsupportedLayer(
             f"Metric.low_rank(pca=True): {name} has factors for each of {len(sides[1])} blocks (groups, or experts). Take "
@@ -317,7 +357,7 @@ def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
     return Sides(None if left is None else left.mT, right)
 
 
-def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
+def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     """The factors on the left and on the right of a parameter."""
     if not hasattr(kfac, "sides"):
         raise TypeError(
@@ -326,6 +366,12 @@ def _sides_of(kfac: Any) -> tuple[Tensor, Tensor]:
             "autograd_hacks.curvature.kronecker" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
+    fans = p.shape[:1].numel(), p.shape[1:].numel()
+    if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
+        raise ValueError(
+            f"the weight of shape {tuple(p.shape)} and its bias have one Kronecker block (kfac_bias='joint'), and a metric "
+            "has one for each parameter. Take another kfac_bias in compute_hess." + ON_METRICS
+        )
     return found
 
 
@@ -347,68 +393,3 @@ def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:
     if x.ndim == shift.ndim + 1:
         return 1 / (x + shift[..., None])
     return torch.linalg.inv(x + shift[..., None, None] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
-
-
-# What optimizers divide by, {names of classes: of a parameter's state and its group's settings}.
-
-
-def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
-    return 1 / (unbiased.sqrt() + group["eps"])
-
-
-def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    v = state["square_avg"]
-    v = v - state["grad_avg"].square() if group.get("centered") else v
-    return 1 / (v.sqrt() + group["eps"])
-
-
-def _of_adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    return 1 / (state["sum"].sqrt() + group["eps"])
-
-
-def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    if "exp_avg_sq_row" in state:  # transformers'
-        row, column = state["exp_avg_sq_row"][..., None], state["exp_avg_sq_col"][..., None, :]
-    elif "row_var" in state:
-        row, column = state["row_var"], state["col_var"]
-    else:
-        v = state["variance"] if "variance" in state else state["exp_avg_sq"]
-        return v.clamp(min=torch.finfo(v.dtype).tiny).rsqrt()
-    row = row / row.mean(-2, keepdim=True)
-    # Below this torch's Adafactor takes the same for all, and what is left has rank one no more.
-    floor = torch.finfo(row.dtype).eps ** 2
-    if row.ndim == 2 and bool(row.min() * column.min() > floor):
-        return row[:, 0].rsqrt(), column[0].rsqrt()
-    return (row * column).clamp(min=floor).rsqrt()
-
-
-def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    m = state["momentum_buffer"].double()
-    on_left = m.shape[0] <= m.shape[1]
-    values, vectors = torch.linalg.eigh(m @ m.mT if on_left else m.mT @ m)
-    least = values[-1].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
-    root = ((vectors * values.clamp(min=least).rsqrt()) @ vectors.mT).to(state["momentum_buffer"])
-    return (root, None) if on_left else (None, root)
-
-
-def _of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Given:
-    return None
-
-
-_SCALINGS = {
-    ("Adam", "AdamW", "NAdam"): _of_adam,
-    ("RMSprop",): _of_rmsprop,
-    ("Adagrad",): _of_adagrad,
-    ("Adafactor",): _of_adafactor,
-    ("Muon",): _of_muon,
-    ("SGD",): _of_sgd,
-}
-
-
-def _is_one_of(optimizer: object, names: Sequence[str]) -> bool:
-    """Whether an optimizer is of one of torch's classes, or transformers' of the same name, and not a subclass that may
-    divide by something else."""
-    kind = type(optimizer)
-    return kind.__name__ in names and kind.__module__.partition(".")[0] in ("torch", "transformers")

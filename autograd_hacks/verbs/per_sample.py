@@ -87,6 +87,11 @@ def grads_of(
     of = weakref.ref(model), record.hess_type, [segment.batch_size() for segment in record.segments]
     entries: tuple[int, ...] = ()
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
+        if len(record.segments) > 1:
+            raise NothingRecorded(
+                f"rows of tokens are of one batch, and {len(record.segments)} were accumulated. Read each by itself, or "
+                "call add_hooks(model) again, without segments." + ON_SEGMENTS
+            )
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
     made = PerSampleGrads(filled, samples, reached, record.reduction(loss_type), *of, entries, spread)

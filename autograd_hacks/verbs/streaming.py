@@ -26,10 +26,11 @@ from autograd_hacks.errors import (
     NotReduced,
 )
 from autograd_hacks.forms import Form, scale
+from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import check_sum
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, check_parts, check_shown, readable_segments
-from autograd_hacks.reading.scale import check_scale
+from autograd_hacks.reading.guards import check_known, check_own_documents, check_parts, check_shown, readable_segments
+from autograd_hacks.reading.scale import check_no_tokens, check_scale
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.parts import Cut
@@ -153,6 +154,7 @@ def during_backward(
         verbs["projection"] = lambda name, form: form.project(
             random_map(name, form.shape, project, seed, stream.cuts.get(name), kind, entries), budget
         )
+    check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
         raise RuntimeError("during_backward is open already for this model; leave that context first" + ON_STREAMING)
     if record.accumulating:
@@ -216,6 +218,7 @@ class _Stream:
         scaling: float | Tensor,
     ) -> None:
         record, self.is_private, self._recorder = recorder.record, recorder.planner.independent, recorder
+        self.is_of_documents = recorder.segments is not None
         self.pool, self.has_ended = recorder.pool, False
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self._parameters = record.asked(parameters_of(model))
@@ -260,6 +263,8 @@ class _Stream:
         for call in calls:
             if self.is_private:
                 check_shown(call)
+            if call in current.received:
+                check_own_documents(call, current.received[call], self.is_of_documents)
             self._check_size(call, current.received.get(call))
         with without_autocast([edge.parameter for call in calls[:1] for edge in call.edges.values()]):
             form, done = self._gate.form_at_once(name)

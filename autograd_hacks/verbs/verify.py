@@ -111,6 +111,11 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
 
     Raises SamplesMixed where samples are not independent, and ProbeFailed where that can't be shown.
     """
+    if recorder.segments is not None or recorder.record.documents is not None:
+        raise ValueError(
+            f"{verb}: the model was hooked with segments, and that documents' values don't reach each other is shown by "
+            "verify(model) alone. Give each document as a sample of its own, padded, without segments." + ON_SEGMENTS
+        )
     if not recorder.planner.independent:
         recorder.planner.independent = True
         with alone(model):
@@ -241,6 +246,8 @@ def _with_autograd(
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
         random = partial(torch.randn, generator=draws, device="cpu")
         grads = {slot: random(outputs[slot].shape).to(part_of(outputs[slot])) for slot in places}
+        if documents is not None:  # nothing for padding
+            grads = {slot: g * weights_of[slot](g, torch.ones(samples).to(g)) for slot, g in grads.items()}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
         order, signs = torch.randperm(samples, generator=draws, device="cpu"), random(samples).sign()
         every, ones = slice(samples), torch.ones(samples, device="cpu")

@@ -69,6 +69,19 @@ def test_position_ids_tell_documents(make: Callable[[str], nn.Module], attention
     assert_rows(model, autograd_hacks.per_sample_grads(model, "sum"), *given)
 
 
+def test_a_cache_that_is_returned_and_a_mask_that_is_given_first() -> None:
+    torch.manual_seed(0)
+    model = llama("sdpa").double()
+    ids, positions = batch(2)
+    document = (positions == 0).cumsum(1)
+    mask = (document[:, None, :, None] == document[:, None, None]) & torch.ones(14, 14, dtype=torch.bool).tril()
+    autograd_hacks.add_hooks(model, segments=lambda **_: document)
+    logits = model(attention_mask=mask, position_ids=positions, input_ids=ids, use_cache=True).logits
+    each = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    (each * (positions[:, 1:] != 0)).sum().backward()
+    assert_rows(model, autograd_hacks.per_sample_grads(model, "sum"), ids, positions)
+
+
 def test_a_mask_that_forgets_documents_is_refused() -> None:
     """transformers takes a mask of padding that it is given for the whole mask."""
     torch.manual_seed(0)

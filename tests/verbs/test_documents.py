@@ -6,56 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from packed import Packed, batch, hooked, losses
 from torch import Tensor
 from torch.testing import assert_close
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnsupportedLayer
-
-WORDS, WIDTH = 11, 8
-
-
-class Attention(nn.Module):
-    """Causal attention within documents.  leak: '' or how documents come to see each other"""
-
-    def __init__(self, leak: str = "") -> None:
-        super().__init__()
-        self.qkv, self.out, self.leak = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), leak
-        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)  # read off the graph
-
-    def forward(self, x: Tensor, document: Tensor) -> Tensor:
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None]
-        if self.leak != "mask":
-            mask = mask & (document[:, :, None] == document[:, None, :])
-        y = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0])
-        if self.leak == "value":
-            y = y - x.mean(1, keepdim=True).detach()
-        return x + y * (y.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * self.gain
-
-
-class Packed(nn.Module):
-    def __init__(self, leak: str = "") -> None:
-        super().__init__()
-        self.words, self.places, self.norm = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
-        self.first, self.second, self.head = Attention(leak), Attention(), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        document = (position_ids == 0).cumsum(1)
-        x = self.norm(self.words(ids) + self.places(position_ids))
-        return self.head(self.second(self.first(x, document), document))
-
-
-def batch(samples: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, their positions in documents, and the words to come."""
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand(samples, -1).contiguous()
-    ids = torch.randint(WORDS, positions.shape)
-    return ids, positions, torch.randint(WORDS, ids.shape)
-
-
-def losses(model: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor, **more: Any) -> Tensor:
-    return F.cross_entropy(model(ids, position_ids=positions, **more).mT, targets, reduction="none")
 
 
 def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -69,13 +25,6 @@ def one_by_one(model: nn.Module, samples: int, lengths: Sequence[int], given: Se
                 rows.append(torch.autograd.grad(losses(model, *own).sum(), list(model.parameters())))
                 begin += length
     return {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
-
-
-def hooked(segments: Any, leak: str = "", **settings: Any) -> Packed:
-    torch.manual_seed(0)
-    model = Packed(leak).double()
-    autograd_hacks.add_hooks(model, segments=segments, **settings)
-    return model
 
 
 @pytest.mark.parametrize("settings", [{}, {"param_grad": False}])
@@ -309,3 +258,37 @@ def test_layers_without_positions_have_no_tokens() -> None:
         (out[0] if isinstance(out, tuple) else out).sum().backward()
         with pytest.raises((BatchSizeError, UnsupportedLayer)):
             autograd_hacks.per_sample_grads(model).tokens()
+
+
+@pytest.mark.parametrize("segments", [None, "tokens"])
+def test_two_axes_as_long_as_the_tokens_are_refused(segments: str | None) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x: B T 8, as many heads as positions"""
+            return self.each(x.unflatten(2, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+    model = Heads()
+    autograd_hacks.add_hooks(model, segments=segments)
+    model(torch.randn(3, 4, 8)).square().sum().backward()
+    with pytest.raises(BatchSizeError, match="can't be told apart"):
+        autograd_hacks.per_sample_grads(model).tokens()
+
+
+def test_rows_of_tokens_are_read_by_per_sample_grads_alone() -> None:
+    model = hooked("tokens")
+    with pytest.raises(ValueError, match="no during_backward"), autograd_hacks.during_backward(model, "norms"):
+        losses(model, *batch(2, [4])).sum().backward()
+    for read in (autograd_hacks.compute_grad1, lambda model: autograd_hacks.clip_grad1_norm_(model, 1.0)):
+        losses(model, *batch(2, [4])).sum().backward()
+        with pytest.raises(ValueError, match="rows of tokens"):
+            read(model)
+        model.zero_grad()
+    with autograd_hacks.accumulate(model):
+        for _ in range(2):
+            losses(model, *batch(2, [4])).sum().backward()
+        with pytest.raises(NothingRecorded, match="2 were accumulated"):
+            autograd_hacks.per_sample_grads(model)

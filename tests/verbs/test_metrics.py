@@ -295,3 +295,87 @@ def test_a_gradient_of_rounding_stays_small_in_a_metric() -> None:
         found.append([grads.gram(own).double() for own in metrics])
     for single, double in zip(*found):
         assert_close(single, double, rtol=1e-3, atol=1e-3 * float(double.abs().max()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_adafactor_of_small_gradients_divides_as_its_step_does(scale: float, eps: float | None) -> None:
+    """Where bounds of the optimizer's own begin to count.  The oracle is what a step without a rate of change adds."""
+    model = hooked()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-6, eps=(eps, 1.0), d=float("inf"))
+    x, y = batch()
+    with autograd_hacks.pause_hooks():
+        for _ in range(2):
+            optimizer.zero_grad()
+            (scale * F.cross_entropy(model(x), y)).backward()
+            before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+            optimizer.step()
+    scalings = Metric.from_optimizer(optimizer)
+    for name, p in model.named_parameters():
+        moved, grad = before[name][0] - p.detach(), before[name][1]
+        expected = moved * (grad.norm() / moved.norm())
+        found = scalings[p](grad, grad.shape)
+        assert_close(found / found.norm() * grad.norm(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+        v = optimizer.state[p].get("variance")
+        if v is not None:
+            least = torch.finfo(p.dtype).eps if eps is None else eps
+            assert_close(found, grad / v.clamp(min=least**2).sqrt())
+
+
+def test_parameters_that_no_step_has_changed() -> None:
+    class Some(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.frozen = nn.Linear(2, 2), nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x: Tensor, uses: bool = False) -> Tensor:
+            y = x
+            for layer in list(self)[:5]:
+                y = layer(y)
+            return y + self.unused(y[:, :2]).sum(1, keepdim=True) if uses else y
+
+    torch.manual_seed(0)
+    model = Some().double()
+    autograd_hacks.add_hooks(model)
+    optimizer, (x, y) = torch.optim.Adam(model.parameters()), batch()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    grads = autograd_hacks.per_sample_grads(model, "sum")
+    found = grads.preconditioned(Metric.from_optimizer(optimizer)).dense()
+    assert_close(found["4.weight"], grads["4.weight"].dense() * adam_scaling(optimizer, model[4].weight))
+    assert not found["unused.weight"].any()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, uses=True), y, reduction="sum").backward()
+    with pytest.raises(NothingRecorded, match="has no state"):
+        autograd_hacks.per_sample_grads(model, "sum").preconditioned(Metric.from_optimizer(optimizer))
+    with pytest.raises(NothingRecorded, match="has no state"):  # which has one from the beginning
+        Metric.from_optimizer(torch.optim.Adagrad(model.parameters()))
+
+
+def test_complex_parameters_have_no_scaling() -> None:
+    p = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(TypeError, match="complex parameter"):
+        Metric.from_optimizer(optimizer)
+
+
+def test_tensors_without_all_their_numbers_are_no_metric() -> None:
+    for x in (torch.ones(3, 2).to_sparse(), torch.ones(3, 2, device="meta")):
+        for given in (x, (x, None)):
+            with pytest.raises(TypeError, match="has all its numbers"):
+                Metric({"*": given})
+
+
+def test_a_weight_and_a_bias_with_one_block_are_refused() -> None:
+    torch.manual_seed(0)
+    model, (x, _) = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).double(), batch()
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="joint")
+    for make in (Metric.from_kfac, lambda model: Metric.low_rank(model, 2, pca=True)):
+        with pytest.raises(ValueError, match="kfac_bias='joint'"):
+            make(model)

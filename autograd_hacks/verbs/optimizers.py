@@ -1,0 +1,76 @@
+"""What optimizers divide gradients by, from what they keep of each parameter."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Scaling: TypeAlias = "Tensor | tuple[Tensor | None, Tensor | None] | None"
+"""A factor for each number, a pair (L, R), or None for the identity."""
+
+
+def _of_adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    unbiased = v / (1 - group["betas"][1] ** float(state["step"]))
+    return 1 / (unbiased.sqrt() + group["eps"])
+
+
+def _of_rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    v = state["square_avg"]
+    v = v - state["grad_avg"].square() if group.get("centered") else v
+    return 1 / (v.sqrt() + group["eps"])
+
+
+def _of_adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    return 1 / (state["sum"].sqrt() + group["eps"])
+
+
+def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    least = 0.0
+    if "row_var" in state or "variance" in state:  # torch's
+        like, given = state.get("variance", state.get("row_var")), group["eps"][0]
+        least = torch.finfo(like.dtype).eps if given is None else float(given)
+    if "exp_avg_sq_row" in state:  # transformers'
+        row, column = state["exp_avg_sq_row"][..., None], state["exp_avg_sq_col"][..., None, :]
+    elif "row_var" in state:
+        row, column = state["row_var"], state["col_var"]
+    else:
+        v = state["variance"] if "variance" in state else state["exp_avg_sq"]
+        return v.clamp(min=least**2).rsqrt()
+    # In torch's the mean and the product have lower bounds, where these count the rank isn't one; transformers' has none.
+    row = row / row.mean(-2, keepdim=True).clamp(min=least)
+    if row.ndim == 2 and (not least or bool(row.min() * column.min() > least**2)):
+        return row[:, 0].rsqrt(), column[0].rsqrt()
+    return (row * column).clamp(min=least**2).rsqrt() if least else row.rsqrt() * column.rsqrt()
+
+
+def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    m = state["momentum_buffer"].double()
+    on_left = m.shape[0] <= m.shape[1]
+    values, vectors = torch.linalg.eigh(m @ m.mT if on_left else m.mT @ m)
+    least = values[-1].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
+    root = ((vectors * values.clamp(min=least).rsqrt()) @ vectors.mT).to(state["momentum_buffer"])
+    return (root, None) if on_left else (None, root)
+
+
+def of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
+    return None
+
+
+SCALINGS = {
+    ("Adam", "AdamW", "NAdam"): _of_adam,
+    ("RMSprop",): _of_rmsprop,
+    ("Adagrad",): _of_adagrad,
+    ("Adafactor",): _of_adafactor,
+    ("Muon",): _of_muon,
+    ("SGD",): of_sgd,
+}
+"""{names of classes: the scaling, from a parameter's state and its group's settings}"""
+
+
+def is_one_of(optimizer: object, names: Sequence[str]) -> bool:
+    """Whether an optimizer is of one of torch's classes, or transformers' of the same name, and not a subclass that may
+    divide by something else."""
+    kind = type(optimizer)
+    return kind.__name__ in names and kind.__module__.partition(".")[0] in ("torch", "transformers")
