@@ -89,10 +89,11 @@ class QuantileClip:
 
     def follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
         """Takes the bound of the next step from a step's norms.  multiplier: of the step's noise; 0 without noise"""
-        count = float((norms <= bound).sum())
+        # Each sample counts 1/2 or -1/2, so that it moves the count by 1/2, as `multiplier` has it; of 0 or 1 it would be 1.
+        count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2
         if multiplier:
             count += float(drawn(noise, "the count of QuantileClip", torch.zeros(1, device="cpu"), self.deviation))
-        found = bound * exp(-self.rate * (count / expected - self.quantile))
+        found = bound * exp(-self.rate * (count / expected + 0.5 - self.quantile))
         self.bound = min(max(found, self.least), self.most)
 
 
@@ -134,6 +135,13 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
     w = clip(norms)
     if not isinstance(w, Tensor) or w.shape != norms.shape:
         raise ValueError(f"clip returned {kind_of(w)}; expected {len(norms)} weights, one for each norm" + ON_CLIPPING)
+    single = [clip(norm) for norm in norms.split(1)] if len(norms) < 3 else [clip(part) for part in norms.tensor_split(2)]
+    if single and not torch.allclose(torch.cat(single).to(w), w, rtol=1e-4, atol=0):
+        raise ValueError(
+            "clip returned other weights for a part of the norms than for all; expected each weight to follow from its own "
+            "norm alone: one sample would change all others' parts of the sum, by more than the noise is drawn for"
+            + ON_CLIPPING
+        )
     longest = float((w * norms).abs().max()) if len(norms) else 0.0
     if not longest <= bound * (1 + 1e-6):
         raise ValueError(

@@ -134,7 +134,8 @@ def test_a_bound_that_follows_a_quantile() -> None:
         norms = lengths(rows_of(model, x))
         found = step(model, x, clip=clip)
         assert found.bound == pytest.approx(bound)
-        bound *= exp(-0.3 * (float((norms <= bound).sum()) / EXPECTED - 0.5))
+        votes = [0.5 if norm <= bound else -0.5 for norm in norms]
+        bound *= exp(-0.3 * (sum(votes) / EXPECTED + 0.5 - 0.5))
         assert clip.bound == pytest.approx(bound)
     other = autograd_hacks.QuantileClip(0.5, 0.3, deviation=4.0)
     other.load_state_dict(clip.state_dict())
@@ -143,6 +144,36 @@ def test_a_bound_that_follows_a_quantile() -> None:
     assert noisy.deviation == pytest.approx((1.5**-2 - 8.0**-2) ** -0.5 * bound / EXPECTED)
     with pytest.raises(ValueError, match="expected a deviation above 4"):
         step(model, x, multiplier=8.0, clip=clip)
+
+
+@pytest.mark.parametrize("share", [0.999, 1.001])
+def test_a_step_that_follows_a_quantile_promises_no_more_than_it_keeps(share: float) -> None:
+    """What one sample moves, the sum and the count, by the noise of each: no more than one mechanism's of that multiplier."""
+    model, x, deviations = hooked(), torch.randn(6, 4), dict[str, float]()
+    bound = share * float(lengths(rows_of(model, x))[5])
+
+    def noise(name: str, shape: torch.Size, deviation: float) -> Tensor:
+        deviations[name] = deviation
+        return torch.zeros(shape)
+
+    sums, counts = [], []
+    for n in (5, 6):
+        clip = autograd_hacks.QuantileClip(0.5, 0.3, deviation=1.0)
+        step(model, x[:n], bound, multiplier=1.2, clip=clip, noise=noise)
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        counts.append(-torch.tensor((clip.bound or 0.0) / bound).log() / 0.3 * EXPECTED)
+    moved = (sums[1] - sums[0]).norm() / deviations["0.weight"]
+    counted = (counts[1] - counts[0]) / deviations["the count of QuantileClip"]
+    assert moved**2 + counted**2 <= 1.2**-2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("other", [lambda n: BOUND / n.max().expand(len(n)), lambda n: BOUND / n * (n / n.sum())])
+def test_weights_that_follow_from_others_norms_are_refused(other: Callable[[Tensor], Tensor]) -> None:
+    model = hooked()
+    for n in (2, 6):
+        with pytest.raises(ValueError, match="from its own norm alone"):
+            step(model, torch.randn(n, 4) * torch.arange(1.0, n + 1)[:, None], clip=other)
+    step(model, torch.randn(0, 4), clip=lambda n: BOUND / (n + 1))
 
 
 def test_the_noise_is_as_is_said() -> None:
