@@ -169,7 +169,12 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if self.compute_loss_func is not None:
             losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
         else:
-            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+            logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[0]
+            if not isinstance(logits, Tensor):
+                raise ValueError(
+                    f"{type(plain).__name__} returned no logits, but {list(outputs)}; expected logits and labels. Give "
+                    "compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
+                )
             losses = sample_losses(logits, labels, _is_shifted(plain))
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -191,6 +196,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             data,
             parts=given.gradient_accumulation_steps,
             first=self._first_step,
+            ahead=given.gradient_accumulation_steps,
             collate_fn=collate,
             num_workers=given.dataloader_num_workers,
             pin_memory=given.dataloader_pin_memory,
@@ -319,14 +325,37 @@ def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = 
 
 
 def _cut(inputs: Mapping[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Micro-batches of some sizes, of one with all their samples in front of each tensor."""
+    """Micro-batches of some sizes, of one with all their samples in front of each tensor, and in each list.
+
+    Raises ValueError for what can't be cut: images of all samples in a row, say.
+    """
     if len(sizes) == 1:
         yield dict(inputs)
         return
-    start = 0
+    start, whole = 0, sum(sizes)
     for size in sizes:
-        yield {
-            key: x[start : start + size] if isinstance(x, Tensor) and x.ndim and len(x) == sum(sizes) else x
-            for key, x in inputs.items()
-        }
+        yield {key: _samples(x, key, start, start + size, whole) for key, x in inputs.items()}
         start += size
+
+
+def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
+    """Some samples' part of an input."""
+    if x is None or isinstance(x, bool | int | float | str) or (isinstance(x, Tensor) and not x.ndim):
+        return x
+    if isinstance(x, Mapping):
+        return {own: _samples(part, f"{key}.{own}", start, end, whole) for own, part in x.items()}
+    if hasattr(x, "__len__") and hasattr(x, "__getitem__") and len(x) == whole:
+        return x[start:end]
+    given = (
+        f"shape {tuple(x.shape)}"
+        if hasattr(x, "shape")
+        else f"{len(x)} entries"
+        if hasattr(x, "__len__")
+        else type(x).__name__
+    )
+    raise ValueError(
+        f"the collator made {key!r} ({type(x).__name__}, {given}) of {whole} samples, which has to be cut: a batch "
+        "that is drawn is larger than per_device_train_batch_size at times. Expected all samples in front, or in a list, or "
+        "each micro-batch would have other samples' inputs. Let data_collator bring them there, or say a "
+        "per_device_train_batch_size that no batch passes, and PrivateTraining(expected_batch_size=)." + ON_PRIVATE
+    )

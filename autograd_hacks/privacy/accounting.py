@@ -52,17 +52,20 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
     return float(made.get_epsilon(delta))
 
 
-def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None) -> float:
-    """The least noise multiplier, to a thousandth, by which some steps spend ``epsilon`` at most."""
+def noise_for(
+    epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None, before: Sequence[Any] = ()
+) -> float:
+    """The least noise multiplier, to a thousandth, by which some steps spend ``epsilon`` at most, with those ``before``."""
     low, high = 0.0, 1.0
-    while spent([(high, rate, steps)], delta, accountant) > epsilon:
+    while spent([*before, (high, rate, steps)], delta, accountant) > epsilon:
         low, high = high, 2 * high
         if high > 1e4:
             raise ValueError(
-                f"epsilon={epsilon} was asked of {steps} steps at a sampling rate of {rate:.4g}; no noise is enough. "
+                f"epsilon={epsilon} was asked of {steps} steps at a sampling rate of {rate:.4g}, after "
+                f"{sum(done for _, _, done in before)} that are done; no noise is enough. "
                 "Expected a larger epsilon, or fewer steps" + ON_PRIVATE
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if spent([(middle, rate, steps)], delta, accountant) > epsilon else (low, middle)
+        low, high = (middle, high) if spent([*before, (middle, rate, steps)], delta, accountant) > epsilon else (low, middle)
     return high

@@ -18,12 +18,15 @@ class Mark(NamedTuple):
 
     step: whose it is, from 0 on    is_last: whether it ends that
     samples: how many are no padding; they come first    size: how many there are with that
+    rate: the probability by which each was drawn    world: over how many processes the batch is spread
     """
 
     step: int
     is_last: bool
     samples: int
     size: int
+    rate: float
+    world: int
 
     def mask(self) -> Tensor:
         """Which samples are no padding: booleans."""
@@ -51,7 +54,7 @@ class PoissonBatches(Sampler[list[Any]]):
     parts: micro-batches of a step, or the least where ``most``, samples in a micro-batch, asks for more
     share: (rank, world), which part of each batch is this process's
     padded: whether micro-batches are filled up to ``most``, so that all have one shape
-    first: the step with which epoch 0 begins
+    first: the step with which epoch 0 begins, of epochs of that many steps; asked as an epoch begins
 
     All processes have equally many micro-batches, of equally many samples, which takes padding at times: at least one, of
     sample 0 where nobody was drawn.
@@ -68,7 +71,7 @@ class PoissonBatches(Sampler[list[Any]]):
         most: int | None = None,
         share: tuple[int, int] = (0, 1),
         padded: bool = False,
-        first: int = 0,
+        first: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self.first = first
         self.size, self.rate, self.steps, self.seed, self.done = size, rate, steps, seed, done
@@ -83,9 +86,10 @@ class PoissonBatches(Sampler[list[Any]]):
         return self.steps * self.parts
 
     def __iter__(self) -> Iterator[list[Any]]:
-        start = self.done() - self.first if self._epoch is None else self._epoch * self.steps
+        first = self.first(self.steps)
+        start = self.done() - first if self._epoch is None else self._epoch * self.steps
         for step in range(start, (start // self.steps + 1) * self.steps):
-            yield from self._micro_batches(self.first + step)
+            yield from self._micro_batches(first + step)
 
     def drawn(self, step: int) -> list[int]:
         """A whole batch, of all processes."""
@@ -103,7 +107,7 @@ class PoissonBatches(Sampler[list[Any]]):
             length = self.most
         for part in range(parts):
             samples = own[part::parts]
-            mark = Mark(step, part == parts - 1, len(samples), length)
+            mark = Mark(step, part == parts - 1, len(samples), length, self.rate, world)
             yield [mark, *samples, *[0] * (length - len(samples))]
 
 

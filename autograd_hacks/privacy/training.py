@@ -14,6 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import Hooked, clear_backprops, recorder_of
+from autograd_hacks.capture.wrappers import has_processes
+from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.privacy.accounting import Accountant, History, add_steps, noise_for, spent
 from autograd_hacks.privacy.bounds import QuantileClip
@@ -97,9 +99,15 @@ class PrivateTraining:
         self._seed = secrets.randbits(62) if seed is None else seed
         self._secure = SecureNoise() if secure else None
         self._marks: deque[Mark] = deque()
+        self._pieces: deque[Mark] = deque()  # of the first, which was split
+        self._ahead = 1
         self._parts: list[PrivateStep] = []
+        self._sums: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._noise: tuple[Any, float] | None = None  # for what it was asked, and the multiplier
+        self._epochs: tuple[int, int] = 0, 0  # the first step of epochs that have so many
         self._scale: float | Tensor = 1.0
         self._model: nn.Module | None = None
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooked: Hooked | None = None
 
     @property
@@ -112,23 +120,16 @@ class PrivateTraining:
         optimizers: that step it. Raises ValueError where one of them steps parameters that aren't the model's, which would
         have no noise
         """
-        ours = {id(p) for p in model.parameters()}
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
-            raise ValueError(
-                f"attach was given an optimizer that steps {len(others)} parameters of shapes {others[:3]} which aren't the "
-                f"model's: they would be trained without clipping and noise, and no guarantee would hold. Attach the module "
-                "that has all of them, or freeze the others." + ON_PRIVATE
-            )
+        _check_optimizers(model, optimizers)
         self.detach()
         self._hooked = add_hooks(model, param_grad=False, independent=True, batch_dim=self.batch_dim)
-        self._model = model
+        self._model, self._optimizers = model, optimizers
         return self
 
     def detach(self) -> None:
         """Takes the hooks off."""
-        hooked, self._hooked, self._model = self._hooked, None, None
-        self._parts = []
+        hooked, self._hooked, self._model, self._optimizers = self._hooked, None, None, ()
+        self._parts, self._sums = [], []
         if hooked is not None:
             hooked.__exit__()
 
@@ -145,7 +146,8 @@ class PrivateTraining:
         parts: int = 1,
         micro_batch_size: int | None = None,
         padded: bool = False,
-        first: int = 0,
+        first: int | None = None,
+        ahead: int = 1,
         **options: Any,
     ) -> PrivateLoader:
         """A ``DataLoader`` of Poisson-sampled batches, cut into micro-batches.
@@ -153,7 +155,8 @@ class PrivateTraining:
         data: a data set with a length    steps: of an epoch, size / expected_batch_size unless told
         parts: how many micro-batches a step has    micro_batch_size: how many samples a micro-batch has at most; a step has
         as many as that takes    padded: whether all have exactly so many, one shape for all    first: the step with which
-        epoch 0 began, for trainers that say which epoch it is    options: of ``DataLoader``
+        epoch 0 began, for trainers that say which epoch it is; unless told the first of epochs of so many steps
+        ahead: how many micro-batches what goes through the loader may hold before their `step`    options: of ``DataLoader``
 
         Of several processes each gets its part of every batch.  A micro-batch is never empty: padding, sample 0 where there
         is nobody else, has no part in the step.
@@ -181,7 +184,7 @@ class PrivateTraining:
                 f"PrivateTraining was given delta={self.delta} for {size} samples; expected less than 1 / {size}: else one "
                 "sample could be published as it is" + ON_PRIVATE
             )
-        self.size, rank, world = size, 0, 1
+        self.size, self._ahead, rank, world = size, ahead, 0, 1
         if dist.is_available() and dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
             if isinstance(self.clip, QuantileClip) and world > 1:
@@ -200,9 +203,14 @@ class PrivateTraining:
             micro_batch_size,
             (rank, world),
             padded,
-            first,
+            self._first if first is None else lambda _: first,
         )
         return PrivateLoader(data, batches, self._marks.append, self._begin, **options)
+
+    def _first(self, length: int) -> int:
+        if length != self._epochs[1]:
+            self._epochs = self.steps, length
+        return self._epochs[0]
 
     @property
     def rate(self) -> float:
@@ -214,14 +222,21 @@ class PrivateTraining:
     @property
     def multiplier(self) -> float:
         """The noise multiplier: as given, or as epsilon asks for it."""
-        if self.noise_multiplier is None:
-            if self._target is None or self.planned is None:
-                raise ValueError(
-                    f"PrivateTraining was given epsilon={self._target} and steps={self.planned}; expected how many steps "
-                    "may spend it" + ON_PRIVATE
-                )
-            self.noise_multiplier = noise_for(self._target, self.delta, self.rate, self.planned, self.accountant)
-        return float(self.noise_multiplier)
+        if self._target is None:
+            assert self.noise_multiplier is not None
+            return float(self.noise_multiplier)
+        if self.planned is None:
+            raise ValueError(
+                f"PrivateTraining was given epsilon={self._target} and steps={self.planned}; expected how many steps "
+                "may spend it" + ON_PRIVATE
+            )
+        target, rate = self._target, self.rate
+        asked = [target, self.delta, rate, self.planned]
+        if self._noise is None or self._noise[0] != asked:
+            left = max(1, self.planned - self.steps)
+            self._noise = asked, noise_for(target, self.delta, rate, left, self.accountant, self.history)
+        self.noise_multiplier = self._noise[1]
+        return self._noise[1]
 
     def backward(self, losses: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """The backward pass of a micro-batch.  losses: N, of each sample    scaler: whose scale they get"""
@@ -230,7 +245,7 @@ class PrivateTraining:
         backward(scaled, "sum")
 
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:
-        """Clips what a micro-batch has left, and adds it to ``.grad``; with a step's last one adds the noise.
+        """Clips what a micro-batch has left, and adds it up; with a step's last one sets ``.grad`` to the sum with noise.
 
         scale: what the losses were multiplied by, where that wasn't `backward`'s doing
         scaler: that will unscale ``.grad`` in its step: the scale is put into that
@@ -250,14 +265,24 @@ class PrivateTraining:
                 "bound what one of them changes. Where the loss is a mean over samples and nothing else, say "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
+        _check_optimizers(self._model, self._optimizers)  # groups may have been added, or thawed
         mark = self._next()
+        if mark.world > 1 or has_processes():
+            self._check_spread(mark)
+        for p, own in self._sums:
+            p.grad = own
+        self._sums = []
         found = self._clipped(mark, self._scale if scale is None else scale)
         self._parts.append(found.first(mark.samples))
         self._scale = 1.0
         if not mark.is_last:
+            # An optimizer that steps amid must not find a sum that has no noise yet, and zero_grad() must not lose it.
+            self._sums = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
+            for p, _ in self._sums:
+                p.grad = None
             return None
         whole, self._parts = together(self._parts), []
-        add_steps(self.history, self.multiplier, self.rate)
+        add_steps(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or seeded(self._seed, "count", mark.step)
             self.clip.follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
@@ -270,29 +295,55 @@ class PrivateTraining:
     def _begin(self) -> None:
         """A pass over the data begins; what is left of an earlier one's last step is dropped."""
         self._marks.clear()
-        self._parts.clear()
+        self._pieces.clear()
+        self._parts, self._sums = [], []
         if self._model is not None:
             clear_backprops(self._model)
 
     def at_hand(self) -> Mark:
         """Of the micro-batch whose `step` is next: which step it is of, and how many samples, in front, are no padding."""
-        if not self._marks:
+        if not self._marks and not self._pieces:
             raise RuntimeError(
                 "step() found no batch of this training's loader. Draw batches by private.loader(data): epsilon is computed "
                 "for Poisson sampling, and others, a shuffled loader's say, would promise more than they keep; call step() "
                 "once for each" + ON_PRIVATE
             )
-        return self._marks[0]
+        return (self._pieces or self._marks)[0]
 
     def _next(self) -> Mark:
-        mark = self.at_hand()
-        self._marks.popleft()
-        if mark.step != self.steps:
+        mark, held = self.at_hand(), len(self._marks) + bool(self._pieces)
+        (self._pieces or self._marks).popleft()
+        if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
-                f"step() was called for a batch of step {mark.step}, and {self.steps} steps are done; expected one call for "
-                "each batch that the loader gives, in order: noise and batches are drawn for it" + ON_PRIVATE
+                f"step() was called for a batch of step {mark.step}, {self.steps} steps are done, and the loader has given "
+                f"{held} batches since; expected one call for each batch that the loader gives, in order: noise and batches "
+                "are drawn for it. Where something fetches n batches at once, say private.loader(data, ahead=n)" + ON_PRIVATE
+            )
+        if mark.rate != self.rate:
+            raise RuntimeError(
+                f"a batch was drawn at a rate of {mark.rate:.6g}, and expected_batch_size={self.expected_batch_size} stands "
+                f"for {self.rate:.6g}, for which epsilon would be counted; change it between passes, and call "
+                "loader(data) for the next" + ON_PRIVATE
+            )
+        if self._target is not None and self.planned is not None and self.steps >= self.planned:
+            raise RuntimeError(
+                f"epsilon={self._target} was to be spent by {self.planned} steps, and {self.steps} are done; another would "
+                "spend more. Plan for more steps before: PrivateTraining(..., epsilon=, steps=)" + ON_PRIVATE
             )
         return mark
+
+    def _check_spread(self, mark: Mark) -> None:
+        """Raises where the loader takes processes for others than those over which the model adds up."""
+        assert self._model is not None
+        mesh = spread_of(self._model, recorder_of(self._model)).mesh
+        over = 1 if mesh is None else mesh.size()
+        if over != mark.world:
+            raise ValueError(
+                f"the loader has spread each batch over {mark.world} processes, and the model adds up over {over} of them; "
+                "expected the same: else samples are left out, or have several parts. Wrap the model by "
+                "DistributedDataParallel or fully_shard over all processes; under tensor or pipeline parallelism take a "
+                "loader of your own and clip_and_noise_." + ON_PRIVATE
+            )
 
     def _clipped(self, mark: Mark, scale: float | Tensor) -> PrivateStep:
         model, expected = self._model, self.expected_batch_size
@@ -313,15 +364,21 @@ class PrivateTraining:
     def split(self, most: int) -> list[int]:
         """Cuts the micro-batch at hand into smaller ones of that many samples at most, and returns their sizes.  Each then
         has a `step` of its own."""
-        mark = self.at_hand()
-        self._marks.popleft()
+        mark = self._marks.popleft()
         starts = range(0, mark.size, most)
         sizes = [min(most, mark.size - start) for start in starts]
         cut = [
-            Mark(mark.step, mark.is_last and i == len(sizes) - 1, min(max(mark.samples - start, 0), size), size)
+            Mark(
+                mark.step,
+                mark.is_last and i == len(sizes) - 1,
+                min(max(mark.samples - start, 0), size),
+                size,
+                mark.rate,
+                mark.world,
+            )
             for i, (start, size) in enumerate(zip(starts, sizes))
         ]
-        self._marks.extendleft(reversed(cut))
+        self._pieces.extend(cut)
         return sizes
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -335,7 +392,14 @@ class PrivateTraining:
                 "state_dict() was called amid a step, between its micro-batches; call it after one" + ON_PRIVATE
             )
         clip = self.clip.state_dict() if isinstance(self.clip, QuantileClip) else None
-        return {"seed": self._seed, "history": list(self.history), "size": self.size, "clip": clip}
+        return {
+            "seed": self._seed,
+            "history": list(self.history),
+            "size": self.size,
+            "clip": clip,
+            "noise": self._noise,
+            "epochs": self._epochs,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there.  Raises ValueError for the state of a training on other data."""
@@ -346,5 +410,20 @@ class PrivateTraining:
             )
         self._seed, self.size = state["seed"], state["size"]
         self.history = [(float(z), float(q), int(n)) for z, q, n in state["history"]]
+        if state["noise"] is not None:
+            self._noise = list(state["noise"][0]), float(state["noise"][1])
+        self._epochs = state["epochs"][0], state["epochs"][1]
         if isinstance(self.clip, QuantileClip) and state["clip"] is not None:
             self.clip.load_state_dict(state["clip"])
+
+
+def _check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Raises ValueError where an optimizer steps parameters that aren't the model's."""
+    ours = {id(p) for p in model.parameters()}
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
+        raise ValueError(
+            f"attach was given an optimizer that steps {len(others)} parameters of shapes {others[:3]} which aren't the "
+            f"model's: they would be trained without clipping and noise, and no guarantee would hold. Attach the module "
+            "that has all of them, or freeze the others." + ON_PRIVATE
+        )

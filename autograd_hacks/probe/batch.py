@@ -113,9 +113,19 @@ class Batch:
         axes = self.replaceable(axis, samples)
         taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
-        if all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
+        has_lists = self.has_lists(samples)
+        if not has_lists and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
-        return replace(self, leaves=leaves).arguments()
+        args, kwargs = replace(self, leaves=leaves).arguments()
+        if has_lists:
+            order = donors.tolist()
+            return tuple(_entries(x, order) for x in args), {name: _entries(x, order) for name, x in kwargs.items()}
+        return args, kwargs
+
+    def has_lists(self, samples: int) -> bool:
+        """Whether a list of numbers or strings, or an array, has an entry for each sample beside the tensors."""
+        args, kwargs = self.arguments()
+        return self.axes is None and any(_has_entries(x, samples) for x in (*args, *kwargs.values()))
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
         """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
@@ -241,6 +251,28 @@ def _is_mask(leaf: Any) -> bool:
 def _items(x: Any, order: list[int]) -> Any:
     """A list's items in another order; anything else as it is."""
     return type(x)([x[n] for n in order]) if type(x) in (list, tuple) and len(x) == len(order) else x
+
+
+def _is_entries(x: Any, samples: int) -> bool:
+    if type(x) is list:
+        return len(x) == samples and not any(
+            isinstance(leaf, Tensor) or is_packed(leaf) for leaf in tree_leaves(x, is_packed)
+        )
+    shape: Any = getattr(x, "shape", ())
+    return hasattr(x, "__array_interface__") and len(shape) > 0 and shape[0] == samples  # NumPy's
+
+
+def _has_entries(x: Any, samples: int) -> bool:
+    return any(_has_entries(own, samples) for own in x.values()) if isinstance(x, dict) else _is_entries(x, samples)
+
+
+def _entries(x: Any, order: list[int]) -> Any:
+    """What has an entry for each sample, with these in another order; anything else as it is."""
+    if isinstance(x, dict):
+        return type(x)({key: _entries(own, order) for key, own in x.items()})
+    if not _is_entries(x, len(order)):
+        return x
+    return [x[n] for n in order] if type(x) is list else x[order]
 
 
 def _kind(leaf: Any) -> object:

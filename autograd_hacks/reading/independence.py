@@ -91,6 +91,8 @@ def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, sam
     """Whether analysis shows it.  Processes decide together, by values."""
     if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
+    if batch.has_lists(samples):  # whose numbers are constants of a trace
+        return False
     if plan.is_independent and not plan.why_unshown and samples <= plan.replaced and plan.forwards == 2:
         return True  # it holds for all values; that the model's own code takes another way is looked for later
     with aside.run() as copied, Switch.paused_here():

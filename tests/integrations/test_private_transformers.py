@@ -72,6 +72,36 @@ def test_it_trains_as_a_loop_by_hand(parts: int, tmp_path: Path, capfd: pytest.C
     assert not any(layer._forward_hooks for layer in model.modules())
 
 
+class OfLists(nn.Module):
+    """Its inputs are in a list of numbers, one entry a sample, and in a dictionary."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, factors: list[float], more: dict[str, Tensor], labels: Any = None, pixels: Any = None) -> Any:
+        return SequenceClassifierOutput(logits=self.own(more["x"] * torch.tensor(factors)[:, None]))
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+    factors = [float(row["x"].norm()) for row in rows]
+    x = torch.stack([row["x"] for row in rows]) / torch.tensor(factors)[:, None]
+    return {"factors": factors, "more": {"x": x}, "labels": torch.stack([row["labels"] for row in rows])}
+
+
+def test_inputs_in_lists_and_dictionaries_are_cut_with_their_samples(tmp_path: Path) -> None:
+    model, rows = net(), [{"x": x, "labels": y} for x, y in zip(*data())]
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "remove_unused_columns": False}
+    made = trainer(OfLists(model), tmp_path, private(), rows, **options)
+    made.data_collator = collated
+    made.train()
+    assert_close(model.state_dict(), by_hand(net(), *data()).state_dict(), rtol=1e-4, atol=1e-4)
+    flat = trainer(OfLists(net()), tmp_path, private(), rows, **options)
+    flat.data_collator = lambda own: collated(own) | {"pixels": torch.zeros(3 * len(own), 2)}
+    with pytest.raises(ValueError, match=r"'pixels' \(Tensor, shape .* which has to be cut"):
+        flat.train()
+
+
 def test_it_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
     def made(folder: str, seed: int = SEED) -> Any:
         torch.manual_seed(1)
@@ -211,6 +241,13 @@ def test_what_would_break_the_guarantee_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="divides each by what the others bring"):
         trainer(Classifier(net()), tmp_path, private(), loss=mean).train()
+
+    class Other(Classifier):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            return {"start": self.own(x)}
+
+    with pytest.raises(ValueError, match=r"Other returned no logits, but \['start'\]"):
+        trainer(Other(net()), tmp_path, private()).train()
     rows = [{"input_ids": i, "labels": y} for i, y in zip(*texts())]
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         trainer(causal(), tmp_path, private(), rows, label_smoothing_factor=0.1)

@@ -148,7 +148,7 @@ def test_a_bound_that_follows_a_quantile() -> None:
 
 @pytest.mark.parametrize("share", [0.999, 1.001])
 def test_a_step_that_follows_a_quantile_promises_no_more_than_it_keeps(share: float) -> None:
-    """What one sample moves, the sum and the count, by the noise of each: no more than one mechanism's of that multiplier."""
+    """What one sample moves, sum and count, by the noise of each: no more than one mechanism's of that multiplier."""
     model, x, deviations = hooked(), torch.randn(6, 4), dict[str, float]()
     bound = share * float(lengths(rows_of(model, x))[5])
 
