@@ -8,6 +8,24 @@ from typing import ClassVar
 
 import torch.nn as nn
 
+__all__ = [
+    "PerSampleGradientError",
+    "NothingRecorded",
+    "UnsupportedLayer",
+    "UnsupportedOperation",
+    "BatchSizeError",
+    "SamplesMixed",
+    "StaleRecord",
+    "UnseenGradient",
+    "ProbeFailed",
+    "VerificationFailed",
+    "HigherOrderError",
+    "BlockTooLarge",
+    "ParamGradSkipped",
+    "NotReduced",
+    "ProcessesDisagree",
+    "ShardedParameters",
+]
 _POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+")
 EXPLAINED: dict[str, tuple[str, str]] = {}
 """The title of a section and its page in docs/, by the name that ``python -m autograd_hacks explain`` knows; and by the name

@@ -22,6 +22,11 @@ ROLES = [
 ]
 """Marks of reStructuredText, and what a terminal shows in their place."""
 
+HIDDEN = None, "testsetup", "testcode", "toctree", "image", "figure"
+"""Directives that a terminal doesn't show; None stands for a target."""
+BARE = "doctest", "code-block", "container"
+"""Directives of which a terminal shows the content alone."""
+
 
 def folder() -> Path:
     """Where the pages are.  Raises FileNotFoundError where they are not."""
@@ -71,8 +76,8 @@ def plain(text: str) -> str:
     for line in text.splitlines():
         if line and not line[0].isspace():
             directive = re.match(r"\.\. ([\w-]+)::|\.\. _", line)
-            hidden = bool(directive) and directive[1] in (None, "testsetup", "testcode", "toctree", "image", "figure")
-            if directive and directive[1] in (None, "doctest", "code-block", "testcode", "testsetup", "container"):
+            hidden = directive is not None and directive[1] in HIDDEN
+            if hidden or (directive is not None and directive[1] in BARE):
                 continue
         if not hidden and not re.match(r"\s+:\w[\w-]*:( |$)", line):
             kept.append(line if line.lstrip().startswith(">>>") else _without_roles(line))
