@@ -27,6 +27,27 @@ def test_every_public_name_is_documented() -> None:
                 assert thing.__doc__, name
 
 
+def tiers(page: str) -> dict[str, str]:
+    """The tier of each name.  Raises ValueError for a name in two of them."""
+    found: dict[str, str] = {}
+    for title, text in re.findall(r"^(Stable|Provisional)\n-+\n(.*?)(?=^\w[^\n]*\n---)", page, re.M | re.S):
+        for name in re.findall(r"(?<!`)`autograd_hacks\.(\w+)`", text):
+            if name in found:
+                raise ValueError(f"{name} stands twice")
+            found[name] = title
+    return found
+
+
+def test_every_public_name_stands_in_one_tier() -> None:
+    page = (ROOT / "docs" / "api" / "tiers.rst").read_text()
+    found = tiers(page)
+    assert set(found) == set(autograd_hacks.__all__)
+    assert found["add_hooks"] == "Stable"
+    assert found["compile"] == "Provisional"
+    with pytest.raises(ValueError, match="add_hooks stands twice"):
+        tiers(page.replace("`autograd_hacks.over`", "`autograd_hacks.add_hooks`"))
+
+
 def test_nothing_else_is_public() -> None:
     modules = {name for name, thing in vars(autograd_hacks).items() if isinstance(thing, types.ModuleType)}
     public = {name for name in vars(autograd_hacks) if not name.startswith("_")}
