@@ -17,7 +17,9 @@ from autograd_hacks.rules import RULES
 project = "autograd_hacks"
 copyright = "2026, the autograd_hacks developers"
 release = importlib.metadata.version("autograd-hacks")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 extensions = [
+    "twins",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
