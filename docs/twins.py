@@ -1,7 +1,7 @@
 """A text beside each page, and ``llms.txt``, which lists them: for readers that are programs.
 
-``sphinx-build -b text docs docs/_build/html``, behind the pages, reads nothing anew.  Sphinx's own text builder writes them, since
-the extensions that write Markdown don't know cards, charts and notebooks.
+``sphinx-build -b text docs docs/_build/html``, behind the pages, reads nothing anew.  Sphinx's own text builder writes
+them: the extensions that write Markdown don't know cards, charts and notebooks.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ LONGEST = 240
 
 
 def llms(app: Sphinx) -> Iterator[str]:
-    """The lines of llms.txt (llmstxt.org): the library in a sentence, and each page with its first sentences, by the captions."""
+    """The lines of llms.txt (llmstxt.org): the library in a sentence, and each page with its first sentences."""
     root = app.env.get_doctree(app.config.root_doc)
     yield f"# {app.config.project} {app.config.release}"
     yield f"\n> {opening(root)}"
