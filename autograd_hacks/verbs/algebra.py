@@ -191,7 +191,7 @@ class Algebra(Matrix):
         """
         if not callable(f):
             raise TypeError(
-                f"reduce was given {arguments.kind_of(f)}; expected an elementwise function, torch.sign" + ON_VERBS
+                f"reduce: {arguments.kind_of(f)} is no function; expected an elementwise one, torch.sign." + ON_VERBS
             )
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
@@ -256,8 +256,9 @@ class Algebra(Matrix):
         if rank is not None:
             if dim is not None or not per_parameter or self.cuts or kind != "signs":
                 raise ValueError(
-                    f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; expected "
-                    "project(rank=..., per_parameter=True), of parameters that aren't cut over processes." + ON_VERBS
+                    f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
+                    "expected project(rank=..., per_parameter=True), of parameters that aren't cut over processes."
+                    + ON_VERBS
                 )
             with self.reading():
                 sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
@@ -285,11 +286,11 @@ class Algebra(Matrix):
 
         Raises ValueError for a rank below 1, and for parameters that are cut over processes.
         """
-        arguments.check_count("low_rank was given rank", rank, "singular values", ON_VERBS)
+        arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
         if self.cuts or self.entries:
             raise ValueError(
-                f"low_rank was given {'parameters that are cut over processes' if self.cuts else 'rows of output entries'}; "
-                "expected rows of whole parameters, one for each sample" + ON_VERBS
+                f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
+                "expected rows of whole parameters, one for each sample." + ON_VERBS
             )
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}

@@ -96,9 +96,8 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
         else:
             return found
         raise ValueError(
-            f"reduce, at {name!r}: the function was given a piece of rows of shape {tuple(part.shape)}, and {got}; expected "
-            "a tensor of the same shape, a new one: lambda g: g.clamp(-1, 1). A norm's sum is grads.norms().sum()."
-            + ON_VERBS
+            f"reduce: for {name!r} the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
+            "the same shape: lambda g: g.clamp(-1, 1). The sum of norms is grads.norms().sum()." + ON_VERBS
         )
 
     def checked(rows: Tensor) -> Tensor:
@@ -229,8 +228,8 @@ def names_matching(
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             raise ValueError(
-                f"{what}: {pattern!r} matches {'frozen parameters alone' if matching else 'no parameter'}; expected the name "
-                f"of one that trains, or a pattern: {', '.join(map(repr, close))}." + page
+                f"{what}: {pattern!r} matches {'frozen parameters alone' if matching else 'no parameter'}; expected the "
+                f"name of one that trains, or a pattern: {', '.join(map(repr, close))}." + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]

@@ -64,7 +64,7 @@ def test_parameters_by_iterators_and_aliases() -> None:
     assert layer.weight.hess.shape == (3, 3, 3, 3)
     assert not hasattr(layer.bias, "hess")
     autograd_hacks.compute_hess(model, parameters="2.bias")
-    with pytest.raises(ValueError, match=r"parameters was given '0\.bia', which matches no"):
+    with pytest.raises(ValueError, match=r"parameters: '0\.bia' matches no"):
         autograd_hacks.compute_hess(model, parameters="0.bia")
 
 
