@@ -5,10 +5,11 @@ loss_fn(model(x), y).backward()
 autograd_hacks.compute_grad1(model)      # param.grad1.mean(0) == param.grad
 """
 
-import sys
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autograd_hacks import errors, forms, rules
-from autograd_hacks.capture import hooks
+from autograd_hacks.capture import hooks as _hooks
 from autograd_hacks.capture.accumulate import accumulate
 from autograd_hacks.capture.hooks import clear_backprops, disable_hooks, enable_hooks, pause_hooks, remove_hooks
 from autograd_hacks.compiled.face import compile
@@ -22,6 +23,7 @@ from autograd_hacks.privacy.private import clip_and_noise_
 from autograd_hacks.privacy.promise import PrivateStep
 from autograd_hacks.privacy.training import PrivateTraining
 from autograd_hacks.rules.table import is_supported, register_rule
+from autograd_hacks.support.suggestions import hint as _hint
 from autograd_hacks.verbs.check_rows import check_rows
 from autograd_hacks.verbs.clipping import clip_grad1_norm_
 from autograd_hacks.verbs.describe import describe
@@ -38,7 +40,7 @@ from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
 # Where old pickles of hooked models look for what is left of a hook.
-sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], hooks))
+_sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], _hooks))
 
 __version__ = "0.1.0"
 
@@ -90,3 +92,19 @@ __all__ = [
     "rules",
     "errors",
 ]
+
+
+def __dir__() -> list[str]:
+    """What tab completion shows: the public names, without the folders of the package."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+if not _TYPE_CHECKING:  # which would take any name for known
+
+    def __getattr__(name: str) -> object:
+        """Raises AttributeError, with the name or the call that may be meant."""
+        if name == "integrations":
+            raise AttributeError(
+                "autograd_hacks.integrations is imported a tool at a time: import autograd_hacks.integrations.transformers"
+            )
+        raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__)}")

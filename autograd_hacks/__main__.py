@@ -17,9 +17,10 @@ import torch.nn as nn
 from torch import Tensor
 
 import autograd_hacks
-from autograd_hacks.errors import ProbeFailed, SamplesMixed, VerificationFailed
+from autograd_hacks.errors import EXPLAINED, ProbeFailed, SamplesMixed, VerificationFailed
 from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_random_state
 from autograd_hacks.support.display import text_table
+from autograd_hacks.support.pages import explained
 from autograd_hacks.support.trees import tensors_of
 
 TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
@@ -57,10 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="checks another engine's numbers: of (model, batch, loss), returns what check_rows takes: rows by parameter, "
         "norms, or a Gram matrix",
     )
+    explain = commands.add_parser("explain", help="more about an error: the section that its last line names")
+    explain.add_argument(
+        "name", nargs="?", metavar="NAME", help="of a section or of an error's class; without it all are listed"
+    )
     options = parser.parse_args(arguments)
     if options.command is None:
         print("\n".join(_overview()))
         return 0
+    if options.command == "explain":
+        return _explain(options.name, explain)
     try:
         engine = None if options.engine is None else _function(options.engine, ENGINE)
         given = _made_for_the_purpose() if options.model is None else _returned_by(options.model, engine is not None)
@@ -78,6 +85,7 @@ def _overview() -> Iterator[str]:
     yield "  python -m autograd_hacks doctor                   versions, devices, and whether rows are right here"
     yield "  python -m autograd_hacks doctor module:function   the same of a model: the function returns (model, x)"
     yield "  python -m autograd_hacks doctor --engine module:function, of (model, batch, loss): another engine's rows"
+    yield "  python -m autograd_hacks explain NAME             more about an error; without NAME all names are listed"
     yield "  python -c 'import autograd_hacks; help(autograd_hacks.add_hooks)'"
     yield ""
     docs = Path(autograd_hacks.__file__).parent.parent / "docs"
@@ -90,6 +98,23 @@ def _overview() -> Iterator[str]:
     for script in sorted((docs / "examples").glob("*.py")):
         if script.name not in ("common.py", "theirs.py"):
             yield f"  python {os.path.relpath(script)}"
+
+
+def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
+    """Prints a section, or the names of all, each with the classes of errors that it explains."""
+    if name is not None:
+        try:
+            print(explained(name))
+        except (KeyError, FileNotFoundError) as error:
+            parser.error(str(error.args[0]))
+        return 0
+    classes: dict[tuple[str, str], list[str]] = {section: [] for section in EXPLAINED.values()}
+    for known, section in EXPLAINED.items():
+        classes[section] += [known] if known[0].isupper() else []
+    print("python -m autograd_hacks explain NAME prints a section. These are known:\n")
+    rows = [(known, section[0], " ".join(classes[section])) for known, section in EXPLAINED.items() if known[0].islower()]
+    print(text_table([("name", "section", "errors"), *sorted(rows)]))
+    return 0
 
 
 def _machine() -> Iterator[str]:

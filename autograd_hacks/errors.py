@@ -1,5 +1,5 @@
 """What the library raises.  Every message says where, what was given, what was expected and how to mend it, and ends with
-the page that explains it."""
+the command that prints more."""
 
 import re
 from collections.abc import Iterator
@@ -8,14 +8,43 @@ from typing import ClassVar
 
 import torch.nn as nn
 
-_POINTER = re.compile(r'\nSee docs/[^"\n]+, "[^"\n]+"\.')
+__all__ = [
+    "PerSampleGradientError",
+    "NothingRecorded",
+    "UnsupportedLayer",
+    "UnsupportedOperation",
+    "BatchSizeError",
+    "SamplesMixed",
+    "StaleRecord",
+    "UnseenGradient",
+    "ProbeFailed",
+    "VerificationFailed",
+    "HigherOrderError",
+    "BlockTooLarge",
+    "ParamGradSkipped",
+    "NotReduced",
+    "ProcessesDisagree",
+    "ShardedParameters",
+]
+_POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+")
+EXPLAINED: dict[str, tuple[str, str]] = {}
+"""The title of a section and its page in docs/, by the name that ``python -m autograd_hacks explain`` knows; and by the name
+of each class of errors."""
 
 
 def see(section: str, page: str = "errors.rst") -> str:
-    """The end of a message: where more is said.  page: in docs/"""
-    return f'\nSee docs/{page}, "{section}".'
+    """The end of a message: the command that prints a section.  page: in docs/
+
+    Raises ValueError where another page has a section of the same name.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", section.lower().replace("'", "")).strip("-")
+    if EXPLAINED.setdefault(name, (section, page)) != (section, page):
+        raise ValueError(f"see: {name!r} stands for {EXPLAINED[name]}, and can't stand for {(section, page)}, too.")
+    return f"\nMore: python -m autograd_hacks explain {name}"
 
 
+ON_RECORD = see("Nothing was recorded")
+ON_TOOLS = see("A tool is not installed")
 ON_HOOKS = see("The model has no hooks")
 ON_PASSES = see("Several backward passes")
 ON_REDUCTION = see("How the loss is reduced")
@@ -53,11 +82,16 @@ class PerSampleGradientError(RuntimeError):
     def __init_subclass__(cls, section: str = "", page: str = "errors.rst") -> None:
         if section:
             cls.explained = section, page
+            see(section, page)
+        EXPLAINED[cls.__name__] = cls.explained
 
     def __str__(self) -> str:
         text = super().__str__()
         pointer = _POINTER.search(text)  # in the middle, where the message has become a part of another
         return _POINTER.sub("", text) + (pointer[0] if pointer else see(*self.explained))
+
+
+EXPLAINED["PerSampleGradientError"] = PerSampleGradientError.explained
 
 
 class NothingRecorded(PerSampleGradientError):
@@ -134,6 +168,6 @@ def needed(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'what the extra "{extra}" brings is not installed: {error}. Run pip install ".[{extra}]" in a clone of the '
-            "library, or install what is missing by itself." + see("A tool is not installed"),
+            "library, or install what is missing by itself." + ON_TOOLS,
             name=error.name,
         ) from error

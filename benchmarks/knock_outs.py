@@ -242,7 +242,7 @@ def _said(model: nn.Module, engine: Engine) -> str:
     try:
         checked = check_rows(model, (batch,), losses, numbers)
     except (VerificationFailed, ValueError) as error:
-        text = str(error).partition("\nSee docs")[0]
+        text = str(error).partition("\nMore: ")[0]
         return "\n".join([*lines, "", f"{type(error).__name__}: {text}"])
     if all(line.error is not None for line in checked.parameters):
         return "\n".join([*lines, f"right: {str(checked).splitlines()[0]}"])

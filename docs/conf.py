@@ -17,7 +17,9 @@ from autograd_hacks.rules import RULES
 project = "autograd_hacks"
 copyright = "2026, the autograd_hacks developers"
 release = importlib.metadata.version("autograd-hacks")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 extensions = [
+    "twins",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
@@ -130,6 +132,16 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
     lines[:] = written
 
 
+HANDED_OUT = {"PerSampleGrads", "Hooked", "Accumulation", "Streamed", "CompiledStep", "Labels", "EKFAC", "PrivateStep"}
+"""Classes that functions return and nobody constructs: their constructors' arguments are not shown."""
+
+
+def signature(
+    app: Sphinx, what: str, name: str, thing: object, options: object, arguments: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    return ("", returned) if what == "class" and name.rpartition(".")[2] in HANDED_OUT else None
+
+
 def inventories() -> dict[str, tuple[str, str]]:
     """The names in torch's and Python's pages, to link to: fetched; without a network an earlier build's, or none."""
     found = {}
@@ -155,3 +167,4 @@ intersphinx_mapping = inventories()
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", parameters)
+    app.connect("autodoc-process-signature", signature)

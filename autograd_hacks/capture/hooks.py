@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -260,11 +260,43 @@ def recorder_of(model: nn.Module) -> Recorder:
 
 
 class Hooked(Shown):
-    """What `add_hooks` returns: a context that removes the hooks it added."""
+    """What `add_hooks` returns: the handle of a model's hooks, and a context that removes the hooks it added.
+
+    It prints as a table of the model's settings and of what is recorded.
+    """
 
     def __init__(self, model: nn.Module, before: Settings | None) -> None:
         self._model, self._before = model, before  # the settings that the model had, where it had hooks
         self._resting: Recorder | None = None  # the model's, while its hooks are off
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `add_hooks` was told, by the names of its arguments; ``left_out`` has the names that ``only`` left out.
+
+        Raises NothingRecorded where the hooks were removed.
+        """
+        recorder = self._resting or recorder_of(self._model)
+        planner = recorder.planner
+        return {
+            "batch_dim": planner.batch_dim,
+            "probe": planner.probes,
+            "param_grad": recorder.backward.wants_grad,
+            "reuse": recorder.pool.reuse,
+            "independent": planner.independent,
+            "segments": recorder.segments,
+            "left_out": sorted(recorder.record.left_out),
+        }
+
+    def remove(self) -> None:
+        """Takes the hooks off for good, as `remove_hooks` does.  Where there are none, nothing happens."""
+        if self._resting is not None:
+            self.on()
+        if _recorder_of(self._model) is not None:
+            remove_hooks(self._model)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A context in which nothing is recorded, of any model in the process: `pause_hooks`."""
+        return pause_hooks()
 
     def off(self) -> None:
         """Takes the hooks off the model until `on`: between, its steps cost what they cost without the library, and nothing

@@ -51,7 +51,7 @@ class Steps:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)
-        check_count("Steps was given every", every, "steps", ON_STEPS)
+        check_count("Steps: every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
             raise ValueError(
                 f"every={every} was given with max_norm={max_norm}: steps that aren't measured would not be clipped. Leave "

@@ -162,9 +162,9 @@ class PrivateTraining:
         is nobody else, has no part in the step.
         """
         size = check_data(data, options)
-        check_count("loader was given parts", parts, "micro-batches", ON_PRIVATE)
+        check_count("loader: parts", parts, "micro-batches", ON_PRIVATE)
         if micro_batch_size is not None:
-            check_count("loader was given micro_batch_size", micro_batch_size, "samples", ON_PRIVATE)
+            check_count("loader: micro_batch_size", micro_batch_size, "samples", ON_PRIVATE)
         if padded and micro_batch_size is None:
             raise ValueError(
                 "loader was given padded=True without micro_batch_size; expected the size to pad to" + ON_PRIVATE

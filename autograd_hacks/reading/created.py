@@ -81,7 +81,7 @@ def _follow_call(recorder: weakref.ref[Recorder], own: Recorder, call: LayerCall
         )
         at = {inner: at.get(inner, ()) for inner in found}
         if is_decided and not is_labelled:
-            created[*key, "at"] = tuple(at.values())
+            created[(*key, "at")] = tuple(at.values())
     if call.edges and any(above.name() not in _PLAIN for above in _above(inside, found)):
         # A graph made inside leads to its inner values, past what it has returned: from now on its nodes give the rows.
         _take_apart(own, call, node, hook.inputs, found, at, samples)

@@ -118,19 +118,19 @@ class Algebra(Matrix):
         other = self if other is None else other
         if not isinstance(other, Algebra):
             raise TypeError(
-                f"gram was given {type(other).__name__}; expected the PerSampleGrads of another batch" + ON_VERBS
+                f"gram: the other batch is {arguments.kind_of(other)}; expected the PerSampleGrads of another batch. Take "
+                "per_sample_grads(model) after its backward pass." + ON_VERBS
             )
         if self._model != other._model or self.keys() != other.keys():
             raise ValueError(
-                "gram was given the gradients of another model, or of other parameters: inner products are taken between "
-                "two batches of one model. Take both from per_sample_grads of the same model, with the same parameters "
-                "trained." + ON_VERBS
+                "gram: the other gradients are of another model, or of other parameters; expected two batches of one model. "
+                "Take both by per_sample_grads(model) with the same parameters trained and the same only=." + ON_VERBS
             )
         if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
             raise ValueError(
-                f"gram was given gradients of shape {tuple(other[differing[0]].shape)} for {differing[0]!r}, and these have "
-                f"{tuple(self[differing[0]].shape)}: one of the two was brought to another shape by a metric. Give both to "
-                "preconditioned(metric)." + ON_METRICS
+                f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
+                f"{tuple(self[differing[0]].shape)}, as these have. A metric has changed the shape of one side: apply "
+                "preconditioned(metric) to both." + ON_METRICS
             )
         if not per_parameter:
             return self._between(other, lambda name, form: form.gram(other[name], budget))
@@ -156,8 +156,8 @@ class Algebra(Matrix):
         with self.summing(lambda: None, self.samples) as (_, count):
             if count * size > limit:
                 raise BlockTooLarge(
-                    f"the rows of all {count:.0f} samples have {count * size / 2**20:,.0f} MiB for the largest parameter, "
-                    f"which each process would be sent; the limit is {limit / 2**20:,.0f} MiB. Project them, "
+                    f"gram_of_all: the rows of all {count:.0f} samples take {count * size / 2**20:,.0f} MiB for the largest "
+                    f"parameter, on each process; the limit is {limit / 2**20:,.0f} MiB. Project them, "
                     "gram_of_all(dim=4096), or raise limit."
                 )
             shape = self.samples, int(count)
@@ -191,7 +191,7 @@ class Algebra(Matrix):
         """
         if not callable(f):
             raise TypeError(
-                f"reduce was given {arguments.kind_of(f)}; expected an elementwise function, torch.sign" + ON_VERBS
+                f"reduce: {arguments.kind_of(f)} is no function; expected an elementwise one, torch.sign." + ON_VERBS
             )
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
@@ -256,13 +256,14 @@ class Algebra(Matrix):
         if rank is not None:
             if dim is not None or not per_parameter or self.cuts or kind != "signs":
                 raise ValueError(
-                    f"project was given rank={rank} with dim={dim}, per_parameter={per_parameter} and kind={kind!r}; "
-                    "expected project(rank=..., per_parameter=True), of parameters that aren't cut over processes" + ON_VERBS
+                    f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
+                    "expected project(rank=..., per_parameter=True), of parameters that aren't cut over processes."
+                    + ON_VERBS
                 )
             with self.reading():
                 sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
                 return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
-        matrix.check_map("project was given dim", dim, kind, entries)
+        matrix.check_map("project: dim", dim, kind, entries)
         count = dim or 0
 
         def projected(name: str, form: Form) -> Tensor:
@@ -285,11 +286,11 @@ class Algebra(Matrix):
 
         Raises ValueError for a rank below 1, and for parameters that are cut over processes.
         """
-        arguments.check_count("low_rank was given rank", rank, "singular values", ON_VERBS)
+        arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
         if self.cuts or self.entries:
             raise ValueError(
-                f"low_rank was given {'parameters that are cut over processes' if self.cuts else 'rows of output entries'}; "
-                "expected rows of whole parameters, one for each sample" + ON_VERBS
+                f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
+                "expected rows of whole parameters, one for each sample." + ON_VERBS
             )
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}

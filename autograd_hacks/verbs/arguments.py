@@ -25,30 +25,36 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module
 def check_count(what: str, count: object, of: str, page: str, other: str = "") -> None:
     """Raises for what is no number of things.  other: what might be given instead, for people"""
     if not is_whole(count):
-        raise TypeError(f"{what}={count!r}; expected a whole number of {of}{other}" + page)
+        raise TypeError(f"{what}={count!r} is no whole number; expected how many {of}, 1 or more{other}." + page)
     if count < 1:  # type: ignore[operator]  # a whole number
-        raise ValueError(f"{what}={count}; expected a number of {of}, 1 or more{other}" + page)
+        raise ValueError(f"{what}={count} is below 1; expected how many {of}, 1 or more{other}." + page)
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Raises for what is no direction in the space of the parameters, {name: shape}."""
     if not isinstance(v, Mapping):
         raise TypeError(
-            f"dot was given {type(v).__name__}; expected a dictionary {{name: tensor}} for all parameters" + ON_VERBS
+            f"dot: the direction is {kind_of(v)}; expected a dictionary {{name: tensor}} with an entry for each parameter "
+            "that trains." + ON_VERBS
         )
     missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
-    if missing or extra:
+    if missing:
         raise ValueError(
-            f"dot was given a direction without {', '.join(missing) or 'nothing'} and with "
-            f"{', '.join(extra) or 'nothing'} too much; expected an entry for each parameter that trains, by the names "
-            "of model.named_parameters()." + ON_VERBS
+            f"dot: the direction has no entry for {_some(missing)}; expected one for each of the {len(shapes)} parameters "
+            "that train, by the names of model.named_parameters(). Give zeros for a parameter that it leaves alone."
+            + ON_VERBS
+        )
+    if extra:
+        raise ValueError(
+            f"dot: the direction has an entry for {_some(extra)}, which is no parameter that trains; expected entries for "
+            f"{_some(list(shapes))}. Leave the others out." + ON_VERBS
         )
     for name, shape in shapes.items():
         x = v[name]
         if not isinstance(x, Tensor) or x.shape != shape or not (x.is_floating_point() or x.is_complex()):
             raise ValueError(
-                f"dot was given {kind_of(x)} for {name!r}; expected a floating-point tensor of shape {tuple(shape)}"
-                + ON_VERBS
+                f"dot: the direction's entry for {name!r} is {kind_of(x)}; expected a floating-point tensor of shape "
+                f"{tuple(shape)}." + ON_VERBS
             )
 
 
@@ -58,15 +64,16 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
     groups: how many, for ids that are such numbers; None for any ids
     """
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"group was given {kind_of(ids)}; expected a tensor of N integers" + ON_VERBS)
+        raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers. Convert them." + ON_VERBS)
     if ids.shape != (samples,):
-        raise ValueError(
-            f"group was given ids of shape {tuple(ids.shape)}; expected ({samples},), one per sample" + ON_VERBS
-        )
+        raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
     if groups is not None and not is_whole(groups):
-        raise TypeError(f"group was given groups={groups!r}; expected a whole number of rows" + ON_VERBS)
+        raise TypeError(f"group: groups={groups!r} is no whole number; expected how many rows to return." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
-        raise ValueError(f"group was given ids from {int(ids.min())} to {int(ids.max())}; expected [0, {groups})" + ON_VERBS)
+        raise ValueError(
+            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), as groups={groups}. Raise "
+            "groups, or leave it out: each id that occurs then has a row." + ON_VERBS
+        )
     if groups is not None:
         return ids, groups
     names, numbers = ids.unique(return_inverse=True)
@@ -89,9 +96,8 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
         else:
             return found
         raise ValueError(
-            f"reduce, at {name!r}: the function was given a piece of rows of shape {tuple(part.shape)}, and {got}; expected "
-            "a tensor of the same shape, a new one: lambda g: g.clamp(-1, 1). A norm's sum is grads.norms().sum()."
-            + ON_VERBS
+            f"reduce: for {name!r} the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
+            "the same shape: lambda g: g.clamp(-1, 1). The sum of norms is grads.norms().sum()." + ON_VERBS
         )
 
     def checked(rows: Tensor) -> Tensor:
@@ -131,7 +137,8 @@ def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
     if not isinstance(index, Tensor) or index.ndim != 1:
         raise TypeError(
-            f"select was given {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of numbers" + ON_VERBS
+            f"select: the index is {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of sample numbers. "
+            "For sample n alone: select(torch.tensor([n]))." + ON_VERBS
         )
     return torch.arange(samples, device="cpu")[index.cpu()]
 
@@ -140,22 +147,22 @@ def check_damping(what: str, damping: Any, rank: int | None = None) -> float:
     """A damping as a number.  rank: at most that of what can't be inverted without; None where it may be 0"""
     if damping is None and rank is not None:
         raise TypeError(
-            f"{what} was given no damping. JᵀJ / N has rank {rank} at most, a row for each pass and sample, and can't be "
-            f"inverted without. Add λ > 0 to it, {what}(v, damping=1e-2) say, and try powers of ten: large makes the step "
-            "v / λ, small follows the curvature of these samples alone." + ON_CURVATURE
+            f"{what}: damping is missing. JᵀJ / N has rank {rank} at most, one for each pass and sample, so it has no "
+            f"inverse; expected λ > 0. Start with {what}(v, damping=1e-2) and try powers of ten: a large one brings the "
+            "step close to v / λ, a small one follows the curvature of these samples alone." + ON_CURVATURE
         )
     is_one = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
     if not is_one or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
-        raise ValueError(f"{what} was given damping={damping!r}; expected a number" + ON_CURVATURE)
+        raise ValueError(f"{what}: damping={damping!r} is no finite number; expected one, 1e-2 say." + ON_CURVATURE)
     if float(damping) < 0 or (float(damping) == 0 and rank is not None):
-        least = "0 or a number above it" if rank is None else "a number above 0"
-        raise ValueError(f"{what} was given damping={damping!r}; expected {least}" + ON_CURVATURE)
+        least = "0 or more" if rank is None else "a number above 0"
+        raise ValueError(f"{what}: damping={damping!r} is too small; expected {least}." + ON_CURVATURE)
     return float(damping)
 
 
 def check_limit(limit: object) -> None:
     if not is_number(limit):
-        raise TypeError(f"limit is {limit!r}; expected a number of bytes, 2**30 say, or float('inf')" + ON_CURVATURE)
+        raise TypeError(f"limit={limit!r} is no number; expected a number of bytes: 2**30, or float('inf')." + ON_CURVATURE)
 
 
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
@@ -164,9 +171,9 @@ def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
     size = sizes[largest] * form.sum_dtype.itemsize
     if size > limit:
         raise BlockTooLarge(
-            f"the block {largest} has {size / 2**20:,.0f} MiB, and the limit is {limit / 2**20:,.0f} MiB. Take its diagonal "
-            "(compute_hess(model, kind='diag')), Kronecker factors (kind='kfac'), or products with it "
-            "(per_sample_grads(model).ggn_matvec(v)); or raise limit."
+            f"the block {largest} takes {size / 2**20:,.0f} MiB, and the limit is {limit / 2**20:,.0f} MiB. Take its "
+            "diagonal, compute_hess(model, kind='diag'), its Kronecker factors, kind='kfac', or products with it, "
+            "per_sample_grads(model).ggn_matvec(v); or raise limit."
         )
 
 
@@ -179,15 +186,15 @@ def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collec
     names = [name for name, p in named if p is wanted]
     if (first := next((name for name in names if name in trained), None)) is not None:
         return first
-    given = f"the parameter {names[0]!r}, which is frozen" if names else repr(key)
+    wrong = f"the parameter {names[0]!r} is frozen" if names else f"there is no parameter {key!r} that trains"
     if isinstance(key, Tensor) and not names:
-        given = f"{kind_of(key)}, which is none of the model's parameters"
+        wrong = f"{kind_of(key)} is none of the model's parameters"
     elif isinstance(key, int | slice):
-        given += "; samples are taken by select(index)"
+        wrong = f"{key!r} is no parameter, and samples are taken by select(index)"
     last = [name for name in trained if isinstance(key, str) and f".{name}".endswith(f".{key}")]
     close = [*last, *get_close_matches(str(key), [name for name in trained if name not in last], 3)]
     listing = ", ".join(map(repr, close[:5] or list(trained)[:5])) + ("" if close or len(trained) <= 5 else " ...")
-    raise KeyError(f"given {given}; expected the name of a parameter that trains, or the parameter itself: {listing}")
+    raise KeyError(f"{wrong}; expected the name of one that trains, or the parameter itself: {listing}")
 
 
 NORMS = "norms"
@@ -207,7 +214,9 @@ def names_matching(
     patterns = [only] if isinstance(only, str) else list(only)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"{what} has {kind_of(pattern)} in it; expected names of parameters, or patterns: '8.*'" + page)
+            raise TypeError(
+                f"{what}: {kind_of(pattern)} is no name; expected names of parameters, or patterns: '8.*'." + page
+            )
     first = {id(p): name for name, p in reversed(named) if name in trained}  # of those that have several
     chosen = set[str]()
     for pattern in patterns:
@@ -218,9 +227,9 @@ def names_matching(
         meant = {first[id(p)] for _, p in matching if id(p) in first}
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
-            given = f"{pattern!r}, which matches " + ("frozen parameters alone" if matching else "no parameter")
             raise ValueError(
-                f"{what} was given {given}; expected names of those that train, {', '.join(map(repr, close))} say" + page
+                f"{what}: {pattern!r} matches {'frozen parameters alone' if matching else 'no parameter'}; expected the "
+                f"name of one that trains, or a pattern: {', '.join(map(repr, close))}." + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]
@@ -231,10 +240,15 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
     parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
     given = [name for _, own in parts for name in own]
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
-    if none or twice:
+    if none:
         raise ValueError(
-            f"{who} was given patterns of which {none} match no parameter that trains, and several match "
-            f"{twice[:5]}; expected names, or patterns, of different ones" + ON_VERBS
+            f"{who}: {_some(none)} matches no parameter that trains; expected names or patterns of {_some(names)}."
+            + ON_VERBS
+        )
+    if twice:
+        raise ValueError(
+            f"{who}: {_some(twice)} is matched by several patterns; expected one for each parameter. Narrow them down."
+            + ON_VERBS
         )
     return parts
 
@@ -242,6 +256,11 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
 def kind_of(value: object) -> str:
     """A value for people."""
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def unwrapped(name: str) -> str:

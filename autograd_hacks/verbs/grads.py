@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn as nn
@@ -76,6 +76,10 @@ class PerSampleGrads(Algebra):
         with self._counted("snr") as samples:
             return statistics.signal_to_noise(self, self.spread, samples, budget)
 
+    @overload
+    def noise_scale(self, per_parameter: Literal[False] = False, budget: int = BUDGET) -> NoiseScale: ...
+    @overload
+    def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
     def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
         """The gradient noise scale tr Σ / ‖G‖², `NoiseScale.scale`, with both numbers, from one batch.
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch.nn as nn
 
 from autograd_hacks.capture import hooks
-from autograd_hacks.capture.hooks import HOOKS, Hooked, recorder_of
+from autograd_hacks.capture.hooks import HOOKS, recorder_of
 from autograd_hacks.distributed.agreement import begin, together
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Segments
@@ -16,6 +16,18 @@ from autograd_hacks.reading.created import follow
 from autograd_hacks.reading.gate import settle
 from autograd_hacks.reading.proof import prove
 from autograd_hacks.verbs.arguments import names_matching
+from autograd_hacks.verbs.describe import Description, describe
+
+
+class Hooked(hooks.Hooked):
+    __doc__ = hooks.Hooked.__doc__
+
+    def describe(self, trained: bool = False) -> Description:
+        """How each parameter's per-sample gradients are known: `autograd_hacks.describe` of the model.
+
+        trained: whether to leave out frozen parameters
+        """
+        return describe(self._model, trained)
 
 
 def add_hooks(
@@ -33,13 +45,13 @@ def add_hooks(
     if only is not None and isinstance(model, nn.Module):
         names = [name for name, _ in model.named_parameters()]
         left_out = set(names).difference(names_matching(only, model, names))
-    hooked = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out, segments)
+    handle = hooks.add_hooks(model, batch_dim, probe, param_grad, reuse, mode, independent, left_out, segments)
     recorder = recorder_of(model)
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.why_unshown = look_inside, _why_unshown
     recorder.backward.created = partial(follow, weakref.ref(recorder))
     recorder.record.gathered = {}  # the next forward learns what stands in the place of shards
-    return hooked
+    return Hooked(model, handle._before)
 
 
 def _why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:

@@ -54,7 +54,7 @@ def per_sample_jacobian(
     recorder = recorder_of(model)
     record = recorder.record
     if chunk_size is not None:
-        check_count(f"{WHAT} was given chunk_size", chunk_size, "passes", ON_OUTPUTS, ", or None")
+        check_count(f"{WHAT}: chunk_size", chunk_size, "passes", ON_OUTPUTS, ", or None")
     check_output(WHAT, output, ON_OUTPUTS)
     with outside_inference(), record.set_aside(), recorder.backward.aside():
         layout, samples, version = record.outputs.get(output) or (None, None, None)

@@ -33,6 +33,8 @@ Forms = Mapping[str, Form]
 """Of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
+INTERNAL = {"with_forms", "reading", "summing", "spread", "cuts", "batches"}
+"""What other modules ask of rows, and users don't: hidden from tab completion and from the reference."""
 
 
 def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
@@ -183,6 +185,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in INTERNAL]
 
     def __getitem__(self, name: str | nn.Parameter) -> Form:
         """A parameter's form.  name: its name, or another one of a shared parameter's, or the parameter itself

@@ -120,8 +120,8 @@ def _read_tokens(
     known = [own() for own in segments]  # freed with the record
     if recorder is None or len(known) != 1 or recorder.record.segments != known:
         raise NothingRecorded(
-            "tokens() reads the record of the backward pass again, and that was freed, or is of several batches. Call it "
-            "before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
+            "tokens: the record of the backward pass was freed, or is of several batches; expected that of the last batch "
+            "alone. Call tokens() before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
     uses = list(dict.fromkeys(_uses(recorder.record)))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
@@ -129,15 +129,17 @@ def _read_tokens(
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
     if shape is None:
         raise BatchSizeError(
-            "tokens(): no output of the model has samples on axis 0 and positions on axis 1, so that it isn't known what a "
-            "position is. Tell it beforehand: add_hooks(model, segments=...)" + ON_SEGMENTS
+            "tokens: the model has no output of shape (N, T, ...), so positions are not known; expected samples on axis 0, "
+            "positions on axis 1. Say where the positions are before the forward: add_hooks(model, segments=...)."
+            + ON_SEGMENTS
         )
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
             raise UnsupportedLayer(
-                f"tokens(): {use.place}, was read as its gradient came, for samples. Ask for tokens before the forward, "
-                "add_hooks(model, segments='tokens'), or leave the parameter out, add_hooks(model, only=...)." + ON_SEGMENTS
+                f"tokens: {use.place}, was read for whole samples during the backward pass. Ask for positions before the "
+                "forward, add_hooks(model, segments='tokens'), or leave the parameter out, add_hooks(model, only=...)."
+                + ON_SEGMENTS
             )
     before = [use.documents for use in uses]
     try:
@@ -216,9 +218,9 @@ def _check_unscaled(scale: float | Tensor) -> None:
     check_scale(scale)
     if scale != 1:
         raise ValueError(
-            f"compute_grad1(set_grad=True) was given scale={float(scale)}, after which .grad has no scale in it, and "
-            "scaler.step() would divide by that once more. Leave scale out: rows and .grad then have the scale in them, as "
-            ".grad has it after any backward pass, and scaler.step() is right." + ON_SCALERS
+            f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True: scaler.step() would divide .grad by "
+            "the scale a second time. Leave scale out: rows and .grad then contain the scale, and scaler.step() divides "
+            ".grad by it." + ON_SCALERS
         )
 
 
@@ -261,29 +263,27 @@ def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool =
     record = recorder.record
     if record.left_out:
         raise ValueError(
-            f"{what} sets .grad of all parameters, and the model was hooked by add_hooks(only=...), which leaves out "
-            f"{len(record.left_out)} of them, {min(record.left_out)} say. Call add_hooks(model) again, without only."
-            + ON_HOOKS
+            f"{what}: there are no rows of {len(record.left_out)} parameters, {min(record.left_out)!r} among them, because "
+            "the model was hooked with only=...; expected rows of all, since .grad of all is set. Call add_hooks(model) "
+            "again, without only." + ON_HOOKS
         )
     check_ordinary(record, "gradient to clip")
     check_sets_all(record, what)
     if once and any(segment.replaced for segment in record.segments):
         raise NothingRecorded(
-            f"{what}: there was no backward pass since the last step, and to take its rows again spends more of the budget "
-            "than its accountant knows. Run another forward and backward pass, of an empty batch too."
+            f"{what}: there was no backward pass since the last step. To use its rows again would spend privacy budget that "
+            "the accountant doesn't count. Run another forward and backward pass, for an empty batch too."
         )
     if add and (recorder.backward.wants_grad or any(p.fills_grad for p in record.passes)):
         raise ValueError(
-            f"{what} was given add=True, but the backward pass has added its unclipped gradient to .grad already. "
-            "Hook the model by add_hooks(model, param_grad=False), after which backward() leaves .grad as it was, also "
-            "where layers are called by themselves; or run all micro-batches within accumulate(model) and clip once."
-            + ON_PASSES
+            f"{what}: add=True finds the unclipped gradient in .grad already, from the backward pass. Hook the model by "
+            "add_hooks(model, param_grad=False), with which backward() leaves .grad alone; or run all micro-batches within "
+            "accumulate(model) and clip once." + ON_PASSES
         )
     if add and any(segment.replaced for segment in record.segments):
         raise NothingRecorded(
-            f"{what}(add=True): the last backward pass was put into .grad already, and would be added once more. Run "
-            "another forward and backward pass before; within accumulate(model), which keeps all passes, clip once, at its "
-            "end." + ON_PASSES
+            f"{what}: add=True would add the last backward pass to .grad a second time. Run another forward and backward "
+            "pass first. Within accumulate(model), which keeps all passes, clip once, at its end." + ON_PASSES
         )
 
 
@@ -291,8 +291,8 @@ def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
     """Raises NotImplementedError where processes share the batch, or a layer.  instead: what to do then"""
     if grads.spread.mesh is not None or grads.spread.cuts:
         raise NotImplementedError(
-            f"{what}: the model shares its batches, or its layers, with other processes, and this would add up "
-            f"those of one process alone. {instead}" + ON_PROCESSES
+            f"{what}: the model shares its batches, or its layers, with other processes, and this sum would be of one "
+            f"process alone. {instead}" + ON_PROCESSES
         )
 
 

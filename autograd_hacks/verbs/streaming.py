@@ -150,7 +150,7 @@ def during_backward(
         verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     check_scale(scale)
     if project is not None:
-        check_map("during_backward was given project", project, kind, entries)
+        check_map("during_backward: project", project, kind, entries)
         verbs["projection"] = lambda name, form: form.project(
             random_map(name, form.shape, project, seed, stream.cuts.get(name), kind, entries), budget
         )

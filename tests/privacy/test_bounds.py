@@ -215,5 +215,5 @@ def test_what_would_break_the_promise_is_refused() -> None:
         autograd_hacks.QuantileClip(2.0)
     autograd_hacks.backward(squares(model(x)))
     autograd_hacks.clip_and_noise_(model, 1.0, 1.0, EXPECTED)
-    with pytest.raises(NothingRecorded, match="spends more of the budget"):
+    with pytest.raises(NothingRecorded, match="spend privacy budget that the accountant"):
         autograd_hacks.clip_and_noise_(model, 1.0, 1.0, EXPECTED)

@@ -151,10 +151,10 @@ def test_refusals() -> None:
             autograd_hacks.clip_and_noise_(model, *arguments)
     with pytest.raises(TypeError, match="expected_batch_size=None; expected a number"):
         autograd_hacks.clip_and_noise_(model, 1.0, 1.0, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected \(6,\), one per sample"):
+    with pytest.raises(ValueError, match=r"expected \(6,\), one for each sample"):
         step(model, groups=torch.zeros(5, dtype=torch.long))
     step(model, 1.0)
-    with pytest.raises(NothingRecorded, match="spends more of the budget"):
+    with pytest.raises(NothingRecorded, match="spend privacy budget that the accountant"):
         step(model, 1.0)
     eager = hooked(param_grad=True)
     backward(eager, x)

@@ -57,7 +57,7 @@ def test_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert found["found"] >= 15
     assert f"{found['found']} of the 20" in printed
     assert "normalises with statistics of the batch" in printed
-    assert 'See docs/errors.rst, "Samples that mix".' in printed
+    assert "python -m autograd_hacks explain samples-that-mix" in printed
     assert "torch.Size([64])" in printed
 
 

@@ -163,7 +163,7 @@ def test_adding_is_refused_where_grad_holds_some_of_it() -> None:
         assert_close(p.grad, grad)
     model.zero_grad()
     squares(model[2](torch.ones(2, 4).double())).mean().backward()  # a layer by itself, with an ordinary gradient
-    with pytest.raises(ValueError, match="called by themselves"):
+    with pytest.raises(ValueError, match="unclipped"):
         autograd_hacks.clip_grad1_norm_(model, BOUND, add=True)
 
 
@@ -181,7 +181,7 @@ def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
         step(model, *batch())
         put(model)
         grads = [p.grad for p in model.parameters()]
-        with pytest.raises(NothingRecorded, match="already"):
+        with pytest.raises(NothingRecorded, match="a second time"):
             autograd_hacks.clip_grad1_norm_(model, BOUND, add=True, batch_size=5)
         assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
 

@@ -178,9 +178,9 @@ def test_some_parameters(tower: nn.Module, only: object, names: list[str]) -> No
 
 
 def test_patterns_that_match_nothing(tower: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"'2\.wieght', which matches no parameter; expected .*'1\.weight'"):
+    with pytest.raises(ValueError, match=r"'2\.wieght' matches no parameter; expected .*'1\.weight'"):
         autograd_hacks.per_sample_grads(tower, only=["*.bias", "2.wieght"])
-    with pytest.raises(ValueError, match=r"'0\.\*', which matches frozen parameters alone"):
+    with pytest.raises(ValueError, match=r"'0\.\*' matches frozen parameters alone"):
         autograd_hacks.per_sample_grads(tower, only="0.*")
     with pytest.raises(TypeError, match="expected names of parameters"):
         autograd_hacks.per_sample_grads(tower, only=[tower[1].weight])  # type: ignore[list-item]

@@ -1,0 +1,90 @@
+"""The pages' sections that messages name, as text for a terminal.
+
+A wheel has the pages in ``autograd_hacks/pages``, where setup.py puts them; a clone has them in ``docs``.
+"""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from autograd_hacks.errors import EXPLAINED
+
+PACKAGE = Path(__file__).parent.parent
+UNDERLINE = re.compile(r"([=\-~^])\1+$")
+ROLES = [
+    (re.compile(r"``([^`]+)``(?=  )"), r"\1    "),  # in a table, whose columns stay
+    (re.compile(r":doc:`([^`<]+) <([^`>]+)>`"), r"\1 (docs/\2.rst)"),
+    (re.compile(r":doc:`/?([^`]+)`"), r"docs/\1.rst"),
+    (re.compile(r"`([^`<\n]+)\s<([^`>\s]+)>`__?"), r"\1 (\2)"),
+    (re.compile(r":\w+:`([^`]+)`"), r"\1"),
+    (re.compile(r"``([^`]+)``"), r"\1"),
+    (re.compile(r"`([^`\n]+)`_?_?"), r"\1"),
+]
+"""Marks of reStructuredText, and what a terminal shows in their place."""
+
+HIDDEN = None, "testsetup", "testcode", "toctree", "image", "figure"
+"""Directives that a terminal doesn't show; None stands for a target."""
+BARE = "doctest", "code-block", "container"
+"""Directives of which a terminal shows the content alone."""
+
+
+def folder() -> Path:
+    """Where the pages are.  Raises FileNotFoundError where they are not."""
+    for place in (PACKAGE / "pages", PACKAGE.parent / "docs"):
+        if (place / "errors.rst").exists():
+            return place
+    raise FileNotFoundError(
+        f"the pages are neither in {PACKAGE / 'pages'}, where a wheel has them, nor in {PACKAGE.parent / 'docs'}, where a "
+        "clone has them. Install the library again."
+    )
+
+
+def explained(name: str) -> str:
+    """The section that a message names, or that explains an error's class, as text.
+
+    name: as ``python -m autograd_hacks explain`` lists it; or a class of `autograd_hacks.errors`: SamplesMixed
+    Raises KeyError, with close names, for another name; FileNotFoundError where the pages are not installed.
+    """
+    if name not in EXPLAINED:
+        close = get_close_matches(name.lower(), EXPLAINED, 3, 0.4) or list(EXPLAINED)[:3]
+        raise KeyError(f"there is no section {name!r}; close names are {', '.join(close)}.")
+    title, page = EXPLAINED[name]
+    return plain(section((folder() / page).read_text(encoding="utf-8"), title)) + f"\n\n(docs/{page} of the sources)"
+
+
+def section(page: str, title: str) -> str:
+    """A section of a page, its subsections included.  Raises KeyError where the page has none of this title."""
+    lines, ranks, start, rank = page.splitlines(), [], None, 0
+    for number, line in enumerate(lines[1:], 1):
+        above = lines[number - 1]
+        if not UNDERLINE.match(line) or not above or above[0].isspace() or len(line) < len(above):
+            continue
+        if line[0] not in ranks:
+            ranks.append(line[0])
+        if start is not None and ranks.index(line[0]) <= rank:
+            return "\n".join(lines[start : number - 1]).rstrip()
+        if above == title and start is None:
+            start, rank = number - 1, ranks.index(line[0])
+    if start is None:
+        raise KeyError(f"the page has no section {title!r}")
+    return "\n".join(lines[start:]).rstrip()
+
+
+def plain(text: str) -> str:
+    """reStructuredText without its marks: roles, directives and what only runs examples."""
+    kept, hidden = [], False
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            directive = re.match(r"\.\. ([\w-]+)::|\.\. _", line)
+            hidden = directive is not None and directive[1] in HIDDEN
+            if hidden or (directive is not None and directive[1] in BARE):
+                continue
+        if not hidden and not re.match(r"\s+:\w[\w-]*:( |$)", line):
+            kept.append(line if line.lstrip().startswith(">>>") else _without_roles(line))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+
+
+def _without_roles(line: str) -> str:
+    for mark, shown in ROLES:
+        line = mark.sub(shown, line)
+    return line[:-1] if line.endswith("::") and not line.startswith("..") else line
