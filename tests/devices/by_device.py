@@ -91,8 +91,6 @@ def words(length: int) -> Callable[[], Tensor]:
 class Family:
     model: Callable[[], nn.Module]
     x: Callable[[], Tensor]
-    #: the operation whose result's values decide on shapes, which there are none of on the meta device
-    decides: str = ""
 
     def on(self, device: torch.device | str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Tensor]:
         """The model and a batch, the same numbers on each device."""
@@ -109,7 +107,7 @@ FAMILIES = {
     "lstm": Family(lambda: Recurrent(nn.LSTM), vectors(5, 3)),
     "gru": Family(lambda: Recurrent(nn.GRU), vectors(5, 3)),
     "embedding bag": Family(lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode="mean"), nn.Tanh(), nn.Linear(5, 3)), words(4)),
-    "routed experts": Family(Experts, vectors(4, 4), "nonzero"),
+    "routed experts": Family(Experts, vectors(4, 4)),
 }
 
 
