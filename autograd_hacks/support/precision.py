@@ -13,8 +13,9 @@ KINDS = (MATMUL, CONV, RNN)
 UNITS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 """By torch's name of what factors are rounded to: a unit of the last digit that they keep, of 1."""
 
+_CUDNN: Any = torch.backends.cudnn  # whose settings have no types
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "cuda": {MATMUL: torch.backends.cuda.matmul, CONV: torch.backends.cudnn.conv, RNN: torch.backends.cudnn.rnn},
+    "cuda": {MATMUL: torch.backends.cuda.matmul, CONV: _CUDNN.conv, RNN: _CUDNN.rnn},
     "cpu": {kind: getattr(torch.backends.mkldnn, kind) for kind in KINDS},
 }
 

@@ -21,7 +21,10 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.layer = nn.Parameter(torch.randn(1, 1, 8)), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.token, self.layer = (
+            nn.Parameter(torch.randn(1, 1, 8)),
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        )
         self.out = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +63,11 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts, self.out = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 5) for _ in range(2)), nn.Linear(5, 3)
+        self.gate, self.experts, self.out = (
+            nn.Linear(4, 2),
+            nn.ModuleList(nn.Linear(4, 5) for _ in range(2)),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -106,7 +113,9 @@ FAMILIES = {
     "causal language model": Family(Causal, words(7)),
     "lstm": Family(lambda: Recurrent(nn.LSTM), vectors(5, 3)),
     "gru": Family(lambda: Recurrent(nn.GRU), vectors(5, 3)),
-    "embedding bag": Family(lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode="mean"), nn.Tanh(), nn.Linear(5, 3)), words(4)),
+    "embedding bag": Family(
+        lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode="mean"), nn.Tanh(), nn.Linear(5, 3)), words(4)
+    ),
     "routed experts": Family(Experts, vectors(4, 4)),
 }
 

@@ -1,4 +1,4 @@
-"""One model of each family on each device: every verb, in double precision, and rows in the precisions that people train in."""
+"""One model of each family on each device: every verb in double precision, and rows in those that people train in."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

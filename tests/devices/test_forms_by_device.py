@@ -1,4 +1,4 @@
-"""The laws of forms on each device, and the shapes of all verbs on the meta device, where a tensor of the CPU would be noticed."""
+"""The laws of forms on each device, and shapes of all verbs on the meta device, where a tensor of the CPU is noticed."""
 
 import re
 

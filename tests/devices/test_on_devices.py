@@ -86,7 +86,8 @@ def test_channels_last(device: torch.device) -> None:
             step(model, x)
         assert_close(grad1_of(model), expected)
         assert_close(
-            autograd_hacks.per_sample_grads(model).norms(), torch.cat([r.flatten(1) for r in expected.values()], 1).norm(dim=1)
+            autograd_hacks.per_sample_grads(model).norms(),
+            torch.cat([r.flatten(1) for r in expected.values()], 1).norm(dim=1),
         )
 
 

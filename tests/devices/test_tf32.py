@@ -1,6 +1,6 @@
-"""Products whose factors are rounded to TF32: proofs don't take rounding for gradients that nobody saw, and see what is wrong.
+"""Products whose factors are rounded to TF32: proofs don't take that for wrong rows, and still see what is wrong.
 
-By default cuDNN rounds so in convolutions and recurrent layers, and everything does after ``set_float32_matmul_precision("high")``.
+By default cuDNN rounds so in convolutions and recurrent layers, and all do after ``set_float32_matmul_precision("high")``.
 A GPU does it itself; on a CPU a mode rounds the factors of each product, forward, backward and in reading.
 """
 
@@ -60,7 +60,12 @@ CASES: dict[str, Case] = {
 @pytest.fixture
 def high() -> Iterator[None]:
     """Whatever may use TF32 may."""
-    settings = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn, torch.backends.cuda.matmul]
+    settings = [
+        torch.backends.mkldnn.matmul,
+        torch.backends.mkldnn.conv,
+        torch.backends.mkldnn.rnn,
+        torch.backends.cuda.matmul,
+    ]
     kept = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "tf32"
@@ -88,13 +93,33 @@ def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
     assert max(errors(found, exact).values()) > 1e-6  # it has rounded
 
 
+def step(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def test_convolutions_alone_as_cudnn_has_it_by_default() -> None:
+    torch.manual_seed(0)
+    model, x, mode = cnn(), torch.randn(16, 3, 12, 12), TF32(TF32.CONVOLUTIONS)
+    exact, kept = double_rows(model, x), torch.backends.mkldnn.conv.fp32_precision
+    torch.backends.mkldnn.conv.fp32_precision = "tf32"
+    try:
+        with autograd_hacks.add_hooks(model, param_grad=False), mode:
+            for _ in range(3):
+                step(model, x)
+            found = grad1_of(model)
+    finally:
+        torch.backends.mkldnn.conv.fp32_precision = kept
+    assert mode.rounded
+    assert 1e-6 < max(errors(found, exact).values()) < 1e-2
+
+
 def test_rounding_unasked_for_is_no_rounding() -> None:
     """Where torch isn't told that factors may be rounded, what differs so much is wrong."""
     torch.manual_seed(0)
     model = mlp()
     with autograd_hacks.add_hooks(model), TF32(), pytest.raises(VerificationFailed):
-        losses(model(torch.randn(16, 300))).mean().backward()
-        autograd_hacks.compute_grad1(model)
+        step(model, torch.randn(16, 300))
 
 
 @pytest.mark.usefixtures("high")
@@ -108,8 +133,7 @@ def test_a_rule_that_is_wrong_is_still_seen(device: torch.device, monkeypatch: p
 
     monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(sound, formula=off))
     with autograd_hacks.add_hooks(model), pytest.raises(VerificationFailed):
-        losses(model(torch.randn(16, 300, device=device))).mean().backward()
-        autograd_hacks.compute_grad1(model)
+        step(model, torch.randn(16, 300, device=device))
 
 
 def test_what_torch_is_told_is_known(high: None) -> None:
