@@ -166,7 +166,7 @@ def agree(
     expected: Tensor,
     used: Iterable[torch.dtype | None],
     received: Callable[[], float],
-    rounded: float,
+    rounded: float = 0.0,
 ) -> bool:
     """Whether Σₙ wₙ gₙ is what autograd has found, but for rounding: relative to the sum of its terms' magnitudes, which
     is far larger than the sum where they cancel.
