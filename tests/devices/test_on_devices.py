@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are none without a GPU")
 
@@ -103,6 +104,17 @@ def test_memory_elsewhere(device: torch.device, name: str) -> None:
             loss.backward()
             autograd_hacks.compute_grad1(model)
         assert_close(grad1_of(model), expected)
+
+
+def test_positions_whose_index_is_elsewhere_are_refused(device: torch.device) -> None:
+    """A copy comes back, of which nobody knows whether it was the batch's: an error, and no wrong rows."""
+    model, x = FAMILIES["causal language model"].on(device)
+    with autograd_hacks.add_hooks(model):
+        with torch.autograd.graph.save_on_cpu():
+            loss = losses(model(x)).mean()
+        loss.backward()
+        with pytest.raises(UnseenGradient, match=r"positions\.weight"):
+            autograd_hacks.compute_grad1(model)
 
 
 @needs_cuda
