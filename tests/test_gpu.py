@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpu_parts import PARTS, TOKENS, Case, Goal, Part
 from gpu_ways import CLIP, GHOST, NORMS, OPACUS, PLAIN, PROJECT, ROWS, WAYS
+from systems import trainable
 from workloads import Workload, classification, multilayer, of_shape
 
 TINY = "some"
@@ -66,6 +67,17 @@ def test_full_parts_are_what_was_asked_for() -> None:
                 assert goal.unit in ("of plain", TOKENS, *case.ways)
     goals = {str(goal) for part in PARTS.values() for case in part.cases(False).values() for goal in case.goals}
     assert {"at least 60,000 tokens/s", "at least 26 × as fast as rows by a loop", "at most 1.3 plain steps"} <= goals
+
+
+def test_full_models_have_the_sizes_of_their_names() -> None:
+    """On the meta device, where they take no memory."""
+    millions = {"gpt2": [124], "pythia": [70, 162, 405, 1012, 1415, 2775, 6856], "bert": [22] * 4, "lora": [7], "vit": [86]}
+    for name, expected in millions.items():
+        models = [gpu.on_meta(case) for case in PARTS[name].cases(False).values()]
+        assert [round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models] == expected
+    assert (
+        round(sum(p.numel() for p in gpu.on_meta(next(iter(PARTS["lora"].cases(False).values()))).parameters()) / 1e8) == 80
+    )
 
 
 def test_figures_are_kept_and_put_together(tmp_path: Path, parts: dict[str, Part], capsys: pytest.CaptureFixture) -> None:

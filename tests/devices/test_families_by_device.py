@@ -1,7 +1,8 @@
 """One model of each family on each device: every verb in double precision, and rows in those that people train in."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -102,40 +103,36 @@ def autocast(dtype: torch.dtype) -> Callable[[torch.device], AbstractContextMana
     return lambda device: torch.autocast(device.type, dtype)
 
 
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """All products in single precision by TF32, on a GPU that has it, or without ('ieee')."""
+    settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    kept = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, kept):
+            setting.fp32_precision = value
+
+
 PRECISIONS: dict[str, Callable[[torch.device], AbstractContextManager[object]]] = {
-    "single": lambda device: nullcontext(),
-    "TF32": lambda device: in_tf32(),
+    "single": lambda device: products("ieee"),
+    "as torch has it": lambda device: nullcontext(),
+    "TF32": lambda device: products("tf32"),
     "bfloat16": autocast(torch.bfloat16),
     "float16": autocast(torch.float16),
 }
-UNITS = {"single": 2.0**-23, "TF32": 2.0**-10, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+UNITS = {"single": 2.0**-23, "as torch has it": 2.0**-10, "TF32": 2.0**-10, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
-class in_tf32:
-    """Products of a GPU may use TF32."""
-
-    def __enter__(self) -> None:
-        self.kept = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self.kept)
-
-
-@pytest.fixture
-def _plain_matmul() -> Iterator[None]:
-    kept = torch.backends.mkldnn.matmul.fp32_precision
-    yield
-    torch.backends.mkldnn.matmul.fp32_precision = kept
-
-
-@pytest.mark.usefixtures("_plain_matmul")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precision: str) -> None:
     """Three steps, two of which are proven.  Rows may be as far off as plain passes of one sample are, and a few units."""
-    if precision == "TF32" and device.type == "cpu":
-        pytest.skip("a CPU has no TF32; test_tf32.py rounds as a GPU does")
+    if precision in ("TF32", "as torch has it") and device.type == "cpu":
+        pytest.skip("a CPU has no TF32, and torch no other default; test_tf32.py rounds as a GPU does")
     if (name, precision, device.type) in {(own, "float16", "cpu") for own in ("lstm", "gru")}:
         pytest.skip("torch has no recurrent layers in half precision on a CPU")
     for param_grad in (True, False):
@@ -143,9 +140,9 @@ def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precisi
         with autograd_hacks.add_hooks(model, param_grad=param_grad):
             for _ in range(3):
                 with PRECISIONS[precision](device):
-                    out = model(x)
-                losses(out).mean().backward()
-                autograd_hacks.compute_grad1(model)
+                    loss = losses(model(x)).mean()
+                    loss.backward()
+                    autograd_hacks.compute_grad1(model)
                 model.zero_grad()
             found = grad1_of(model)
         exact = double_rows(model, x)
