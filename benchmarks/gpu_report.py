@@ -66,8 +66,9 @@ def text(data: Data) -> str:
 
 
 def page(data: Data) -> str:
-    """The same in reStructuredText."""
-    lines = []
+    """The same in reStructuredText, a section of a page."""
+    cards = ", ".join(dict.fromkeys(part["about"]["machine"] for part in data["parts"].values()))
+    lines = [cards, "-" * len(cards), "", "Aims stand beside figures, and are no results.", ""]
     for part in data["parts"].values():
         title = part["title"] + (f" ({TINY})" if part["tiny"] else "")
         lines += [title, "~" * len(title), "", machine(part) + ".", ""]

@@ -75,9 +75,8 @@ def test_full_models_have_the_sizes_of_their_names() -> None:
     for name, expected in millions.items():
         models = [gpu.on_meta(case) for case in PARTS[name].cases(False).values()]
         assert [round(sum(p.numel() for p in trainable(model).values()) / 1e6) for model in models] == expected
-    assert (
-        round(sum(p.numel() for p in gpu.on_meta(next(iter(PARTS["lora"].cases(False).values()))).parameters()) / 1e8) == 80
-    )
+        if name == "lora":
+            assert round(sum(p.numel() for p in models[0].parameters()) / 1e8) == 80
 
 
 def test_figures_are_kept_and_put_together(tmp_path: Path, parts: dict[str, Part], capsys: pytest.CaptureFixture) -> None:
