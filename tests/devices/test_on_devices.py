@@ -209,3 +209,33 @@ def test_a_model_that_moves(device: torch.device) -> None:
             expected = rows_of(model, x)
         step(model, x)
         assert_close(grad1_of(model), expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_noise_is_where_the_parameter_is(device: torch.device, name: str) -> None:
+    """Of one seed the same in each run, and as large as it is to be."""
+    found = []
+    for _ in range(2):
+        model, x = FAMILIES[name].on(device, torch.float32)
+        with autograd_hacks.add_hooks(model):
+            autograd_hacks.backward(losses(model(x)))
+            noise = torch.Generator().manual_seed(1)
+            autograd_hacks.clip_and_noise_(model, 1e-3, 1e3, len(x), noise=noise)
+            assert {p.grad.device.type for p in model.parameters()} == {device.type}
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert_close(*found, rtol=0, atol=1e-6)
+    assert 0.7 < float(found[0].std()) * len(x) < 1.4
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("name", ["mlp", "encoder", "causal language model"])
+def test_a_compiled_step(name: str) -> None:
+    """By inductor's kernels."""
+    model, x = FAMILIES[name].on("cuda", torch.float32)
+    matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
+    compiled = autograd_hacks.compile(model, "norms")
+    for _ in range(3):
+        losses(compiled(x)).sum().backward()
+        assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=1e-2, atol=0)
+        model.zero_grad()
