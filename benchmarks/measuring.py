@@ -36,7 +36,9 @@ FIXED = {"N": 16, "T": 8}  # the other one's size
 def build(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
     """A system on a model of its own, with the same weights for each."""
     torch.manual_seed(0)
-    return maker(workload, workload.model().to(device, dtype))
+    with device:  # where drawing billions of weights takes no time
+        model = workload.model()
+    return maker(workload, model.to(device, dtype))
 
 
 def batch_of(workload: Workload, number: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
@@ -61,13 +63,24 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def interleaved(
-    workload: Workload, steps: dict[str, Step], rounds: int, device: torch.device, label: str
+    workload: Workload,
+    steps: dict[str, Step],
+    rounds: int,
+    device: torch.device,
+    label: str,
+    dtype: torch.dtype = torch.float32,
+    until: float = math.inf,
 ) -> dict[str, Numbers]:
-    """{system: seconds of each round}; every round runs each system once on the same batch."""
+    """{system: seconds of each round}; every round runs each system once on the same batch.
+
+    dtype: of the batch's real numbers    until: the ``perf_counter`` from which no other round is begun
+    """
     times: dict[str, Numbers] = {system: [] for system in steps}
     shuffler = random.Random(0)
     for number in tqdm(range(rounds), desc=label, unit="round", leave=False):
-        batch = batch_of(workload, number, device)
+        if number and time.perf_counter() > until:
+            break
+        batch = batch_of(workload, number, device, dtype)
         # In another order each time: what ran before leaves the allocator and the caches as it likes.
         for system in shuffler.sample(list(steps), len(steps)):
             times[system].append(seconds(partial(steps[system], batch), device))
@@ -102,13 +115,13 @@ class Held(TorchDispatchMode):
         self._seen.discard(key)
 
 
-def peak(workload: Workload, maker: Maker, device: torch.device) -> float:
+def peak(workload: Workload, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """MB of tensors alive at once in a system's second step, beside the model and the batch.
 
     What the first step left is counted, so that keeping memory between steps is no way to need none.
     """
     gc.collect()
-    step, batch = build(workload, maker, device), batch_of(workload, 0, device)
+    step, batch = build(workload, maker, device, dtype), batch_of(workload, 0, device, dtype)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         step(batch)
@@ -156,10 +169,10 @@ def scaling(
     return {"sizes": sizes, "seconds": times, "peak MB": memory, "exponents": exponents}
 
 
-def warm(workload: Workload, step: Step, device: torch.device) -> Step:
+def warm(workload: Workload, step: Step, device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
     """The step, after two runs: the library's first one is another one."""
     for _ in range(2):
-        step(batch_of(workload, 0, device))
+        step(batch_of(workload, 0, device, dtype))
     return step
 
 

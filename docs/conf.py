@@ -89,6 +89,7 @@ def write_benchmark() -> None:
     """The tables and charts of every machine whose figures are in ``docs/benchmark``."""
     here = pathlib.Path(__file__).parent
     sys.path.insert(0, str(here.parent / "benchmarks"))
+    import gpu_report
     import report
     import uses_report
 
@@ -97,6 +98,9 @@ def write_benchmark() -> None:
         data = json.loads(file.read_text())
         if "uses" in data:
             (here / "_generated" / "uses.rst").write_text(uses_report.as_page(data))
+            continue
+        if "parts" in data:
+            pages.append(gpu_report.page(data))
             continue
         charts = {
             task: {name: f"_generated/{report.chart_name(file.stem, task, name)}" for name in results}

@@ -79,7 +79,8 @@ def _stack(grads: list[Tensor | None], shape: torch.Size) -> Tensor | None:
         return torch.zeros(0, *shape)
     if all(g is None for g in grads):
         return None
-    return torch.stack([torch.zeros(shape) if g is None else g for g in grads])
+    like = next(g for g in grads if g is not None)
+    return torch.stack([torch.zeros_like(like) if g is None else g for g in grads])
 
 
 def assert_rows(model: nn.Module, expected: Rows, inside: torch.dtype | None = None) -> None:

@@ -13,8 +13,9 @@ from autograd_hacks.compiled.labels import Joint, Labels, behind
 from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.probe.plan import is_milestone
-from autograd_hacks.reading.certificate import agree
+from autograd_hacks.reading.certificate import agree, rounding_of
 from autograd_hacks.support.contexts import cuda_devices_of as cuda_devices_of
+from autograd_hacks.support.precision import CONV
 
 
 class Certificate:
@@ -73,7 +74,8 @@ class Certificate:
                 is_right = not bool(expected.any())
             else:
                 # Of sums that cancel, as a bias's in front of a norm, what is left is rounding, by all that came there.
-                is_right = agree(form, w.to(form.sum_dtype.to_real()), expected, self.dtypes, partial(float, scale / 64))
+                weights, received = w.to(form.sum_dtype.to_real()), partial(float, scale / 64)
+                is_right = agree(form, weights, expected, self.dtypes, received, rounding_of(CONV, expected))
             if not is_right:
                 raise VerificationFailed(
                     f"wrong per-sample gradients: randomly weighted, the rows of {name} don't add up to the gradient of the "

@@ -13,7 +13,7 @@ from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.forms import Form, add
 from autograd_hacks.probe.documents import NOT_INSIDE, Documents
 from autograd_hacks.probe.plan import AXES, ROWS, Plan
-from autograd_hacks.reading.certificate import agree, received_by
+from autograd_hacks.reading.certificate import agree, received_by, rounded_by
 from autograd_hacks.reading.labelling import Found, Key, Passes, random_like
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import without_autocast
@@ -171,5 +171,6 @@ def _compared(
             grad, form = own_of(grad, ran.parameters[name]).to_dense(), add(forms[name])
             used = [use.precision for use, _, _ in terms[name]]
             weights = w.to(form.like.device, form.sum_dtype.to_real())
-            agrees = agree(form, weights, grad, used, partial(received_by, form, terms[name]))
+            rounded = rounded_by((use for use, _, _ in terms[name]), grad)
+            agrees = agree(form, weights, grad, used, partial(received_by, form, terms[name]), rounded)
             yield name, not bool(grad.any()), agrees, ", ".join(dict.fromkeys(use.place for use, _, _ in terms[name]))

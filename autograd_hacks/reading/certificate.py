@@ -1,5 +1,6 @@
 """Rows add up: the sum over the samples is the gradient that arrived at the parameter, or there is something unseen."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from math import inf, prod
@@ -9,13 +10,20 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.records import Pass, Record, Segment
-from autograd_hacks.capture.uses import LayerCall, OutputGrads, Use
+from autograd_hacks.capture.uses import LayerCall, NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Dense, Form, magnitudes
 from autograd_hacks.support.parts import own_of, part_of
+from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
 """By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
+
+PRODUCTS = 4
+"""By how many units to which the factors of products are rounded two sums may differ: each is off by a unit at most."""
+
+_IN_STEPS = 20
+"""The same, where products of products are added up, step by step."""
 
 _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers of whose biases torch adds the gradients at K positions one after the other on a CPU, which loses as many digits of
@@ -79,7 +87,30 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
     # Under autocast the gradient that arrived was computed in its precision.
     used = [call.precision for call, _, _ in calls if call.precision is not None]
     with torch.no_grad():
-        return agree(form, expected.new_full((form.samples,), weight), expected, used, partial(received_by, form, calls))
+        weights, received = expected.new_full((form.samples,), weight), partial(received_by, form, calls)
+        return agree(form, weights, expected, used, received, rounded_by((call for call, _, _ in calls), expected))
+
+
+def rounded_by(uses: Iterable[Use], like: Tensor) -> float:
+    """How far sums may differ because products of a parameter's uses round their factors, of the sum of the magnitudes.
+
+    like: what the sums are, which tells the device and the dtype
+    """
+    return max((rounding_of(kind, like) for kind in {_products_of(use) for use in uses}), default=0.0)
+
+
+def rounding_of(kind: str, like: Tensor) -> float:
+    """`rounded_by`, of one kind of products."""
+    return (_IN_STEPS if kind == RNN else PRODUCTS) * unit_of_products(like, {kind, MATMUL})
+
+
+def _products_of(use: Use) -> str:
+    """By what kind of products a use makes its parameters' gradients."""
+    if isinstance(use, LayerCall):
+        is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
+        return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
+    node = use.node if isinstance(use, NodeUse) else ""
+    return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 
 def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> float:
@@ -130,19 +161,24 @@ def _centred(call: LayerCall) -> float:
 
 
 def agree(
-    form: Form, w: Tensor, expected: Tensor, used: Iterable[torch.dtype | None], received: Callable[[], float]
+    form: Form,
+    w: Tensor,
+    expected: Tensor,
+    used: Iterable[torch.dtype | None],
+    received: Callable[[], float],
+    rounded: float = 0.0,
 ) -> bool:
     """Whether Σₙ wₙ gₙ is what autograd has found, but for rounding: relative to the sum of its terms' magnitudes, which
     is far larger than the sum where they cancel.
 
     w: N    expected: shape    used: other dtypes that it was computed in    received: see `received_by`; what rows that are
-    sums over positions already may have cancelled from
+    sums over positions already may have cancelled from    rounded: see `rounded_by`
     """
     if not expected.numel():
         return True
     difference = form.weighted_sum(w).to(expected.dtype).sub_(expected)
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
-    tolerance = max(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes)
+    tolerance = max(rounded, *(min(ROUNDING * torch.finfo(dtype).eps, 0.05) for dtype in dtypes))
     worst, largest = torch.stack([torch.linalg.vector_norm(x, inf) for x in (difference, expected)]).tolist()
     if worst <= tolerance * largest < inf:  # the usual case
         return True

@@ -14,6 +14,7 @@ from torch import Tensor
 from autograd_hacks.errors import BatchSizeError, StaleRecord, where
 from autograd_hacks.forms import Form
 from autograd_hacks.support.contexts import with_random_state
+from autograd_hacks.support.precision import MATMUL, RNN, unit_of_products
 from autograd_hacks.support.trees import version_of
 
 
@@ -91,8 +92,9 @@ def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> b
     # The tolerance is far above rounding in the coarsest precision that the forward pass used, and far below what changed
     # weights do.
     eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, precision or seen.dtype))
-    factor, out = (1e3 if eps < 1e-6 else 20) * eps, out.detach().to(seen.dtype)
-    if not seen.numel():
+    factor = max((1e3 if eps < 1e-6 else 20) * eps, 20 * unit_of_products(seen, (MATMUL, RNN)))
+    out = out.detach().to(seen.dtype)
+    if not seen.numel() or seen.is_meta:
         return True
     error, size = (float(torch.linalg.vector_norm(x, torch.inf)) for x in (out - seen, seen))
     if error <= factor * size < torch.inf:  # the usual case, which reads the memory few times

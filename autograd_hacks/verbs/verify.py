@@ -25,7 +25,7 @@ from autograd_hacks.errors import (
 from autograd_hacks.forms import Form
 from autograd_hacks.probe.batch import kept_samples
 from autograd_hacks.probe.documents import documents_of
-from autograd_hacks.reading.certificate import agree
+from autograd_hacks.reading.certificate import agree, rounded_by
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import is_shown
 from autograd_hacks.rules.table import rule_for
@@ -156,6 +156,7 @@ class _Comparison:
     def __init__(self, record: Record) -> None:
         received = [own for recorded in record.passes for own in recorded.received.items()]
         self.used = {call.precision for call, _ in received}  # what autocast has computed in
+        self.uses = [call for call, _ in received]
         self.length = sum(grads.length for _, grads in received)  # of all gradients that came to calls
         self.wrong: list[tuple[str, ...]] = []
         """Rows of the table."""
@@ -165,7 +166,7 @@ class _Comparison:
         difference = expected
         if form is not None:
             w = w.to(form.like.device, form.sum_dtype)
-            if agree(form, w, expected, self.used, lambda: size * self.length):
+            if agree(form, w, expected, self.used, lambda: size * self.length, rounded_by(self.uses, expected)):
                 return
             difference = form.weighted_sum(w).to(expected) - expected
         if form is not None or expected.any():

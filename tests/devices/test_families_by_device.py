@@ -1,0 +1,179 @@
+"""One model of each family on each device: every verb in double precision, and rows in those that people train in."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from by_device import FAMILIES, Recurrent, double_rows, errors, grad1_of, losses, rows_of
+from quantities import assert_quantities
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_verb_of_a_family(device: torch.device, name: str) -> None:
+    model, x = FAMILIES[name].on(device)
+    expected = rows_of(model, x)
+    with autograd_hacks.add_hooks(model):
+        losses(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        assert_close(grad1_of(model), expected)
+        assert {p.grad1.device.type for p in model.parameters()} == {device.type}
+        assert_quantities(model, expected)
+
+
+def written(rows: dict[str, Tensor]) -> Tensor:
+    return torch.cat([own.flatten(1) for own in rows.values()], 1)
+
+
+@pytest.mark.parametrize("name", ["mlp", "causal language model"])
+def test_verbs_that_take_passes_of_their_own(device: torch.device, name: str) -> None:
+    model, x = FAMILIES[name].on(device)
+    rows = rows_of(model, x)
+    matrix, v = written(rows), {key: torch.randn_like(p) for key, p in model.named_parameters()}
+    flat = torch.cat([own.flatten() for own in v.values()])
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.streaming(model, gram=True, dot=v) as streamed:
+            losses(model(x)).mean().backward()
+        assert_close(streamed.norms, matrix.norm(dim=1))
+        assert_close(streamed.gram, matrix @ matrix.mT)
+        assert_close(streamed.dot, matrix @ flat)
+        with autograd_hacks.during_backward(model, "grad1", "norms") as found:
+            losses(model(x)).mean().backward()
+        assert_close(grad1_of(model), rows)
+        assert_close(found.norms, matrix.norm(dim=1))
+        with autograd_hacks.accumulate(model):
+            for part in x.split(4):
+                losses(model(part)).mean().backward()
+        assert_close(autograd_hacks.per_sample_grads(model).gram(), matrix @ matrix.mT)
+        model.zero_grad()
+        autograd_hacks.backward(losses(model(x)))
+        grads = autograd_hacks.per_sample_grads(model)
+        product = matrix.mT @ (matrix @ flat) / len(x)
+        assert_close(torch.cat([own.flatten() for own in grads.fisher_matvec(v).values()]), product)
+        fisher = matrix.mT @ matrix / len(x) + 0.1 * torch.eye(matrix.shape[1], dtype=matrix.dtype, device=device)
+        solved = grads.natural_gradient(v, damping=0.1)
+        assert_close(torch.cat([own.flatten() for own in solved.values()]), torch.linalg.solve(fisher, flat))
+        autograd_hacks.verify(model, samples=2)
+        jacobian = autograd_hacks.per_sample_jacobian(model, model(x))
+        assert_close(jacobian.norms().flatten(1), norms_of_outputs(model, x))
+        model.zero_grad()
+        autograd_hacks.backward(losses(model(x)))
+        bound = float(matrix.norm(dim=1).median())
+        autograd_hacks.clip_and_noise_(model, bound, 0.0, len(x))
+        weights = (bound / matrix.norm(dim=1)).clamp(max=1) / len(x)
+        assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), weights @ matrix)
+        kept = autograd_hacks.over(model, [x[:4], x[4:]], lambda net, own: losses(net(own)), lambda own: own.norms())
+        assert_close(kept, matrix.norm(dim=1).cpu())
+
+
+def norms_of_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Of each entry of each sample's output by a backward pass of its own, N × entries."""
+    with autograd_hacks.pause_hooks():
+        parameters, out = list(model.parameters()), model(x)
+        grads = [
+            torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for entry in out.flatten()
+        ]
+    return torch.stack([torch.cat([g.flatten() for g in own]).norm() for own in grads]).view(len(out), -1)
+
+
+def test_curvature(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3, bias=False).to(device, torch.float64), torch.randn(6, 4).to(device, torch.float64)
+
+    def mean_loss(weight: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ weight.mT, torch.arange(6, device=device) % 3)
+
+    exact = torch.autograd.functional.hessian(mean_loss, model.weight.detach())
+    with autograd_hacks.add_hooks(model):
+        autograd_hacks.backprop_hess(model(x), "CrossEntropy")
+        autograd_hacks.compute_hess(model)
+        assert_close(model.weight.hess, exact)
+        autograd_hacks.compute_hess(model, kind="diag")
+        assert_close(model.weight.hess_diag.flatten(), exact.reshape(12, 12).diagonal())
+
+
+def autocast(dtype: torch.dtype) -> Callable[[torch.device], AbstractContextManager[object]]:
+    return lambda device: torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """All products in single precision by TF32, on a GPU that has it, or without ('ieee')."""
+    settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    kept = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, kept):
+            setting.fp32_precision = value
+
+
+PRECISIONS: dict[str, Callable[[torch.device], AbstractContextManager[object]]] = {
+    "single": lambda device: products("ieee"),
+    "as torch has it": lambda device: nullcontext(),
+    "TF32": lambda device: products("tf32"),
+    "bfloat16": autocast(torch.bfloat16),
+    "float16": autocast(torch.float16),
+}
+UNITS = {"single": 2.0**-23, "as torch has it": 2.0**-10, "TF32": 2.0**-10, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precision: str) -> None:
+    """Three steps, two of which are proven.  Rows may be as far off as plain passes of one sample are, and a few units."""
+    if precision in ("TF32", "as torch has it") and device.type == "cpu":
+        pytest.skip("a CPU has no TF32, and torch no other default; test_tf32.py rounds as a GPU does")
+    if (name, precision, device.type) in {(own, "float16", "cpu") for own in ("lstm", "gru")}:
+        pytest.skip("torch has no recurrent layers in half precision on a CPU")
+    for param_grad in (True, False):
+        model, x = FAMILIES[name].on(device, torch.float32)
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            for _ in range(3):
+                with PRECISIONS[precision](device):
+                    loss = losses(model(x)).mean()
+                    loss.backward()
+                    autograd_hacks.compute_grad1(model)
+                model.zero_grad()
+            found = grad1_of(model)
+        exact = double_rows(model, x)
+        with PRECISIONS[precision](device):
+            plain = errors(rows_of(model, x), exact)
+        for parameter, error in errors(found, exact).items():
+            allowed = 3 * plain[parameter] + 16 * UNITS[precision]
+            assert error <= allowed, f"{parameter} is off by {error:.1e}, where a plain pass is by {plain[parameter]:.1e}"
+
+
+def test_rows_that_are_wrong_are_seen() -> None:
+    model, x = FAMILIES["mlp"].on("cpu", torch.float32)
+    exact = double_rows(model, x)
+    swapped = {name: own[[1, 0, *range(2, len(own))]] for name, own in exact.items()}
+    assert min(errors(swapped, exact).values()) > 16 * max(UNITS.values())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_a_backend(device: torch.device, kind: type[nn.RNNBase]) -> None:
+    """Of cuDNN's own kernels on a GPU, with the weights in one piece of memory; without them the same rows."""
+    if device.type == "cpu":
+        pytest.skip("a CPU has one kind of kernels; tests/rules has these layers")
+    torch.manual_seed(0)
+    model = Recurrent(kind, 32).to(device)
+    x = torch.randn(6, 7, 3, device=device)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    exact = double_rows(model, x)
+    for enabled in (True, False):
+        with torch.backends.cudnn.flags(enabled=enabled), autograd_hacks.add_hooks(model):
+            losses(model(x)).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert max(errors(grad1_of(model), exact).values()) < 2e-2

@@ -1,0 +1,241 @@
+"""What a device brings: layouts of memory, kernels of attention, streams, graphs, memory elsewhere, several devices."""
+
+import pytest
+import torch
+import torch.nn as nn
+from by_device import FAMILIES, Causal, cnn, double_rows, errors, grad1_of, losses, rows_of
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.errors import UnseenGradient
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are none without a GPU")
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shapes_of_a_family_on_the_meta_device(name: str) -> None:
+    """Without memory: rows' shapes, or an error that names what has to be known."""
+    model, x = FAMILIES[name].on("meta")
+    with autograd_hacks.add_hooks(model):
+        if name in SAYS:
+            with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=SAYS[name]):
+                step(model, x)
+            return
+        for _ in range(3):
+            step(model, x)
+        grads = autograd_hacks.per_sample_grads(model)
+        for p in model.parameters():
+            assert p.grad1.is_meta
+            assert p.grad1.shape == (len(x), *p.shape)
+        found = {grads.norms(): (len(x),), grads.gram(): (len(x), len(x)), grads.project(5): (len(x), 5)}
+        found |= {autograd_hacks.clip_grad1_norm_(model, 1.0): (len(x),)}
+        assert all(own.is_meta and own.shape == shape for own, shape in found.items())
+
+
+SAYS = {
+    "causal language model": "the numbers of samples disagree.*positions",
+    "embedding bag": "repeat_interleave a meta tensor",
+    "routed experts": "nonzero",
+}
+"""Whose positions are whose is known by values, how long bags are, and which positions go to an expert."""
+
+
+@pytest.mark.parametrize(
+    "backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+)
+def test_kernels_of_attention(device: torch.device, backend: SDPBackend) -> None:
+    """Heads of 64 in bfloat16 on a GPU, as its kernels want them; in single precision on a CPU."""
+    if device.type == "cpu" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        pytest.skip("a CPU has no such kernel")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model, x = Causal(128 if device.type == "cuda" else 16).to(device), torch.randint(11, (4, 8), device=device)
+    exact = double_rows(model, x)
+    ran = []
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            with sdpa_kernel(backend), torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
+                try:
+                    out = model(x)
+                except RuntimeError as error:
+                    if "No available kernel" not in str(error):
+                        raise
+                    pytest.skip(f"this device has no {backend}: {error}".splitlines()[0])
+            ran.append(str(backend))
+            losses(out).mean().backward()
+            autograd_hacks.compute_grad1(model)
+            model.zero_grad()
+        assert max(errors(grad1_of(model), exact).values()) < (0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert len(ran) == 3
+
+
+def test_channels_last(device: torch.device) -> None:
+    """In memory, pixel by pixel: the same rows, written in the parameter's own order."""
+    torch.manual_seed(0)
+    model = cnn().to(device, torch.float64).to(memory_format=torch.channels_last)
+    x = torch.randn(6, 3, 5, 5, dtype=torch.float64).to(device).to(memory_format=torch.channels_last)
+    expected = rows_of(model, x)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            step(model, x)
+        assert_close(grad1_of(model), expected)
+        assert_close(
+            autograd_hacks.per_sample_grads(model).norms(),
+            torch.cat([r.flatten(1) for r in expected.values()], 1).norm(dim=1),
+        )
+
+
+@pytest.mark.parametrize("name", ["cnn", "encoder", "lstm", "embedding bag"])
+def test_memory_elsewhere(device: torch.device, name: str) -> None:
+    """What the graph keeps is moved to the CPU, into pinned memory where there is a GPU, and comes back as a copy."""
+    model, x = FAMILIES[name].on(device)
+    expected = rows_of(model, x)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+                loss = losses(model(x)).mean()
+            loss.backward()
+            autograd_hacks.compute_grad1(model)
+        assert_close(grad1_of(model), expected)
+
+
+def test_positions_whose_index_is_elsewhere_are_refused(device: torch.device) -> None:
+    """A copy comes back, of which nobody knows whether it was the batch's: an error, and no wrong rows."""
+    model, x = FAMILIES["causal language model"].on(device)
+    with autograd_hacks.add_hooks(model):
+        with torch.autograd.graph.save_on_cpu():
+            loss = losses(model(x)).mean()
+        loss.backward()
+        with pytest.raises(UnseenGradient, match=r"positions\.weight"):
+            autograd_hacks.compute_grad1(model)
+
+
+@needs_cuda
+def test_batches_in_pinned_memory() -> None:
+    model, x = FAMILIES["mlp"].on("cuda")
+    batches = torch.utils.data.DataLoader(x.cpu(), batch_size=2, pin_memory=True)
+    matrix = torch.cat([own.flatten(1) for own in rows_of(model, x).values()], 1)
+    with autograd_hacks.add_hooks(model):
+        found = autograd_hacks.over(
+            model, batches, lambda net, own: losses(net(own.to("cuda", non_blocking=True))), lambda grads: grads.norms()
+        )
+    assert_close(found, matrix.norm(dim=1).cpu())
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["mlp", "cnn", "encoder"])
+def test_a_step_in_a_stream_of_its_own(name: str) -> None:
+    """Forward and backward in one stream, which autograd follows; rows are read in it, and used in another."""
+    model, x = FAMILIES[name].on("cuda", torch.float32)
+    expected = double_rows(model, x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(1_000_000)  # so that what doesn't wait reads what isn't there yet
+                step(model, x)
+                model.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+        assert max(errors(grad1_of(model), expected).values()) < 1e-2
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_a_step_in_a_cuda_graph(name: str) -> None:
+    """Captured after the proofs of the first steps, and replayed on other numbers."""
+    model, x = FAMILIES[name].on("cuda", torch.float32)
+    others = torch.randn_like(x)
+    expected = double_rows(model, others)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with autograd_hacks.add_hooks(model):
+        with torch.cuda.stream(side):
+            for _ in range(4):  # 1, 2, and 4 where something was left open, are proven: they ask for numbers
+                model.zero_grad()
+                step(model, x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        model.zero_grad()
+        with torch.cuda.graph(graph):
+            step(model, x)
+        x.copy_(others)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert max(errors(grad1_of(model), expected).values()) < 1e-2
+
+
+class Split(nn.Module):
+    """One layer on each of two devices."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8).to(first), nn.Linear(8, 3).to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.to(self.first.weight.device)).tanh().to(self.last.weight.device))
+
+
+@needs_cuda
+@pytest.mark.parametrize("places", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_two_devices(places: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    model, x = Split(*map(torch.device, places)).double(), torch.randn(6, 5, dtype=torch.float64)
+    expected = rows_of(model, x)
+    with autograd_hacks.add_hooks(model):
+        for _ in range(3):
+            step(model, x)
+        assert_close(grad1_of(model), expected)
+        matrix = torch.cat([own.flatten(1).cpu() for own in expected.values()], 1)
+        assert_close(autograd_hacks.per_sample_grads(model).norms().cpu(), matrix.norm(dim=1))
+
+
+def test_a_model_that_moves(device: torch.device) -> None:
+    """Hooked on the CPU, then moved: the next forward is proven anew, and hooks stay."""
+    model, x = FAMILIES["mlp"].on("cpu")
+    with autograd_hacks.add_hooks(model):
+        step(model, x)
+        model.to(device)
+        x = x.to(device)
+        model.zero_grad()
+        with autograd_hacks.pause_hooks():
+            expected = rows_of(model, x)
+        step(model, x)
+        assert_close(grad1_of(model), expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_noise_is_where_the_parameter_is(device: torch.device, name: str) -> None:
+    """Of one seed the same in each run, and as large as it is to be."""
+    found = []
+    for _ in range(2):
+        model, x = FAMILIES[name].on(device, torch.float32)
+        with autograd_hacks.add_hooks(model):
+            autograd_hacks.backward(losses(model(x)))
+            noise = torch.Generator().manual_seed(1)
+            autograd_hacks.clip_and_noise_(model, 1e-3, 1e3, len(x), noise=noise)
+            assert {p.grad.device.type for p in model.parameters()} == {device.type}
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert_close(*found, rtol=0, atol=1e-6)
+    assert 0.7 < float(found[0].std()) * len(x) < 1.4
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("name", ["mlp", "encoder", "causal language model"])
+def test_a_compiled_step(name: str) -> None:
+    """By inductor's kernels."""
+    model, x = FAMILIES[name].on("cuda", torch.float32)
+    matrix = torch.cat([own.flatten(1) for own in double_rows(model, x).values()], 1)
+    compiled = autograd_hacks.compile(model, "norms")
+    for _ in range(3):
+        losses(compiled(x)).sum().backward()
+        assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=1e-2, atol=0)
+        model.zero_grad()

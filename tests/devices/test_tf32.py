@@ -1,0 +1,148 @@
+"""Products whose factors are rounded to TF32: proofs don't take that for wrong rows, and still see what is wrong.
+
+By default cuDNN rounds so in convolutions and recurrent layers, and all do after ``set_float32_matmul_precision("high")``.
+A GPU does it itself; on a CPU a mode rounds the factors of each product, forward, backward and in reading.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from by_device import TF32, Recurrent, double_rows, errors, grad1_of, losses
+from torch import Tensor
+
+import autograd_hacks
+from autograd_hacks.errors import VerificationFailed
+from autograd_hacks.rules import RULES
+from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
+
+
+class Bare(nn.Module):
+    """A weight of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(64, 64) / 8), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x @ self.weight).tanh().mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.GroupNorm(4, 32), nn.Tanh(), nn.Conv2d(32, 32, 3), nn.Tanh(),
+        nn.Conv2d(32, 32, 3, groups=32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
+CASES: dict[str, Case] = {
+    "mlp": (mlp, lambda: torch.randn(16, 300)),
+    "cnn": (cnn, lambda: torch.randn(16, 3, 12, 12)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(64, 4, 128, 0.0, F.gelu, batch_first=True),
+        lambda: torch.randn(16, 8, 64),
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM, 32), lambda: torch.randn(16, 12, 3)),
+    "gru": (lambda: Recurrent(nn.GRU, 32), lambda: torch.randn(16, 12, 3)),
+    "bare": (Bare, lambda: torch.randn(16, 8, 64)),
+}
+
+
+@pytest.fixture
+def high() -> Iterator[None]:
+    """Whatever may use TF32 may."""
+    settings = [
+        torch.backends.mkldnn.matmul,
+        torch.backends.mkldnn.conv,
+        torch.backends.mkldnn.rnn,
+        torch.backends.cuda.matmul,
+    ]
+    kept = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "tf32"
+    yield
+    for setting, value in zip(settings, kept):
+        setting.fp32_precision = value
+
+
+@pytest.mark.usefixtures("high")
+@pytest.mark.parametrize("name", CASES)
+def test_steps_in_tf32_are_proven(device: torch.device, name: str) -> None:
+    torch.manual_seed(0)
+    model, x = CASES[name][0]().to(device), CASES[name][1]().to(device)
+    exact, mode = double_rows(model, x), TF32()
+    for param_grad in (True, False):
+        with autograd_hacks.add_hooks(model, param_grad=param_grad), mode if device.type == "cpu" else nullcontext():
+            for _ in range(3):
+                losses(model(x)).mean().backward()
+                autograd_hacks.compute_grad1(model)
+                autograd_hacks.per_sample_grads(model).norms()
+                model.zero_grad()
+            found = grad1_of(model)
+        assert max(errors(found, exact).values()) < 1e-2
+    assert mode.rounded or device.type != "cpu"
+    assert max(errors(found, exact).values()) > 1e-6  # it has rounded
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def test_convolutions_alone_as_cudnn_has_it_by_default() -> None:
+    torch.manual_seed(0)
+    model, x, mode = cnn(), torch.randn(16, 3, 12, 12), TF32(TF32.CONVOLUTIONS)
+    exact, kept = double_rows(model, x), torch.backends.mkldnn.conv.fp32_precision
+    torch.backends.mkldnn.conv.fp32_precision = "tf32"
+    try:
+        with autograd_hacks.add_hooks(model, param_grad=False), mode:
+            for _ in range(3):
+                step(model, x)
+            found = grad1_of(model)
+    finally:
+        torch.backends.mkldnn.conv.fp32_precision = kept
+    assert mode.rounded
+    assert 1e-6 < max(errors(found, exact).values()) < 1e-2
+
+
+def test_rounding_unasked_for_is_no_rounding() -> None:
+    """Where torch isn't told that factors may be rounded, what differs so much is wrong."""
+    torch.manual_seed(0)
+    model = mlp()
+    with autograd_hacks.add_hooks(model), TF32(), pytest.raises(VerificationFailed):
+        step(model, torch.randn(16, 300))
+
+
+@pytest.mark.usefixtures("high")
+def test_a_rule_that_is_wrong_is_still_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = mlp().to(device)
+    sound = RULES[nn.Linear]
+
+    def off(layer: nn.Linear, call: object) -> object:
+        return {name: autograd_hacks.forms.scale(form, 1.02) for name, form in sound.formula(layer, call).items()}
+
+    monkeypatch.setitem(RULES, nn.Linear, dataclasses.replace(sound, formula=off))
+    with autograd_hacks.add_hooks(model), pytest.raises(VerificationFailed):
+        step(model, torch.randn(16, 300, device=device))
+
+
+def test_what_torch_is_told_is_known(high: None) -> None:
+    x = torch.ones(1)
+    assert unit_of_products(x, [MATMUL]) == 2.0**-10
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert unit_of_products(x, [MATMUL]) == 2.0**-7
+    assert unit_of_products(x, [CONV, RNN]) == 2.0**-10
+    torch.set_float32_matmul_precision("highest")
+    assert unit_of_products(x, [MATMUL]) == 0
+    assert unit_of_products(x.double()) == 0
+    assert unit_of_products(x.to("meta")) == 0
