@@ -16,6 +16,8 @@ from systems import trainable
 from workloads import Workload, classification, multilayer, of_shape
 
 TINY = "some"
+QUICK = "cnn"
+"""The part that runs with the usual tests; the others take the rest of a minute."""
 FAILING = {("gpt2", GHOST), ("wide", GHOST)}
 """Opacus' ghost clipping is not for tied weights."""
 
@@ -39,7 +41,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PARTS])
 def test_a_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "peak", lambda *given: 1.0)  # which takes longest, and has tests of its own
     if GHOST in {way for case in PARTS[name].cases(True).values() for way in case.ways}:
