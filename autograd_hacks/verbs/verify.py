@@ -248,7 +248,7 @@ def _with_autograd(
         random = partial(torch.randn, generator=draws, device="cpu")
         grads = {slot: random(outputs[slot].shape).to(part_of(outputs[slot])) for slot in places}
         if documents is not None:  # nothing for padding
-            grads = {slot: g * weights_of[slot](g, torch.ones(samples).to(g)) for slot, g in grads.items()}
+            grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
         order, signs = torch.randperm(samples, generator=draws, device="cpu"), random(samples).sign()
         every, ones = slice(samples), torch.ones(samples, device="cpu")
