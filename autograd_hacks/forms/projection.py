@@ -13,12 +13,18 @@ from autograd_hacks.forms.cost import sketches_factors
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.support.internals import dispatch_modes
+from autograd_hacks.support.philox import BITS, by_byte, key_of, packed_signs, unpacked
 
 _SMALL = 2**19
 """Numbers of a map that is written out, and kept from batch to batch: one product took 4.4 ms where two took 8.6 (64
 samples, 128 × 64), and drawing took a quarter of the time of projecting 32 batches of 200 images."""
 _KEPT = 16
 """How many such maps are kept."""
+
+_BYTES = 2**20
+"""Bytes of random bits that are drawn at a time, each of eight signs."""
+_FEW = 2**16
+"""Bytes of a map's bits up to which they are kept from batch to batch."""
 
 _INDEX = 2**16
 """Numbers of a sparse map's index, of 8 bytes each, at a time; smaller ones are kept from batch to batch."""
@@ -29,9 +35,9 @@ class RandomMap:
     """R of shape (P, dim), for a parameter seen as a matrix O I: coordinate k of a gradient G is uₖᵀ G vₖ / √dim.
 
     u and v are independent signs.  So E ⟨G R, H R⟩ = ⟨G, H⟩; and since E (uᵀa)⁴ ≤ 3 ‖a‖⁴, the squared length of a unit
-    rank-one gradient has a standard deviation of √8 / √dim at most.  R is a function of these fields alone, and drawn on
-    the CPU, so that it is the same for every batch, form and device.  Large ones are never stored: P · dim numbers would be
-    needed.
+    rank-one gradient has a standard deviation of √8 / √dim at most.  R is a function of these fields alone, so that it is
+    the same for every batch, form and device: a sign is a bit of Philox' words, which each device draws by their indices.
+    Large maps are never stored: P · dim numbers would be needed.
 
     name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates
     """
@@ -52,16 +58,30 @@ class RandomMap:
 
     def columns(self, like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some coordinates k at a time with their u / √dim, (K, O), and v, (K, I), of the dtype and device of ``like``."""
-        for number, columns in enumerate(slices_of(self.dim, self.COLUMNS)):
-            whole, row, column = self.within or (self.shape, 0, 0)
-            key = repr((self.seed, self.name, tuple(whole), self.dim, number)).encode()
-            generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
-            count, (fan_out, fan_in) = columns.stop - columns.start, _fans(whole)
-            signs = torch.randint(2, (count, fan_out + fan_in), generator=generator, dtype=torch.int8, device="cpu")
-            left, right = signs.to(like).mul_(2).sub_(1).split([fan_out, fan_in], dim=1)
-            if self.within is not None:
-                left, right = left[:, row : row + self.fans[0]], right[:, column : column + self.fans[1]]
-            yield columns, left / self.dim**0.5, right
+        entries, (fan_out, fan_in) = self._entries, self.fans
+        first, last = entries.start % BITS, entries.start % BITS + entries.stop - entries.start
+        rows, across = slice(first, first + fan_out), slice(last - fan_in, last)
+        is_ordinary = _is_ordinary()
+        values = _values if is_ordinary else _values.__wrapped__  # a mode's tensors are its own
+        left, right = values(like.dtype, like.device, self.dim**-0.5), values(like.dtype, like.device, 1.0)
+        each = BITS // 8 * -(-last // BITS)
+        draw = _bits if self.dim * each <= _FEW and is_ordinary else _bits.__wrapped__
+        for some in slices_of(self.dim, max(self.COLUMNS, _BYTES // each)):
+            bits = draw(self, some.start, some.stop, like.device)
+            for columns in slices_of(some.stop - some.start, self.COLUMNS):
+                drawn = slice(some.start + columns.start, some.start + columns.stop)
+                yield drawn, unpacked(bits[columns], rows, left), unpacked(bits[columns], across, right)
+
+    @property
+    def _entries(self) -> slice:
+        """Where the signs of u, and then those of v, are among those of the whole parameter: from the first to the last."""
+        whole, row, column = self.within or (self.shape, 0, 0)
+        return slice(row, _fans(whole)[0] + column + self.fans[1])
+
+    def bits(self, columns: slice, device: torch.device) -> Tensor:
+        """`packed_signs` of some coordinates."""
+        whole = self.within[0] if self.within else self.shape
+        return packed_signs(key_of(self.seed, self.name, tuple(whole), self.dim), columns, self._entries, device)
 
     def memory(self) -> int:
         """Numbers that `add_to` holds for a sample."""
@@ -80,6 +100,16 @@ class RandomMap:
                 found[:, columns].add_(((written @ right.mT) * left[:, rows].mT).sum(1))
             else:
                 found[:, columns].add_(((written.mT @ left[:, rows].mT) * right.mT).sum(1))
+
+
+@lru_cache(256)
+def _bits(random: RandomMap, start: int, stop: int, device: torch.device) -> Tensor:
+    return random.bits(slice(start, stop), device)
+
+
+@lru_cache(_KEPT)
+def _values(dtype: torch.dtype, device: torch.device, size: float) -> Tensor:
+    return by_byte(torch.empty(0, dtype=dtype, device=device), size)
 
 
 @lru_cache(_KEPT)

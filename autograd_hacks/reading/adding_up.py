@@ -14,11 +14,12 @@ from autograd_hacks.forms import Form, add
 from autograd_hacks.probe.documents import NOT_INSIDE, Documents
 from autograd_hacks.probe.plan import AXES, ROWS, Plan
 from autograd_hacks.reading.certificate import agree, received_by, rounded_by
-from autograd_hacks.reading.labelling import Found, Key, Passes, random_like
+from autograd_hacks.reading.labelling import Found, Key, Passes
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made
 from autograd_hacks.support.parts import own_of
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 LEAKING = "documents mix"

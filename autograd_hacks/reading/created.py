@@ -21,12 +21,13 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import LayerCall, NodeUse, Use
 from autograd_hacks.probe.owners import Verdict, Weights, judged
 from autograd_hacks.probe.plan import AXES, ROWS, Place, Plan
-from autograd_hacks.reading.labelling import Hypothesis, Passes, Where, over, random_like, rows_of
+from autograd_hacks.reading.labelling import Hypothesis, Passes, Where, over, rows_of
 from autograd_hacks.reading.proof import fill
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Graph, Leaf, Taker, Value, made
 from autograd_hacks.support.internals import current_node
 from autograd_hacks.support.layout import Layout, candidates
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, call_node, is_repeatable, outside_passes, sweep
 from autograd_hacks.support.switch import Switch
 

@@ -24,6 +24,7 @@ from autograd_hacks.probe.plan import MIXING, Plan
 from autograd_hacks.probe.routes import has_choosing
 from autograd_hacks.reading.gate import read
 from autograd_hacks.support.layout import Layout, candidates, differs, rounding_of
+from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.restored import kept as kept_as_is
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
@@ -147,8 +148,8 @@ class _Runs:
             torch.autograd.backward(losses)
             for name, form in read(model, dict(model.named_parameters()), recorder, "sum").items():
                 if form is not None and form.samples == self.samples:
-                    draws = torch.Generator().manual_seed(form.shape.numel())
-                    found[name] = form.dot(torch.randn(form.shape, generator=draws, device="cpu").to(form.like)).detach()
+                    like = form.like
+                    found[name] = form.dot(noise(form.shape, key_of(name), like.device, like.dtype)).detach()
         return outputs, found
 
     def differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
@@ -184,8 +185,7 @@ class _Runs:
 
 def _along(x: Tensor, seed: int) -> Tensor:
     """An output along a random direction, of which the entries of some samples don't depend on those of others."""
-    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
-    return (x * direction.to(x.device, x.dtype)).sum().real
+    return (x * noise(x.shape, key_of(seed), x.device, x.dtype)).sum().real
 
 
 def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:

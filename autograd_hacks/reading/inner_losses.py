@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 from autograd_hacks.probe.owners import Weights
 from autograd_hacks.support.graph import Graph, Leaf, Value, inputs_of, shape_of
 from autograd_hacks.support.layout import Layout, candidates
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 SLACK = 1e3
@@ -60,7 +61,7 @@ def adds_up(
     each = [weights.of_pass(number) for number in range(weights.passes)]
     given: dict[Value, list[Tensor]] = {}
     for at, g in curved:
-        v = torch.randn(g.shape, generator=draws, device="cpu").to(g)
+        v = random_like(g, draws)
         assert g.grad_fn is not None
         given[Value(g.grad_fn, g.output_nr)] = [v, *(v * at.over(g, w.to(g)) for w in each)]
     try:

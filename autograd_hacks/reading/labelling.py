@@ -24,6 +24,7 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import Value, made, operands_of
 from autograd_hacks.support.layout import Layout, candidates, likeliest, samples_of_rows
 from autograd_hacks.support.parts import cut_as, part_of, settled
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.trees import tensors_of
 
@@ -325,12 +326,6 @@ class Passes:
             if is_moved(operands_of(node), found.nodes[node], found.labels.get(node)):
                 wrong |= dict.fromkeys(found.meetings.keys.below(meeting.value.node), node.name())
         return wrong
-
-
-def random_like(like: Any, draws: torch.Generator) -> Tensor:
-    """Random numbers.  like: has their shape, dtype and device"""
-    dtype = torch.complex64 if like.dtype.is_complex else torch.float32
-    return torch.randn(like.shape, generator=draws, device="cpu", dtype=dtype).to(like.device, like.dtype)
 
 
 def _view_of(x: Tensor, of: Tensor, axis: int) -> Layout | None:

@@ -13,11 +13,12 @@ from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.probe.owners import Weights, judged
 from autograd_hacks.probe.plan import Plan
-from autograd_hacks.reading.labelling import Hypothesis, Passes, over, random_like
+from autograd_hacks.reading.labelling import Hypothesis, Passes, over
 from autograd_hacks.reading.proof import fill
 from autograd_hacks.support.graph import Graph, Value, made
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.parts import settled
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.switch import Switch
 

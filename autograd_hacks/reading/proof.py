@@ -23,11 +23,12 @@ from autograd_hacks.probe.routes import Routes, places_left
 from autograd_hacks.reading.adding_up import check_documents, check_rows
 from autograd_hacks.reading.independence import show_independent
 from autograd_hacks.reading.inner_losses import adds_up, frontier
-from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, random_like, usual_layouts
+from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, usual_layouts
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, candidates
 from autograd_hacks.support.parts import is_part
+from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import is_packed
 from autograd_hacks.support.untouched import Aside

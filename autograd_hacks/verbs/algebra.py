@@ -261,7 +261,7 @@ class Algebra(Matrix):
                     + ON_VERBS
                 )
             with self.reading():
-                sides = {name: random_sides(name, form.shape, rank, seed) for name, form in self.items()}
+                sides = {n: random_sides(n, form.shape, rank, seed, form.like.device) for n, form in self.items()}
                 return {name: self._placed(mapped(form, sides[name]).dense()) for name, form in self.items()}
         matrix.check_map("project: dim", dim, kind, entries)
         count = dim or 0

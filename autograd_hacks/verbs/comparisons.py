@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from autograd_hacks.support.display import Shown, Table, progress
+from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 
 Gradients = Sequence[Tensor | None]
 """Of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the parameter."""
@@ -387,9 +388,9 @@ def _sketch(g: Tensor | None, seed: int) -> Tensor:
     if g is None:
         return torch.zeros(_BUCKETS, dtype=torch.float64, device="cpu")
     flat = (torch.view_as_real(g) if g.is_complex() else g).flatten()
-    draws = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, flat.shape, generator=draws, dtype=torch.int8, device="cpu") * 2 - 1
-    signed = flat * signs.to(flat.device)
+    entries = slice(0, len(flat))
+    signs = unpacked(packed_signs(key_of(seed), slice(0, 1), entries, flat.device), entries, by_byte(flat))
+    signed = flat * signs[0]
     return F.pad(signed, (0, -len(flat) % _BUCKETS)).view(_BUCKETS, -(-len(flat) // _BUCKETS)).sum(1).cpu()
 
 

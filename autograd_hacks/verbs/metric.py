@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from autograd_hacks.errors import ON_METRICS, NothingRecorded, UnsupportedLayer
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.mapped import BlockSides, Elementwise, InTurn, LinearMap, Sides
 from autograd_hacks.support.display import Shown, Table
+from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 from autograd_hacks.verbs.arguments import kind_of, parts_by, unwrapped
 from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 
@@ -244,7 +244,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         maps: dict[str | nn.Parameter, Given] = {}
         for name, p in model.named_parameters():
             if p.requires_grad:
-                maps[p] = _principal(name, p, rank) if pca else random_sides(name, p.shape, rank, seed)
+                maps[p] = _principal(name, p, rank) if pca else random_sides(name, p.shape, rank, seed, p.device)
         return cls(maps)
 
 
@@ -321,24 +321,23 @@ def _map_of(key: object, given: Given) -> LinearMap:
 # Random and principal directions.
 
 
-def random_sides(name: str, shape: torch.Size, rank: int, seed: int) -> Sides:
+def random_sides(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
     """Pᵀ and Q of random signs, a function of the parameter's name and shape, the rank and the seed."""
     if type(rank) is not int or rank < 1:
         raise ValueError(f"a projection was given rank={rank!r}; expected a number of directions, 1 or more" + ON_METRICS)
     if len(shape) < 2:  # as many numbers as a matrix has
-        return Sides(_signs(name, "left", shape[:1].numel(), rank * rank, seed))
-    left, right = (_signs(name, side, n, rank, seed) for side, n in (("left", shape[0]), ("right", shape[1:].numel())))
+        return Sides(_signs(name, "left", shape[:1].numel(), rank * rank, seed, device))
+    sizes = {"left": shape[0], "right": shape[1:].numel()}
+    left, right = (_signs(name, side, size, rank, seed, device) for side, size in sizes.items())
     return Sides(left, None if right is None else right.mT)
 
 
-def _signs(name: str, side: str, size: int, rank: int, seed: int) -> Tensor | None:
+def _signs(name: str, side: str, size: int, rank: int, seed: int, device: torch.device) -> Tensor | None:
     """(rank, size) of ±1/√rank; None for the identity."""
     if size <= rank:
         return None
-    key = repr((seed, unwrapped(name), side, size, rank)).encode()
-    generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
-    signs = torch.randint(2, (rank, size), generator=generator, device="cpu")
-    return (2.0 * signs - 1) / rank**0.5
+    bits = packed_signs(key_of(seed, unwrapped(name), side, size, rank), slice(0, rank), slice(0, size), device)
+    return unpacked(bits, slice(0, size), by_byte(torch.empty(0, dtype=torch.float32, device=device), rank**-0.5))
 
 
 def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:

@@ -33,6 +33,7 @@ from autograd_hacks.support.display import text_table
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.layout import Layouts, differs, rounding_of
 from autograd_hacks.support.parts import cut_as, own_of, part_of
+from autograd_hacks.support.philox import key_of, noise
 from autograd_hacks.support.trees import held, is_packed, map_tensors, tensors_of, unpacked
 from autograd_hacks.support.untouched import untouched
 from autograd_hacks.verbs.leaks import check_values
@@ -245,12 +246,13 @@ def _with_autograd(
             return []
         if loss is not None:
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
-        random = partial(torch.randn, generator=draws, device="cpu")
-        grads = {slot: random(outputs[slot].shape).to(part_of(outputs[slot])) for slot in places}
+        parts = {slot: part_of(outputs[slot]) for slot in places}
+        grads = {slot: noise(outputs[slot].shape, key_of(slot), own.device, own.dtype) for slot, own in parts.items()}
         if documents is not None:  # nothing for padding
             grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
         # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
-        order, signs = torch.randperm(samples, generator=draws, device="cpu"), random(samples).sign()
+        order = torch.randperm(samples, generator=draws, device="cpu")
+        signs = 2.0 * torch.randint(2, (samples,), generator=draws, device="cpu") - 1
         every, ones = slice(samples), torch.ones(samples, device="cpu")
         weights = [("sum of rows", every, ones), ("weighted sum of rows", every, signs * 2.0 ** (order % 9 - 4))]
         rows = torch.eye(min(singles, samples), samples, device="cpu")
