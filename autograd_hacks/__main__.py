@@ -28,6 +28,7 @@ TOOLS += ["laplace-torch"]
 """What works together with the library, by the names that pip knows."""
 PAGES = {
     "first_steps.ipynb": "the first ten minutes, in a notebook",
+    "which_function.rst": "from a question to the function, and what it costs",
     "want.rst": "I want to ...: from a question to the lines",
     "usage.rst": "using it",
     "integrations": "in other tools",

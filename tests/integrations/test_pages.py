@@ -3,6 +3,7 @@
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needed import needed
@@ -24,8 +25,8 @@ DOCTESTED = {"recipes"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def code_of(page: str) -> list[str]:
-    text = (FOLDER / f"{page}.rst").read_text()
+def code_of(page: str, folder: Path = FOLDER) -> list[str]:
+    text = (folder / f"{page}.rst").read_text()
     blocks = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", text, re.M)
     return [re.sub(r"^   ", "", block, flags=re.M) for block in blocks]
 
@@ -46,3 +47,14 @@ def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found: dict[str, object] = {}
     for block in [setting, *blocks]:
         exec(compile(block, f"{page}.rst", "exec"), found)
+
+
+def test_a_private_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "I want to ..." has of it needs transformers, which its doctests don't."""
+    needed(*TOOLS["transformers"], "opacus")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (block,) = code_of("want", FOLDER.parent)
+    found: dict[str, Any] = {}
+    exec(compile(block, "want.rst", "exec"), found)
+    assert found["private"].steps == 4
