@@ -32,7 +32,7 @@ def ratio(theirs: list[float], ours: list[float]) -> str:
     return f"{statistics.median(their / own for their, own in zip(theirs, ours)):.2f}"
 
 
-HEADER = ["Use", "Of", "Ours", "Beside", "takes, in ours", "in ours with probe=False", "Numbers apart"]
+HEADER = ["Use", "Of", "Ours", "Beside", "times ours", "times ours, probe=False", "Numbers apart"]
 
 
 def as_text(found: dict[str, Data]) -> str:

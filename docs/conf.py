@@ -32,7 +32,6 @@ html_theme = "furo"
 html_title = "autograd_hacks"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["site.js"]
 html_theme_options = {"top_of_page_buttons": []}
 html_show_sphinx = False
 pygments_style, pygments_dark_style = "tango", "monokai"
