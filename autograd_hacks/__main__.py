@@ -30,6 +30,7 @@ PAGES = {
     "first_steps.ipynb": "the first ten minutes, in a notebook",
     "which_function.rst": "from a question to the function, and what it costs",
     "want.rst": "I want to ...: from a question to the lines",
+    "tutorial.ipynb": "an hour: per-sample gradients from the inside",
     "usage.rst": "using it",
     "integrations": "in other tools",
     "errors.rst": "what errors say",
