@@ -1,0 +1,95 @@
+"""Finds house words in the documentation's prose, and says what to write.
+
+    python docs/prose.py
+
+Pages in NOT_YET still have some.  That list only gets shorter: a page without house words must not
+be in it, and a new page has to be free of them.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORDS = {
+    r"told (?:apart|from)": "distinguished from",
+    r"taken? for (?:the|a|what)": "assumed to be",
+    r"in the place of": "instead of",
+    r"but for": "except for",
+    r"hardly": "rarely, or a number",
+    r"(?:come|comes|came) (?:of|by)": "come from",
+    r"handed? out": "returned",
+    r"(?-i:is none|are none)": "is NaN, or there is no",
+    r"no automatism": "not chosen automatically",
+    r"aimed for|aimed at": "the target is",
+    r"(?:speak|speaks) for": "support",
+    r"gone on with|go on where|goes on where": "continue",
+    r"for it is|for they|for it has": "because it is",
+    r"side doors?": "another way",
+    r"that is no|is no (?:number|matrix)": "is not a",
+    r"anew": "again",
+    r"worked out": "computed",
+    r"nobody's": "of no sample",
+    r"whose each": "each of which",
+    r"of an own|an own": "its own",
+    r"(?:say|says|said) of": "say about",
+    r"what is more than": "more than",
+    r"stands? in their place": "replaces them",
+    r"on that account": "therefore",
+    r"brought to": "given to, or scaled to",
+    r"by hand of": "with",
+    r"nothing too much": "nothing more",
+}
+"""What is searched for, as whole words, and what to write."""
+BLOCK = r"^( *)(?! )(?:\.\. (?:code-block|doctest|test\w+|toctree|math)::|(?!\.\. ).*::$).*\n(?:\1 +.*\n| *\n)*"
+"""A directive with code, or a paragraph that ends with two colons, and the lines below that are further in."""
+NOT_YET = {"docs/design.rst", "docs/errors.rst", "docs/integrations/recipes.rst", "docs/reductions.rst"}
+
+
+def prose_of(path: Path) -> str:
+    """A page without its code: literals, doctests, blocks of directives, and a notebook's code cells."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    text = re.sub(BLOCK, "\n", path.read_text(), flags=re.M)
+    text = re.sub(r"^ *(?:>>>|\.\.\.) .*$", "", text, flags=re.M)
+    return re.sub(r"``[^`]*``|`[^`]*`", "it", text)
+
+
+def findings_in(text: str) -> list[str]:
+    """A line for each house word."""
+    text = " ".join(text.split())
+    found = []
+    for word, better in WORDS.items():
+        for hit in re.finditer(rf"\b(?:{word})\b", text, re.I):
+            near = text[max(0, hit.start() - 40) : hit.end() + 30]
+            found.append(f'"{hit[0]}": write "{better}"    ... {near} ...')
+    return found
+
+
+def pages() -> dict[str, Path]:
+    """The pages, by their names from the root of the repository."""
+    docs = ROOT / "docs"
+    made = {"_build", "_generated", "gallery", "examples"}
+    found = [path for ending in ("*.rst", "*.ipynb") for path in docs.rglob(ending) if not made & {*path.parts}]
+    return {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.rst", *sorted(found)]}
+
+
+def main() -> int:
+    """Prints what is wrong; returns the exit status."""
+    wrong = []
+    known = pages()
+    for name, path in known.items():
+        found = findings_in(prose_of(path))
+        if name in NOT_YET and not found:
+            wrong.append(f"{name}: has no house words any more. Take it out of NOT_YET in docs/prose.py")
+        elif name not in NOT_YET:
+            wrong += [f"{name}: {line}" for line in found]
+    wrong += [f"{name}: is in NOT_YET and is no page" for name in sorted(NOT_YET - known.keys())]
+    print("\n".join(wrong) or "prose: no house words")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
