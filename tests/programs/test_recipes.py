@@ -139,7 +139,7 @@ def test_ekfac_is_the_inverse_of_its_factors(hooked: nn.Module, data: tuple[Tens
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("rank", [2, 8])  # 8: all of each side
+@pytest.mark.parametrize("rank", [3, 8])  # 8: all of each side
 def test_logra(rank: int, hooked: nn.Module, data: tuple[Tensor, Tensor], recipes: ModuleType) -> None:
     train, others = parts(data)
     maps, expected = map_of(hooked, data[0], rank=rank, per_parameter=True), torch.zeros(D, E, dtype=torch.float64)
