@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from gpu_report import PLAIN
 from gpu_ways import (
     CLIP,
     CLIP_COMPILED,
@@ -21,7 +22,6 @@ from gpu_ways import (
     NORMS,
     NORMS_COMPILED,
     OPACUS,
-    PLAIN,
     PROJECT,
     ROWS,
     VMAP,

@@ -8,6 +8,7 @@ import in_compiler
 import peers
 import torch
 import torch.nn as nn
+from gpu_report import PLAIN
 from peers import clipping
 from systems import CLIPPED, GRAD1, SKIPPED, SYSTEMS, Found, Maker, Step, hooked, hooks_alone, loop, plain, trainable
 from torch import Tensor
@@ -15,7 +16,7 @@ from workloads import Batch, Workload
 
 import autograd_hacks
 
-PLAIN, HOOKED, DOT, NORMS, CLIP, ROWS = "plain", "hooks alone", "dot", "norms", "clip", "rows"
+HOOKED, DOT, NORMS, CLIP, ROWS = "hooks alone", "dot", "norms", "clip", "rows"
 PROJECT, NORMS_COMPILED, CLIP_COMPILED = "project", "norms, compiled", "clip, compiled"
 LOOP, VMAP, VMAP_CLIP = "rows by a loop", "rows by vmap(grad)", "clip by vmap(grad)"
 OPACUS, GHOST = "rows by Opacus", "clip by Opacus, ghost"

@@ -11,7 +11,8 @@ import gpu_report
 import pytest
 import torch
 from gpu_parts import PARTS, TOKENS, Case, Goal, Part
-from gpu_ways import CLIP, GHOST, NORMS, OPACUS, PLAIN, PROJECT, ROWS, WAYS
+from gpu_report import PLAIN
+from gpu_ways import CLIP, GHOST, NORMS, OPACUS, PROJECT, ROWS, WAYS
 from systems import trainable
 from workloads import Workload, classification, multilayer, of_shape
 
