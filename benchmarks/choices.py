@@ -1,4 +1,8 @@
-"""Whether norms and clipping take the cheaper way: ``python benchmarks/choices.py``, one thread, some minutes.
+"""Whether norms and clipping take the cheaper way.  Some minutes, on one thread.
+
+    python benchmarks/choices.py                          on the CPU
+    python benchmarks/choices.py --device cuda            on a GPU
+    python benchmarks/choices.py --device cuda --write    measures the card's costs first, and writes them to costs.json
 
 For each shape the ways that `autograd_hacks.forms.cost` chooses from are timed: norms by products and by writing rows out;
 then norms and a weighted sum each by itself, and both from rows in held memory, and in new; then a sparse projection to 512
@@ -6,17 +10,19 @@ coordinates from transforms of the factors, and from rows.  Times are in millise
 where that takes more than 1.2 times as long as the best way.
 """
 
+import argparse
+import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import torch
+from device_costs import measured, seconds
 from torch import Tensor
 from torch.nn.functional import conv2d
 
 from autograd_hacks.forms import Convolution, Form, Outer, SparseMap, projection
-from autograd_hacks.forms.cost import by_products, by_writing, sketches_factors
+from autograd_hacks.forms.cost import TABLE, by_products, by_writing, sketches_factors
 from autograd_hacks.forms.numerics import row_norms
 from autograd_hacks.forms.positions import norms_of_pairs
 
@@ -53,15 +59,8 @@ def forms() -> Iterator[tuple[str, Form]]:
             yield f"{model}: {c} → {o}, {size}×{size}, {kernel}×{kernel} by {stride}", form
 
 
-def milliseconds(ways: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
-    """The median of each, taken by turns."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, run in ways.items():
-            begin = time.perf_counter()
-            run()
-            times[way].append(time.perf_counter() - begin)
-    return {way: 1e3 * statistics.median(found[1:]) for way, found in times.items()}
+def milliseconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    return {way: 1e3 * seconds(run, torch.get_default_device()) for way, run in ways.items()}
 
 
 def line(times: dict[str, float], chosen: str, among: list[str]) -> tuple[str, float]:
@@ -95,19 +94,36 @@ def measure(form: Form) -> tuple[str, float, float, float]:
         }
     )
     times["apart"] = times["sum"] + min(times["products"], times["writing"])
-    by = "products" if by_products([pair]) <= by_writing([pair]) else "writing"
+    by = "products" if by_products([pair], pair[0].device.type == "cuda") <= by_writing([pair]) else "writing"
     norms, first = line(times, by, ["products", "writing"])
     clip, second = line(times, "held" if form.saving() > 0 else "apart", ["apart", "held"])
     new, third = line(times, "new" if form.saving(fresh=True) > 0 else "apart", ["apart", "new"])
     sizes = form.shape[0], form.shape[1:].numel(), 512, 1
-    by = "transforms" if sketches_factors(pair[0].shape[1], *sizes) else "rows"
+    by = "transforms" if sketches_factors(pair[0].device, pair[0].shape[1], *sizes) else "rows"
     sketch, fourth = line(times, by, ["transforms", "rows"])
     return f"{norms} |{clip} |{new} |{sketch}", first, max(second, third), fourth
 
 
+def write(device: torch.device) -> None:
+    """Measures what a device takes, and adds it to the table, under the card's name."""
+    table = json.loads(TABLE.read_text())
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
+    table[name] = measured(device)
+    TABLE.write_text(json.dumps(table, indent=2) + "\n")
+    print(f"{TABLE}: {name}: {table[name]}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--write", action="store_true", help="measure the device's costs first, and write them to the table")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    torch.set_default_device(device)
+    if options.write:
+        write(device)
     print(f"{'':44} products  writing  |  apart     held   |  apart      new     | transforms rows")
     found = []
     for label, form in forms():

@@ -25,6 +25,7 @@ FLOORS = [
     "probe",
     "rules",
     "forms",
+    "kernels",
 ]
 """A file imports its own floor and those behind it; and `CELLAR`, as all do."""
 CELLAR = ["support", "errors"]

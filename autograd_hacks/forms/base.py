@@ -192,6 +192,10 @@ class Form(Hinting, Shown, ABC):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
 
+    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+        """Jᵀ w and J v in one pass where there is one.  w: N    v: shape.  Returns shape and N."""
+        return self.weighted_sum(w, budget), self.dot(v, budget)
+
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
         total = self.new_sums(self.shape[:1].numel(), self.shape[1:].numel()).abs()

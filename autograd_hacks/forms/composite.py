@@ -83,6 +83,7 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
 def gathered(form: Form, rows: Tensor, samples: int) -> Form:
     """The same, where a row is but one position or small: positions of one sample stand beside each other at once.  It costs
     as much as if all samples had as many rows as the one with the most."""
+    rows = rows.to(form.like.device)  # labels lie on the CPU
     if isinstance(form, Dense):
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
     if not isinstance(form, Paired) or not len(rows):
@@ -151,6 +152,10 @@ class Composite(Form):
             total = part.weighted_sum(own, budget, total)
         assert total is not None  # there is a part
         return total
+
+    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+        found = [part.sum_and_dot(own, v, budget) for part, own in zip(self.parts, self._split(w))]
+        return sum(total for total, _ in found[1:]) + found[0][0], self._join(along for _, along in found)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)

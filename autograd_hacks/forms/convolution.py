@@ -117,7 +117,7 @@ class Convolution(Factored):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         if isinstance(random, SparseMap):
-            if self.groups > 1 or self.like.is_complex() or not random.takes_factors(self.positions):
+            if self.groups > 1 or self.like.is_complex() or not random.takes_factors(self.x.device, self.positions):
                 return super().project(random, cache_budget(budget, self.like))
         elif self.groups > 1 or self.positions * (self.shape[0] + self.shape[1:].numel()) >= self.shape.numel():
             return super().project(random, budget)

@@ -1,42 +1,116 @@
 """What verbs cost, so that they take the cheaper way: the one place for it.
 
-The unit is a multiplication in a matrix product of floats, about 0.02 ns on one core.  ``benchmarks/choices.py`` compares
-what is chosen with the clock, over the shapes of common models.
+The unit is a multiplication in a large matrix product in single precision, on the device at hand: about 0.02 ns on one core.
+The numbers are in ``costs.json``, by device or by card; ``python benchmarks/choices.py`` compares what is chosen with the
+clock, and ``--device cuda --write`` measures a card's numbers and adds them there.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, log2, prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows
 
-SHORT = 1.3  # a multiplication in products between positions, whose results are small
-KERNEL = 0.6  # a multiplication in a convolution's own kernel
-WRITE = 20  # to write a number of a row into memory that is held
-READ = 5  # to read it some time later, for its norm or a weighted sum
-FRESH = 75  # to write it into memory that is new to the process, beside `WRITE`
-PAIR = 40  # to multiply and add up the products of two positions
-SHIFT = 10  # to add a product of two pixels to another, or to write a number of a window
-CALL = 2e6  # the operations of norms by products, beside those of writing; for all samples together
-SCATTER = 20  # to add a number of a row at its place in a sketch
-PLACE = 35  # to put a number of a factor at its place
-FFT = 3.5  # for each of m · log₂ m, a Fourier transform of m real numbers
-
-FULL_RATE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-"""Compute capabilities of cards that multiply at least half as fast in float64 as in float32: P100 to B200."""
-
+TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
+LANES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
+"""Multiplications that a multiprocessor does at once, by compute capability, where these aren't 128."""
+FULL_RATE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities of cards that multiply at least half as fast in float64 as in float32: P100 to B200."""
+_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST_VECTOR = 8192
+"""Numbers of a vector that a program of the package's kernels holds."""
+INTENSITY = 30.0
+"""Multiplications in single precision while a number is moved, of cards that don't tell: between an A100's and an H100's."""
+LAUNCH = 5e-6
+"""Seconds between two kernels that the host launches one after the other."""
 
 
-def by_products(pairs: Sequence[Pair]) -> float:
-    """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds."""
+@dataclass(frozen=True)
+class Costs:
+    """What a device takes for single steps, in multiplications."""
+
+    short: float  # a multiplication in products between positions, whose results are small
+    kernel: float  # a multiplication in a convolution's own kernel
+    write: float  # to write a number of a row into memory that is held
+    read: float  # to read it some time later, for its norm or a weighted sum
+    fresh: float  # to write it into memory that is new to the process, beside `write`
+    pair: float  # to multiply and add up the products of two positions
+    shift: float  # to add a product of two pixels to another, or to write a number of a window
+    call: float  # the operations of norms by products, beside those of writing; for all samples together
+    scatter: float  # to add a number of a row at its place in a sketch
+    place: float  # to put a number of a factor at its place
+    fft: float  # for each of m · log₂ m, a Fourier transform of m real numbers
+    double: float  # a product in float64
+    fused: float | None  # a step of the package's own kernels, in that step of torch's; None where they were never timed
+
+
+def costs_of(device: torch.device) -> Costs:
+    """What was measured on this device or card; of other cards, what follows from how fast they multiply and read."""
+    return _costs_of(device.type, device.index)
+
+
+@lru_cache
+def _costs_of(kind: str, index: int | None) -> Costs:
+    table = json.loads(TABLE.read_text())
+    if kind != "cuda":
+        return Costs(**table.get(kind, table["cpu"]))
+    card = torch.cuda.get_device_properties(index)
+    return Costs(**table[card.name]) if card.name in table else costs_by_bandwidth(card)
+
+
+def costs_by_bandwidth(card: Any) -> Costs:
+    """The costs of a GPU that nobody has timed: numbers that go to or from its memory, and kernels that are launched.
+
+    card: torch.cuda.get_device_properties
+    """
+    capability = (card.major, card.minor)
+    clock, memory_clock = (1e3 * getattr(card, name, 0) for name in ("clock_rate", "memory_clock_rate"))
+    rate = card.multi_processor_count * LANES.get(capability, 128) * (clock or 1.5e9)  # multiplications a second
+    bandwidth = 2 * memory_clock * getattr(card, "memory_bus_width", 0) / 8  # bytes a second
+    moved = 4 * rate / bandwidth if bandwidth else INTENSITY
+    return Costs(
+        short=1.3,
+        kernel=1.0,
+        write=moved,
+        read=moved,
+        fresh=0.0,  # torch keeps a card's memory
+        pair=6 * moved,  # both products are written and read, theirs is written and read
+        shift=3 * moved,
+        call=8 * LAUNCH * rate,
+        scatter=4 * moved,
+        place=2 * moved,
+        fft=moved / 8,
+        double=2 if capability in FULL_RATE else 64,
+        fused=None,
+    )
+
+
+def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
+    """Whether one of the package's kernels takes these tensors: where one was timed on their device, and costs less.
+
+    torchs: what it costs by torch's kernels, in multiplications    own: the same by the package's, were they as good
+    """
+    fused = costs_of(tensors[0].device).fused
+    return fused is not None and own * fused < torchs and all(_suits_kernels(x) for x in tensors)
+
+
+def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
+    """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds.
+    in_double: whether these are taken in float64"""
     if len({(left.shape[2], right.shape[2], isinstance(right, Windows)) for left, right in pairs}) > 1:
         return inf
-    each = PAIR * _positions(pairs) ** 2 + CALL / max(1, pairs[0][0].shape[0])
-    return each + SHORT * products(pairs)
+    costs = _costs(pairs)
+    each = costs.pair * _positions(pairs) ** 2 + costs.call / max(1, pairs[0][0].shape[0])
+    return (each + costs.short * products(pairs)) * (costs.double if in_double else 1)
 
 
 def products(pairs: Sequence[Pair]) -> float:
@@ -44,33 +118,28 @@ def products(pairs: Sequence[Pair]) -> float:
     return sum(_multiplications(list(factors)) for factors in zip(*pairs))
 
 
-def double_costs(device: torch.device) -> float:
-    """How many times as long products take in float64, by what makers of GPUs tell of their cards."""
-    return 2 if device.type != "cuda" or torch.cuda.get_device_capability(device) in FULL_RATE else 64
-
-
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
-    left, right = pairs[0]
+    (left, right), costs = pairs[0], _costs(pairs)
     numbers, cut = left.shape[2] * right.shape[2], 0
     if isinstance(right, Windows):
         cut, others = right.shape[1:].numel(), right.x.shape[1:].numel() + left.shape[1:].numel()
         if not cuts_windows(cut, others, numbers):
-            return numbers * (KERNEL * _positions(pairs) + 3 * WRITE)
-    return numbers * (_positions(pairs) + WRITE) + SHIFT * cut * len(pairs)
+            return numbers * (costs.kernel * _positions(pairs) + 3 * costs.write)
+    return numbers * (_positions(pairs) + costs.write) + costs.shift * cut * len(pairs)
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
     """What is saved for a number by a row that is written once for its norm and a weighted sum, beside each by itself.
     fresh: whether it is written to new memory"""
-    (left, right), written = pairs[0], by_writing(pairs)
+    (left, right), written, costs = pairs[0], by_writing(pairs), _costs(pairs)
     numbers = max(1, left.shape[2] * right.shape[2])
-    new = FRESH if fresh and 4 * left.shape[0] * numbers > MAPPED else 0
-    own_sum = _positions(pairs) * (KERNEL if isinstance(right, Windows) else 1)
-    return (min(by_products(pairs), written) - written) / numbers + own_sum - 2 * READ - new
+    new = costs.fresh if fresh and 4 * left.shape[0] * numbers > MAPPED else 0
+    own_sum = _positions(pairs) * (costs.kernel if isinstance(right, Windows) else 1)
+    return (min(by_products(pairs), written) - written) / numbers + own_sum - 2 * costs.read - new
 
 
-def sketches_factors(positions: int, fan_out: int, fan_in: int, size: int, entries: int) -> bool:
+def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in: int, size: int, entries: int) -> bool:
     """Whether a sparse map takes outer products by Fourier transforms of their factors, or else rows that are written out.
 
     For a sample and a position: two factors put in place and transformed, and their transforms multiplied, in each of
@@ -79,9 +148,10 @@ def sketches_factors(positions: int, fan_out: int, fan_in: int, size: int, entri
     512 × 128 to 512 coordinates, 1.2 ms and 1.8; to 4096, 8.3 and 1.9; 128 × 128 to 512, 1.1 and .5; for 64 samples of one
     position, 512 × 512 to 512, .15 and 15.
     """
-    transform = FFT * size * log2(size + 1)
-    by_factors = entries * (positions * (PLACE * (fan_out + fan_in) + 2 * transform + 8 * size) + transform)
-    return by_factors < fan_out * fan_in * (positions + WRITE + entries * SCATTER)
+    costs = costs_of(device)
+    transform = costs.fft * size * log2(size + 1)
+    by_factors = entries * (positions * (costs.place * (fan_out + fan_in) + 2 * transform + 8 * size) + transform)
+    return by_factors < fan_out * fan_in * (positions + costs.write + entries * costs.scatter)
 
 
 def cache_budget(budget: int, like: Tensor) -> int:
@@ -106,14 +176,25 @@ def memory_of_products(pairs: Sequence[Pair]) -> int:
     return 2 * _positions(pairs) ** 2 + sum(cut)
 
 
+def _suits_kernels(x: Tensor) -> bool:
+    """Whether it is in single or half precision, no tracer's, and leads back to nothing."""
+    is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return is_plain and x.dtype in _PRECISIONS and x.numel() > 0 and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _costs(pairs: Sequence[Pair]) -> Costs:
+    return costs_of(pairs[0][0].device)
+
+
 def _positions(pairs: Sequence[Pair]) -> int:
     return sum(left.shape[1] for left, _ in pairs)
 
 
 def _multiplications(factors: Sequence[Factor]) -> float:
     """Of the products between all positions of factors of one kind."""
+    shift = costs_of(factors[0].device).shift
     positions, first = sum(factor.shape[1] for factor in factors), factors[0]
     if isinstance(first, Windows) and first.overlap:
-        return len(factors) ** 2 * (prod(first.x.shape[1:]) * prod(first.x.shape[2:]) + SHIFT * first.shifts)
-    cut = SHIFT * first.shape[1:].numel() if isinstance(first, Windows) else 0
+        return len(factors) ** 2 * (prod(first.x.shape[1:]) * prod(first.x.shape[2:]) + shift * first.shifts)
+    cut = shift * first.shape[1:].numel() if isinstance(first, Windows) else 0
     return positions**2 * (1 if isinstance(first, OneHot) else first.shape[2]) + cut

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, double_costs, memory_of_products
+from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.forms.positions import (
     OneHot,
@@ -34,7 +34,7 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
     if len(pairs) < max(1, len(form.parts)) or form.like.is_complex():
         return Form.norms(form, budget)
     single = not looks_free(form.like) and form.sum_dtype == torch.float32
-    if by_products(pairs) * (double_costs(form.like.device) if single else 1) > by_writing(pairs):
+    if by_products(pairs, single) > by_writing(pairs):
         return Form.norms(form, budget)
     # In float64 products are twice as large, and factors are copied.
     memory = memory_of_products(pairs) if not single else 2 * (memory_of_products(pairs) + form.held_size())
@@ -136,7 +136,7 @@ class Paired(Factored):
         is_looked_up, positions = isinstance(left, OneHot), right.shape[1]
         if self.shape[:1] != left.shape[2:] or right.is_complex() or not positions:
             return super().project(random, budget)
-        if not is_looked_up and not random.takes_factors(positions):
+        if not is_looked_up and not random.takes_factors(right.device, positions):
             return super().project(random, budget)
         each, found = random.memory_of_factors(positions, is_looked_up), self.new_sums(self.samples, random.dim)
         step = max(1, budget * positions // (each * self.sum_dtype.itemsize))

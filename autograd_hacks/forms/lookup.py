@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.composite import Grouping
+from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
@@ -78,9 +79,18 @@ class Lookup(Paired):
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         found = []
+        width = self.g.shape[2]
         for _, part in self.chunks(budget, 3 * self.held_size()):
-            slots, touched = part._touched()
-            samples, norms = slots // self.entries, row_norms(touched)
+            # By torch vectors are added up in memory, which is set to zero, written and read; and the host waits for the
+            # number of entries.
+            if width <= WIDEST_VECTOR and takes_kernel(5 * width, width, part.g):
+                from autograd_hacks.kernels.segments import norms_by_key  # imports Triton
+
+                slots, norms = norms_by_key(part._slots(), part.g.flatten(0, 1))
+            else:
+                slots, touched = part._touched()
+                norms = row_norms(touched)
+            samples = slots // self.entries
             largest = norms.new_zeros(part.samples).scatter_reduce(0, samples, norms.detach(), "amax")
             scale = divisors(largest)
             shares = (norms / scale[samples]) ** 2

@@ -24,7 +24,7 @@ def row_norms(rows: Tensor) -> Tensor:
     """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0]).abs()
-    if rows.dtype == torch.float32 and (rows.numel() <= SMALL or not looks_free(rows)):
+    if rows.dtype == torch.float32 and not rows.is_mps and (rows.numel() <= SMALL or not looks_free(rows)):
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=1)
     if rows.is_meta or not len(rows):

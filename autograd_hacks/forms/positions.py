@@ -26,6 +26,10 @@ class OneHot:
     def shape(self) -> torch.Size:
         return torch.Size((*self.index.shape, self.entries))
 
+    @property
+    def device(self) -> torch.device:
+        return self.index.device
+
     def __getitem__(self, index: slice | Tensor | tuple[slice, slice]) -> OneHot:
         return OneHot(self.index[index], self.entries)
 
@@ -53,6 +57,10 @@ class Windows:
     @property
     def shape(self) -> torch.Size:
         return torch.Size((len(self.x), prod(self.counts), self.x.shape[1] * prod(self.kernel)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
 
     @property
     def shifts(self) -> int:

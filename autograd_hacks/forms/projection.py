@@ -198,9 +198,9 @@ class SparseMap:
             plus, minus = both.split(self.size, 1)
             found[:, block].add_((plus - minus) / self.entries**0.5)
 
-    def takes_factors(self, positions: int) -> bool:
+    def takes_factors(self, device: torch.device, positions: int) -> bool:
         """Whether outer products over so many positions go by their factors, and not written out."""
-        return sketches_factors(positions, *self.fans, self.size, self.entries)
+        return sketches_factors(device, positions, *self.fans, self.size, self.entries)
 
     def memory_of_factors(self, positions: int, is_looked_up: bool = False) -> int:
         """Numbers that `of_factors` holds for a sample."""

@@ -2,6 +2,7 @@
 over the positions that share an entry."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch.nn as nn
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Form
+from autograd_hacks.forms import Dense, Form
+from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
 from autograd_hacks.rules.linear import added
 from autograd_hacks.rules.rule import Call, needs_batch, single_input
 
@@ -20,7 +22,17 @@ _INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d
 def layer_norm(layer: nn.LayerNorm | nn.RMSNorm, x: Tensor, g: Tensor) -> Mapping[str, Form]:
     """x, g: N *T *S, normalised over S; by RMSNorm, divided by the root mean square over S."""
     needs_batch(x, at_least=1 + len(layer.normalized_shape), layout="(N, ..., *normalized_shape)")
-    normalise: Any = F.rms_norm if isinstance(layer, nn.RMSNorm) else F.layer_norm
+    is_rms = isinstance(layer, nn.RMSNorm)
+    normalise: Any = F.rms_norm if is_rms else F.layer_norm
+    width = prod(layer.normalized_shape)
+    # By torch seven numbers are read or written for each of x: x̂ is written, multiplied, and added up.
+    if width <= WIDEST_VECTOR and layer.eps is not None and takes_kernel(7, 2, x, g):
+        from autograd_hacks.kernels.affine import affine_rows  # imports Triton
+
+        flat_x, flat_g = (t.reshape(len(t), -1, width) for t in (x, g))
+        rows = affine_rows(flat_x, flat_g, layer.eps, is_rms)
+        found: dict[str, Form] = {n: Dense(r.view(-1, *layer.normalized_shape)) for n, r in zip(("weight", "bias"), rows)}
+        return {"weight": found["weight"]} if getattr(layer, "bias", None) is None else found
     return _affine(layer, normalise(x, layer.normalized_shape, eps=layer.eps), g, len(layer.normalized_shape))
 
 

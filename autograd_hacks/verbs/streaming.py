@@ -139,15 +139,14 @@ def during_backward(
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
         check_direction(dot, {name: p.shape for name, p in record.parameters_of(model).items() if p.requires_grad})
-        verbs["dot"] = lambda name, form: form.dot(
-            stream.own(name, dot[name]).to(form.like.device).conj().resolve_conj(), budget
-        )
+        verbs["dot"] = lambda name, form: stream.along(name, form, dot[name], weights, budget)
     if "gram" in what:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     if weights is not None:
         _weights_of("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
-        verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
+        if not isinstance(dot, Mapping):  # or else `along` adds up, too
+            verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     check_scale(scale)
     if project is not None:
         check_map("during_backward: project", project, kind, entries)
@@ -163,7 +162,7 @@ def during_backward(
             "context first" + ON_PASSES
         )
     record.clear()
-    streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale)
+    streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
 
     def undo() -> None:
         record.on_arrival = None
@@ -216,10 +215,11 @@ class _Stream:
         verbs: Mapping[str, Callable[[str, Form], Tensor | None]],
         loss_type: str | None,
         scaling: float | Tensor,
+        sets_grads: bool,
     ) -> None:
         record, self.is_private, self._recorder = recorder.record, recorder.planner.independent, recorder
         self.is_of_documents = recorder.segments is not None
-        self.pool, self.has_ended = recorder.pool, False
+        self.pool, self.has_ended, self._sets_grads = recorder.pool, False, sets_grads
         self.model, self.record, self.verbs, self.loss_type, self.scaling = model, record, verbs, loss_type, scaling
         self._parameters = record.asked(parameters_of(model))
         self._unwritten = set(self._parameters)  # parameters without rows yet
@@ -318,12 +318,25 @@ class _Stream:
             )
         return form
 
+    def along(self, name: str, form: Form, v: Tensor, w: Tensor | None, budget: int) -> Tensor:
+        """J v; and if there are weights, notes what they make of ``.grad``, in the same pass over the form."""
+        v = self.own(name, v).to(form.like.device).conj().resolve_conj()
+        if w is None:
+            return form.dot(v, budget)
+        total, found = form.sum_and_dot(self._weights(name, form, w), v, budget)
+        self._sums[name] = total.to(form.like.dtype)
+        return found
+
     def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
         """Notes what a parameter's ``.grad`` is to be."""
+        self._sums[name] = form.weighted_sum(self._weights(name, form, w), budget).to(form.like.dtype)
+
+    def _weights(self, name: str, form: Form, w: Tensor) -> Tensor:
+        """The weights in the dtype that a form adds up in, or better."""
         if not self._sums:
             drop_grads(self.model)  # before there are others: two sets of gradients are never alive together
-        own = w.to(form.like.device, torch.promote_types(w.dtype, form.sum_dtype))
-        self._sums[name] = self.checked(name, form, w, "weights").weighted_sum(own, budget).to(form.like.dtype)
+        own = self.checked(name, form, w, "weights")
+        return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
     def _set_grads(self) -> None:
         if self.cuts or spread_of(self.model, self._recorder).mesh is not None:
@@ -341,7 +354,7 @@ class _Stream:
         for name in self._unwritten if "grad1" in self.verbs else ():  # as `compute_grad1` has it
             parameter = self._parameters[name]
             write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)
-        if "weights" in self.verbs:
+        if self._sets_grads:
             self._set_grads()
         self.has_ended = True
         return {what: self._whole(what, found) for what, found in self._found.items() if found}

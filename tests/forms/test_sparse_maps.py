@@ -146,7 +146,7 @@ def test_maps_that_are_kept_are_none_of_a_modes() -> None:
 def test_a_nan_stays_in_its_row_and_half_precision_is_added_up_in_single() -> None:
     left, right = torch.randn(3, 40), torch.randn(3, 50)
     random = SparseMap("p", torch.Size((40, 50)), 16, 0)
-    assert random.takes_factors(1)
+    assert random.takes_factors(torch.device("cpu"), 1)
     expected = Outer(left, right).project(random)
     assert Outer(left.half(), right.half()).project(random).dtype == torch.float32
     left[1, 2] = torch.nan

@@ -1,0 +1,102 @@
+"""Sums of outer products, one tile of each row at a time: its norm, its product with a direction and the weighted sum of all
+rows in one pass over the factors.  No row is written."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autograd_hacks.support.precision import MATMUL, unit_of_products
+
+BLOCK = 64
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter multiplies the bits of bfloat16 as integers, so that it is given single precision."""
+PROGRAMS = 1024
+"""About how many programs keep a card busy."""
+
+
+def row_norms(left: Tensor, right: Tensor, ends: Tensor, order: Tensor | None = None) -> Tensor:
+    """The norms of the rows Jₛ = Σ left[m] ⊗ right[m], over the positions m of segment s, S in single precision.
+
+    left: M O    right: M I    ends: S integers, where each segment ends    order: M, the positions segment by segment
+    """
+    tiles, segments = _tiles_of(left, right), len(ends)
+    found = left.new_empty(tiles, segments, dtype=torch.float32)
+    _run(left, right, ends, order, None, None, found, None, None, segments)
+    return torch.linalg.vector_norm(found, dim=0, dtype=torch.float64).float()
+
+
+def sum_and_dot(left: Tensor, right: Tensor, ends: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ wₛ Jₛ and ⟨Jₛ, v⟩ of the same rows, O I and S in single precision.  w: S    v: O I"""
+    tiles, segments = _tiles_of(left, right), len(ends)
+    parts = min(segments, triton.cdiv(PROGRAMS, tiles))
+    total = left.new_empty(parts, *v.shape, dtype=torch.float32)
+    along = left.new_empty(tiles, segments, dtype=torch.float32)
+    _run(left, right, ends, None, v.contiguous(), w, None, along, total, parts)
+    return total.sum(0), along.sum(0)
+
+
+def _tiles_of(left: Tensor, right: Tensor) -> int:
+    return triton.cdiv(left.shape[1], BLOCK) * triton.cdiv(right.shape[1], BLOCK)
+
+
+def _run(
+    left: Tensor, right: Tensor, ends: Tensor, order: Tensor | None, v: Tensor | None, w: Tensor | None,
+    norms: Tensor | None, along: Tensor | None, total: Tensor | None, parts: int,
+) -> None:  # fmt: skip
+    """parts: how many programs share the segments of a tile"""
+    fan_out, fan_in, segments = left.shape[1], right.shape[1], len(ends)
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    with torch.cuda.device_of(left):  # which need not be the current one
+        _tiles[_tiles_of(left, right), parts](
+            left.contiguous(), right.contiguous(), ends.contiguous(), order, v, w, norms, along, total,
+            fan_out, fan_in, segments, triton.cdiv(segments, parts), triton.cdiv(fan_in, BLOCK),
+            exact=unit_of_products(left, [MATMUL]) == 0, WIDEN=INTERPRETED, BLOCK=BLOCK, POSITIONS=32,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tiles(
+    left, right, ends, order, v, w, norms, along, total,
+    fan_out, fan_in, segments, each, across,
+    exact: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    o = (tile // across) * BLOCK + tl.arange(0, BLOCK)
+    i = (tile % across) * BLOCK + tl.arange(0, BLOCK)
+    place = o.to(tl.int64)[:, None] * fan_in + i[None, :]
+    is_entry = (o < fan_out)[:, None] & (i < fan_in)[None, :]
+    sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+    if v is not None:
+        direction = tl.load(v + place, mask=is_entry, other=0.0).to(tl.float32)
+    for segment in range(part * each, min(segments, (part + 1) * each)):
+        begin = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+        end = tl.load(ends + segment)
+        row = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for first in range(begin, end, POSITIONS):
+            m = first + tl.arange(0, POSITIONS)
+            is_position = m < end
+            if order is not None:
+                m = tl.load(order + m, mask=is_position, other=0)
+            m = m.to(tl.int64)
+            of_left = tl.load(left + m[None, :] * fan_out + o[:, None], is_position[None, :] & (o < fan_out)[:, None], 0.0)
+            of_right = tl.load(right + m[:, None] * fan_in + i[None, :], is_position[:, None] & (i < fan_in)[None, :], 0.0)
+            if WIDEN:
+                of_left, of_right = of_left.to(tl.float32), of_right.to(tl.float32)
+            row = tl.dot(of_left, of_right, row, input_precision="ieee" if exact else "tf32")
+        at = tile.to(tl.int64) * segments + segment
+        if norms is not None:  # divided by the largest entry, so that no square leaves the range
+            largest = tl.max(tl.abs(row))
+            scale = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
+            tl.store(norms + at, tl.sqrt(tl.sum((row / scale) * (row / scale))) * scale)
+        if v is not None:
+            tl.store(along + at, tl.sum(row * direction))
+        if w is not None:
+            sums += row * tl.load(w + segment)
+    if w is not None:
+        tl.store(total + part.to(tl.int64) * fan_out * fan_in + place, sums, mask=is_entry)

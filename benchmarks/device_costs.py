@@ -1,0 +1,106 @@
+"""What single steps cost on a device, timed one by one, for the table of ``autograd_hacks/forms/costs.json``."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from math import log2
+
+import torch
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from autograd_hacks.forms import Outer
+from autograd_hacks.forms.cost import Costs
+from autograd_hacks.forms.positions import norms_in_double, norms_of_pairs
+
+Timed = Callable[[], object]
+
+
+def seconds(run: Timed, device: torch.device, rounds: int = 9) -> float:
+    """The median of one call, after two."""
+    found = []
+    for _ in range(2 + rounds):
+        _wait(device)
+        begin = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[2:])
+
+
+def measured(device: torch.device, large: int = 4096) -> dict[str, float | None]:
+    """The fields of `Costs`.  large: the size of the matrix product that the unit is taken of"""
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def took(run: Timed, numbers: float) -> float:
+        return max(0.0, seconds(run, device)) / numbers
+
+    a, b = new(large, large), new(large, large)
+    unit = took(lambda: a @ b, large**3)
+    n, t, o, i = 16, 64, large // 8, large // 8
+    left, right, rows = new(n, t, o), new(n, t, i), new(n, o, i)
+    short = took(lambda: left @ left.mT, n * t * t * o)
+    c, size = 64, 16
+    x, g = new(n, c, size, size), new(n, c, size, size)
+    of_kernel = took(lambda: conv2d_weight(x, (c, c, 3, 3), g, padding=1), n * c * c * 9 * size**2)
+    write = took(lambda: torch.mul(left[:, 0, :, None], right[:, 0, None, :], out=rows), rows.numel())
+    read = took(lambda: torch.linalg.vector_norm(rows.flatten(1), dim=1), rows.numel())
+    fresh = took(lambda: torch.empty_like(rows).copy_(rows), rows.numel()) - took(lambda: rows.copy_(rows), rows.numel())
+    products = new(2, n, 256, 256)
+    pair = took(lambda: (products[0] * products[1]).sum((1, 2)), products[0].numel())
+    shift = took(lambda: products[0, :, :-1, :-1] + products[1, :, 1:, 1:], products[0].numel())
+    tiny = Outer(new(n, 2, 4), new(n, 2, 4))
+    norms = norms_in_double if device.type == "cuda" else norms_of_pairs
+    call = seconds(lambda: norms([tiny.pair], 2**20), device) - seconds(lambda: tiny.dense().flatten(1).norm(dim=1), device)
+    place = torch.randint(512, (rows[0].numel(),), device=device)
+    scatter = took(lambda: new_zeros(rows, 512).index_add_(1, place, rows.flatten(1)), rows.numel())
+    put = took(lambda: new_zeros(rows, 512).index_add_(1, place[:o], left[:, 0]), n * o)
+    signals = new(256, 4096)
+    fft = took(lambda: torch.fft.rfft(signals), signals.numel() * log2(4096))
+    doubles = a[: large // 2, : large // 2].double()
+    double = took(lambda: doubles @ doubles, (large // 2) ** 3)
+    found = Costs(
+        short / unit, of_kernel / unit, write / unit, read / unit, max(0.0, fresh) / unit, pair / unit, shift / unit,
+        max(0.0, call) / unit, scatter / unit, put / unit, fft / unit, double / unit,
+        fused(device, left, right, unit) if device.type == "cuda" else None,
+    )  # fmt: skip
+    return {name: value and float(f"{value:.3g}") for name, value in asdict(found).items()}
+
+
+def new_zeros(like: Tensor, size: int) -> Tensor:
+    return like.new_zeros(len(like), size)
+
+
+def fused(device: torch.device, left: Tensor, right: Tensor, unit: float) -> float:
+    """How many times as long the package's kernels take as the products that they stand for take by torch: the worst of
+    norms, and of a sum with a product along a direction.  Raises AssertionError where a kernel is wrong."""
+    from autograd_hacks.kernels import affine, segments, tiles
+
+    (n, t, o), i = left.shape, right.shape[2]
+    flat, ends = (left.flatten(0, 1), right.flatten(0, 1)), torch.arange(1, n + 1, device=device) * t
+    rows, w, v = left.mT @ right, torch.rand(n, device=device), torch.randn(o, i, device=device)
+    total, along = tiles.sum_and_dot(*flat, ends, w, v)
+    torch.testing.assert_close(tiles.row_norms(*flat, ends), rows.flatten(1).norm(dim=1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(total, torch.tensordot(w, rows, 1), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(along, rows.flatten(1) @ v.flatten(), rtol=1e-3, atol=1.0)
+    weight, bias = affine.affine_rows(left, left, 1e-5, False)
+    normal = torch.nn.functional.layer_norm(left, (o,), eps=1e-5)
+    torch.testing.assert_close(weight, (left * normal).sum(1), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(bias, left.sum(1), rtol=1e-3, atol=1e-2)
+    keys, norms = segments.norms_by_key(torch.arange(n * t, device=device) // t, flat[0])
+    torch.testing.assert_close(norms[keys.diff(prepend=keys[:1] - 1) > 0], left.sum(1).norm(dim=1), rtol=1e-3, atol=0)
+    products = unit * n * t * o * i
+    moved = seconds(lambda: left + left, device) / 3
+    return max(
+        seconds(lambda: tiles.row_norms(*flat, ends), device) / products,
+        seconds(lambda: tiles.sum_and_dot(*flat, ends, w, v), device) / products,
+        seconds(lambda: affine.affine_rows(left, left, 1e-5, False), device) / (2 * moved),
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
