@@ -13,7 +13,7 @@ where that takes more than 1.2 times as long as the best way.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
 import torch
@@ -104,34 +104,40 @@ def measure(form: Form) -> tuple[str, float, float, float]:
     return f"{norms} |{clip} |{new} |{sketch}", first, max(second, third), fourth
 
 
-def write(device: torch.device) -> None:
-    """Measures what a device takes, and adds it to the table, under the card's name."""
+def write(device: torch.device, size: int) -> None:
+    """Measures what a device's steps cost, and adds them to the table, under the card's name."""
     table = json.loads(TABLE.read_text())
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
-    table[name] = measured(device)
+    table[name] = measured(device, size)
     TABLE.write_text(json.dumps(table, indent=2) + "\n")
     print(f"{TABLE}: {name}: {table[name]}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--write", action="store_true", help="measure the device's costs first, and write them to the table")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    parser.add_argument("--size", type=int, default=4096, help="of the matrix product whose multiplications are the unit")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    torch.set_default_device(device)
-    if options.write:
-        write(device)
+    with torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu"):
+        if options.write:
+            write(torch.get_default_device(), options.size)
+        compare()
+
+
+def compare() -> None:
+    """Times the ways of all shapes on the default device."""
     print(f"{'':44} products  writing  |  apart     held   |  apart      new     | transforms rows")
     found = []
     for label, form in forms():
         text, *excesses = measure(form)
         found += excesses
         print(f"{label:44}{text}", flush=True)
-    print(f"chosen over best, geometric mean {statistics.geometric_mean(found):.3f}, worst {max(found):.2f}")
+    if found:
+        print(f"chosen over best, geometric mean {statistics.geometric_mean(found):.3f}, worst {max(found):.2f}")
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()

@@ -15,12 +15,13 @@ from autograd_hacks.forms.cost import Costs
 from autograd_hacks.forms.positions import norms_in_double, norms_of_pairs
 
 Timed = Callable[[], object]
+ROUNDS = 9
 
 
-def seconds(run: Timed, device: torch.device, rounds: int = 9) -> float:
-    """The median of one call, after two."""
+def seconds(run: Timed, device: torch.device) -> float:
+    """The median of `ROUNDS` calls, after two that don't count."""
     found = []
-    for _ in range(2 + rounds):
+    for _ in range(2 + ROUNDS):
         _wait(device)
         begin = time.perf_counter()
         run()
@@ -29,14 +30,14 @@ def seconds(run: Timed, device: torch.device, rounds: int = 9) -> float:
     return statistics.median(found[2:])
 
 
-def measured(device: torch.device, large: int = 4096) -> dict[str, float | None]:
-    """The fields of `Costs`.  large: the size of the matrix product that the unit is taken of"""
+def measured(device: torch.device, large: int) -> dict[str, float | None]:
+    """The fields of `Costs`.  large: the size of the matrix product whose multiplications are the unit"""
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     def took(run: Timed, numbers: float) -> float:
-        return max(0.0, seconds(run, device)) / numbers
+        return seconds(run, device) / numbers
 
     a, b = new(large, large), new(large, large)
     unit = took(lambda: a @ b, large**3)
