@@ -231,17 +231,21 @@ class Form(Hinting, Shown, ABC):
         # Written out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
         # written twice; or else some samples.
         mine, theirs, width = self.samples * self.row_size(), other.samples * other.row_size(), self.sum_dtype.itemsize
-        size, whole = (mine + theirs) * width, (self.samples + other.samples) * self.shape.numel() * width
+        is_same = other is self  # and is written once
+        size = (mine if is_same else mine + theirs) * width
+        whole = (self.samples if is_same else self.samples + other.samples) * self.shape.numel() * width
         room = budget - max(0, size - whole)  # beside what is copied for each block anew
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
         cuts_well = self.cuts_well and other.cuts_well and whole <= room * entries
         if size <= budget or (is_pair and entries == 1):
-            return self.wide().matrix() @ other.wide().matrix().mH
+            rows = self.wide().matrix()
+            return rows @ (rows if is_same else other.wide().matrix()).mH
         if entries > 1 and (is_pair or cuts_well):
             pieces = slices_of(entries, max(0, room) * entries // max(1, whole))
             total = self.new_sums(self.samples, other.samples)
-            for rows in pieces:
-                total += self.block(rows).gram(other.block(rows), budget)
+            for piece in pieces:
+                block = self.block(piece)
+                total += block.gram(block if is_same else other.block(piece), budget)
             return total
         if other.samples <= 1 or (self.samples > 1 and mine >= theirs):
             return torch.cat([self[half].gram(other, budget) for half in slices_of(self.samples, (self.samples + 1) // 2)])

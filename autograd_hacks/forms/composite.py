@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
-from autograd_hacks.forms.cost import cache_budget
+from autograd_hacks.forms.cost import cache_budget, gram_by_positions
 from autograd_hacks.forms.factored import Factored, Paired, norms_by_positions
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.positions import Positions
@@ -284,7 +284,9 @@ class Sum(Composite):
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Scaled):
             return other.gram(self, budget).mH
-        if any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
+        pairs, theirs = ([term.pair for term in (form.parts or [form])] for form in (self, other))
+        is_slow = None not in (*pairs, *theirs) and not gram_by_positions(pairs, theirs, self.shape.numel(), other is self)
+        if is_slow or any(form._cancels(budget) for form in (self, other) if isinstance(form, Sum)):
             return Form.gram(self, other, budget)
         return super().gram(other, budget)
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import inf, log2, prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows
+from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_written, multiplications
 
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
@@ -127,6 +128,22 @@ def by_writing(pairs: Sequence[Pair]) -> float:
         if not cuts_windows(cut, others, numbers):
             return numbers * (costs.kernel * _positions(pairs) + 3 * costs.write)
     return numbers * (_positions(pairs) + costs.write) + costs.shift * cut * len(pairs)
+
+
+def gram_by_positions(mine: Sequence[Pair | None], theirs: Sequence[Pair | None], numbers: int, is_same: bool) -> bool:
+    """Whether inner products of N and M rows come from products between all positions, which there must be, or else from
+    rows of so many numbers that are written out.  is_same: whether both are the same rows"""
+    some = [pair for pair in (*mine, *theirs) if pair is not None and is_written(pair) and not pair[1].is_complex()]
+    if len(some) < len(mine) + len(theirs) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
+        return False
+    costs, own, others = _costs(some), some[: len(mine)], some[len(mine) :]
+    n, m, products = own[0][1].shape[0], others[0][1].shape[0], 0.0
+    for one, other in product(own, others):
+        between = one[1].shape[:2].numel() * other[1].shape[:2].numel()
+        products += between * (costs.pair + costs.short * min(multiplications(one), multiplications(other)))
+    rows = n if is_same else n + m
+    positions = sum(pair[1].shape[:2].numel() for pair in (own if is_same else some) if isinstance(pair[0], Tensor))
+    return products <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, memory_of_products
+from autograd_hacks.forms.cost import by_products, by_writing, cache_budget, gram_by_positions, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.forms.positions import (
     OneHot,
@@ -114,8 +114,11 @@ class Paired(Factored):
     """(N, T) booleans: which positions are the samples' own; all, if None."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        by_positions = gram_of_pairs(self.pair, other.pair, self.shape.numel(), budget)
-        return super().gram(other, budget) if by_positions is None else by_positions
+        if isinstance(other, Paired) and gram_by_positions([self.pair], [other.pair], self.shape.numel(), other is self):
+            products = gram_of_pairs(self.pair, other.pair, budget)
+            if products is not None:
+                return products
+        return super().gram(other, budget)
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         if isinstance(random, SparseMap):

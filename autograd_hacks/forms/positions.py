@@ -138,7 +138,7 @@ class Positions(NamedTuple):
     owners: Tensor | None = None  # M, the sample of each of the M, if several are one's
 
 
-def multiplications(pair: Written) -> int:
+def multiplications(pair: Pair) -> int:
     """Multiplications for one position's products, O + I; a one-hot factor's is a look-up."""
     return pair[1].shape[2] + (1 if isinstance(pair[0], OneHot) else pair[0].shape[2])
 
@@ -208,19 +208,14 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
         for later, (other_left, other_right) in enumerate(pairs[number:]):
             each = 2 * like.shape[0] * other_left.shape[1] * like.element_size()
             for piece in slices_of(positions, positions if isinstance(pair[1], Windows) else budget // max(1, each)):
-                left, right = (pair[0][:, piece], pair[1][:, piece]) if _is_written(pair) else pair
+                left, right = (pair[0][:, piece], pair[1][:, piece]) if is_written(pair) else pair
                 products = own_products(left, other_left), own_products(right, other_right)
                 yield (None if later else piece.start, *products)
 
 
-def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int) -> Tensor | None:
-    """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None where writing rows of so many numbers out is cheaper, or positions cancel."""
-    if theirs is None or not _is_written(theirs) or _fans(mine) != _fans(theirs) or mine[1].is_complex():
-        return None
+def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
+    """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None where positions cancel."""
     (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
-    # Multiplications: N·M·T·S·(O + I) by positions; N·T·O·I and M·S·O·I to write out, and N·M·O·I for the product.
-    if n * m * t * s * min(multiplications(mine), multiplications(theirs)) > (n * t + m * s + n * m) * numbers:
-        return None
     mine, theirs = _wide(mine), _wide(theirs)
     dtype = mine[1].dtype
     if dtype == torch.float32 and not looks_free(mine[1]):
@@ -234,11 +229,8 @@ def gram_of_pairs(mine: Written, theirs: Pair | None, numbers: int, budget: int)
     return torch.cat(parts).to(dtype)
 
 
-def _fans(pair: Pair) -> tuple[int, int]:
-    return pair[0].shape[2], pair[1].shape[2]
-
-
-def _is_written(pair: Pair) -> TypeGuard[Written]:
+def is_written(pair: Pair) -> TypeGuard[Written]:
+    """Whether no factor is cut into windows."""
     return not any(isinstance(factor, Windows) for factor in pair)
 
 
