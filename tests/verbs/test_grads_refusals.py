@@ -55,7 +55,7 @@ def test_directions_that_do_not_fit() -> None:
     v = {name: torch.zeros(form.shape) for name, form in grads.items()}
     with pytest.raises(ValueError, match=r"^dot: the direction has no entry for '0\.bias'; expected one for each of the 4"):
         grads.dot({name: x for name, x in v.items() if name != "0.bias"})
-    with pytest.raises(ValueError, match=r"^dot: the direction has an entry for 'more', which is no parameter"):
+    with pytest.raises(ValueError, match=r"^dot: the direction has an entry for 'more', which is not a trainable parameter"):
         grads.dot(v | {"more": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"entry for '2\.weight' is .*\(5, 3\); expected.*\(3, 5\)"):
         grads.dot(v | {"2.weight": torch.zeros(5, 3)})
