@@ -156,10 +156,10 @@ def test_forms_by_name_and_by_parameter() -> None:
             assert grads[p] is grads[name]
             assert grads.get(p) is grads[name]
     for given, words in [
-        ("weight", "there is no parameter 'weight' that trains.*'0.weight', '2.weight'"),
-        ("0.wieght", "expected the name.*: '0.weight'"),
+        ("weight", "there is no trainable parameter 'weight'.*'0.weight', '2.weight'"),
+        ("0.wieght", "expected a trainable parameter.*: '0.weight'"),
         (model[2].bias, "'2.bias' is frozen; expected"),
-        (nn.Parameter(torch.ones(2)), r"tensor of shape \(2,\) is none of the model's"),
+        (nn.Parameter(torch.ones(2)), r"tensor of shape \(2,\) is not a parameter of the model"),
         (0, r"select\(index\)"),
         ("nowhere", "'0.weight', '0.bias', '2.weight'"),
     ]:
