@@ -57,7 +57,7 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
 def noise_for(
     epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None, before: Sequence[Any] = ()
 ) -> float:
-    """The smallest noise multiplier, to a thousandth, with which the steps and those ``before`` spend at most ``epsilon``."""
+    """The smallest noise multiplier, to a thousandth, with which steps and those ``before`` spend ≤ ``epsilon``."""
     low, high = 0.0, 1.0
     while spent([*before, (high, rate, steps)], delta, accountant) > epsilon:
         low, high = high, 2 * high

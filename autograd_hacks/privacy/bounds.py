@@ -86,7 +86,7 @@ class QuantileClip:
         if left <= 0:
             raise ValueError(
                 f"QuantileClip has deviation={self.deviation}, and the step has noise_multiplier={noise_multiplier}; "
-                f"expected a deviation above {noise_multiplier / 2}: otherwise the count alone reveals more than the step may"
+                f"expected a deviation above {noise_multiplier / 2}: otherwise the count alone spends more than the step"
                 + ON_CLIPPING
             )
         return float(left**-0.5)

@@ -89,7 +89,7 @@ def clip_and_noise_(
     spread = spread_of(model, recorder, process_group)
     parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
     if isinstance(clip, QuantileClip) and spread.groups():
-        raise NotImplementedError("QuantileClip supports one process only: it counts that process's samples" + ON_CLIPPING)
+        raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
     written: dict[str, Tensor] = {}
     ask_independent(model, recorder, spread, "clip_and_noise_")

@@ -100,8 +100,8 @@ class PerSampleGrads(Algebra):
         """
         if self.hess_type is not None and not self.entries:
             raise NothingRecorded(
-                "noise_scale: these rows come from backprop_hess; they are not gradients of losses. Run loss.backward() "
-                "instead."
+                "noise_scale: these rows come from backprop_hess or a Jacobian; they are not gradients of losses. Run "
+                "loss.backward() instead."
             )
         with self._counted("noise_scale") as samples:
             each = statistics.noise_scales(self, self.spread, samples, budget)

@@ -114,7 +114,7 @@ def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> N
     with pytest.raises(ValueError, match=r"or another order, when it was iterated.*shuffle=False"):
         autograd_hacks.over(net, X.split(2), loss, PerSampleGrads.gram, against=shuffled, budget=budget)
     states = [(copy.deepcopy(net.state_dict()), 0.1)] * 4
-    with pytest.raises(ValueError, match="in another order"):
+    with pytest.raises(ValueError, match="or another order"):
         autograd_hacks.over(net, X.split(11), loss, PerSampleGrads.gram, against=shuffled, checkpoints=states)
 
 
@@ -159,11 +159,11 @@ def test_what_makes_no_sense(net: nn.Module) -> None:
     batches, others = X[:8].split(4), OTHERS.split(2)
     with pytest.raises(ValueError, match="without against=, so it would compare samples of the same batch only"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.gram)
-    with pytest.raises(ValueError, match="adds up over batches"):
+    with pytest.raises(ValueError, match="this verb returns rows"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.gram, against=others, total=True)
-    with pytest.raises(ValueError, match="adds up over batches"):
+    with pytest.raises(ValueError, match="this verb returns rows"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.norms, total=True)
-    with pytest.raises(ValueError, match=r"which can be taken once"):
+    with pytest.raises(ValueError, match=r"which can be iterated only once"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.gram, against=iter(others))
     with pytest.raises(ValueError, match=r"rows of shape \(3,\) for one batch, and of \(4,\) for the first"):
         autograd_hacks.over(net, X.split(4), loss, lambda grads: grads.gram())
