@@ -39,7 +39,7 @@ from autograd_hacks.verbs.store import Store
 from autograd_hacks.verbs.streaming import during_backward, streaming
 from autograd_hacks.verbs.verify import verify
 
-# Where old pickles of hooked models look for what is left of a hook.
+# Pickles of hooked models from older versions refer to these module names.
 _sys.modules.update(dict.fromkeys(["autograd_hacks.hooks", "autograd_hacks.capture.attached"], _hooks))
 
 __version__ = "0.1.0"
@@ -99,12 +99,13 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
-if not _TYPE_CHECKING:  # which would take any name for known
+if not _TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """Raises AttributeError, with the name or the call that may be meant."""
+        """Raises AttributeError and suggests a name or a call."""
         if name == "integrations":
             raise AttributeError(
-                "autograd_hacks.integrations is imported a tool at a time: import autograd_hacks.integrations.transformers"
+                "autograd_hacks.integrations is not imported as a whole. Import the module of one tool: "
+                "import autograd_hacks.integrations.transformers"
             )
         raise AttributeError(f"module 'autograd_hacks' has no attribute {name!r}{_hint(name, __all__)}")

@@ -1,4 +1,4 @@
-"""``python -m autograd_hacks``: what there is, and whether it works here, on one's own model."""
+"""``python -m autograd_hacks``: an overview, explanations of errors, and a check of your own model on this machine."""
 
 import argparse
 import copy
@@ -25,45 +25,43 @@ from autograd_hacks.support.trees import tensors_of
 
 TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
 TOOLS += ["laplace-torch"]
-"""What works together with the library, by the names that pip knows."""
+"""Tools with an integration, by their names on PyPI."""
 PAGES = {
     "first_steps.ipynb": "the first ten minutes, in a notebook",
-    "which_function.rst": "from a question to the function, and what it costs",
-    "want.rst": "I want to ...: from a question to the lines",
+    "which_function.rst": "which function answers a question, and what it costs",
+    "want.rst": "I want to ...: code for common tasks",
     "tutorial.ipynb": "an hour: per-sample gradients from the inside",
     "usage.rst": "using it",
     "integrations": "in other tools",
-    "errors.rst": "what errors say",
+    "errors.rst": "what errors mean",
     "limits.rst": "what can't be done, and why",
-    "examples": "scripts that run by themselves, each with a picture",
+    "examples": "scripts to run, each with a picture",
 }
-WHERE = "expected module:function, of a function without arguments that returns a model and the arguments of its forward"
-ENGINE = "expected module:function, of a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
+WHERE = "expected module:function, a function without arguments that returns a model and the arguments of its forward"
+ENGINE = "expected module:function, a function of (model, batch, loss) that returns rows, norms or a Gram matrix"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 where the doctor has found something, 2 for arguments that make no sense."""
+    """Returns the exit status: 0, or 1 if the doctor found a fault, or 2 for wrong arguments."""
     parser = argparse.ArgumentParser("python -m autograd_hacks", description="Per-sample gradients in PyTorch.")
     parser.add_argument("--version", action="version", version=f"autograd_hacks {autograd_hacks.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="versions and devices, and a check of rows, of your model too")
+    doctor = commands.add_parser("doctor", help="print versions and devices, and check rows, also of your model")
     doctor.add_argument(
         "model",
         nargs="?",
         metavar="MODULE:FUNCTION",
-        help="without arguments, returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x}); with --engine "
-        "also (model, batch, loss)",
+        help="a function without arguments that returns (model, x), (model, (x, ...)) or, by keyword, (model, {'x': x}); "
+        "with --engine also (model, batch, loss)",
     )
     doctor.add_argument(
         "--engine",
         metavar="MODULE:FUNCTION",
-        help="checks another engine's numbers: of (model, batch, loss), returns what check_rows takes: rows by parameter, "
-        "norms, or a Gram matrix",
+        help="check another engine's numbers: a function of (model, batch, loss) that returns rows by parameter, norms, or "
+        "a Gram matrix, as check_rows accepts them",
     )
-    explain = commands.add_parser("explain", help="more about an error: the section that its last line names")
-    explain.add_argument(
-        "name", nargs="?", metavar="NAME", help="of a section or of an error's class; without it all are listed"
-    )
+    explain = commands.add_parser("explain", help="print more about an error: the section that its last line names")
+    explain.add_argument("name", nargs="?", metavar="NAME", help="a section or an error class; without it, all are listed")
     options = parser.parse_args(arguments)
     if options.command is None:
         print("\n".join(_overview()))
@@ -84,17 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _overview() -> Iterator[str]:
     yield f"autograd_hacks {autograd_hacks.__version__}: the gradient of every sample's own loss, from one backward pass"
     yield ""
-    yield "  python -m autograd_hacks doctor                   versions, devices, and whether rows are right here"
-    yield "  python -m autograd_hacks doctor module:function   the same of a model: the function returns (model, x)"
-    yield "  python -m autograd_hacks doctor --engine module:function, of (model, batch, loss): another engine's rows"
-    yield "  python -m autograd_hacks explain NAME             more about an error; without NAME all names are listed"
+    yield "  python -m autograd_hacks doctor                   print versions and devices, and check rows on this machine"
+    yield "  python -m autograd_hacks doctor module:function   check your model: the function returns (model, x)"
+    yield "  python -m autograd_hacks doctor --engine module:function"
+    yield "                                                    check the rows of another engine, engine(model, batch, loss)"
+    yield "  python -m autograd_hacks explain NAME             print more about an error; without NAME, list all names"
     yield "  python -c 'import autograd_hacks; help(autograd_hacks.add_hooks)'"
     yield ""
     docs = Path(autograd_hacks.__file__).parent.parent / "docs"
     if not (docs / "want.rst").exists():
-        yield "Pages and examples are in docs/ of the sources, which pip does not install."
+        yield "Pages and examples are in docs/ of the sources. pip does not install them."
         return
-    yield f"Pages, in {docs}; tox -e gallery makes a site of them:"
+    yield f"Pages, in {docs}; tox -e gallery builds the site:"
     yield from (f"  {name:18}{says}" for name, says in PAGES.items())
     yield "Examples:"
     for script in sorted((docs / "examples").glob("*.py")):
@@ -103,7 +102,7 @@ def _overview() -> Iterator[str]:
 
 
 def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
-    """Prints a section, or the names of all, each with the classes of errors that it explains."""
+    """Prints one section; or the names of all sections, each with the error classes that it explains."""
     if name is not None:
         try:
             print(explained(name))
@@ -113,7 +112,7 @@ def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:
     classes: dict[tuple[str, str], list[str]] = {section: [] for section in EXPLAINED.values()}
     for known, section in EXPLAINED.items():
         classes[section] += [known] if known[0].isupper() else []
-    print("python -m autograd_hacks explain NAME prints a section. These are known:\n")
+    print("python -m autograd_hacks explain NAME prints a section. The sections are:\n")
     rows = [(known, section[0], " ".join(classes[section])) for known, section in EXPLAINED.items() if known[0].islower()]
     print(text_table([("name", "section", "errors"), *sorted(rows)]))
     return 0
@@ -137,7 +136,7 @@ def _version(name: str) -> str:
 
 
 class Given(NamedTuple):
-    """A model, arguments of its forward, positional and by keyword, and a loss of both, if there is one."""
+    """A model, its forward's positional and keyword arguments, and optionally a loss of model and batch."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -152,13 +151,17 @@ def _made_for_the_purpose() -> Given:
 
 
 def _function(place: str, expected: str) -> Callable[..., Any]:
-    """Raises ValueError where ``module:function`` is not there, with what was expected."""
+    """The function that ``module:function`` names.
+
+    expected: the end of a message, what the function should be
+    Raises ValueError if there is no such function.
+    """
     module, colon, name = place.partition(":")
     if not (module and colon and name):
-        raise ValueError(f"{place!r} names no function; {expected}")
+        raise ValueError(f"{place!r} is not the name of a function; {expected}")
     if module.endswith(".py"):
-        raise ValueError(f"{place!r} names a file; {expected}, here {Path(module).stem}:{name}")
-    sys.path.insert(0, os.getcwd())  # as python -m does, and a console script would not
+        raise ValueError(f"{place!r} is the name of a file; {expected}, here {Path(module).stem}:{name}")
+    sys.path.insert(0, os.getcwd())  # python -m does this; a console script doesn't
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"there is no module {module!r} here; {expected}")
     function = getattr(_tried(importlib.import_module, module, what=f"importing {module!r}", expected=expected), name, None)
@@ -168,9 +171,10 @@ def _function(place: str, expected: str) -> Callable[..., Any]:
 
 
 def _returned_by(place: str, with_loss: bool) -> Given:
-    """Raises ValueError where ``module:function`` is not there, fails, or returns something else.
+    """What ``module:function`` returns when called.
 
-    with_loss: whether it may return a loss, too
+    with_loss: whether it may also return a loss
+    Raises ValueError if there is no such function, it fails, or it returns something else.
     """
     returned = _tried(_function(place, WHERE), what=f"{place}()", expected=WHERE)
     is_long = with_loss and isinstance(returned, tuple) and len(returned) == 3 and callable(returned[2])
@@ -179,7 +183,7 @@ def _returned_by(place: str, with_loss: bool) -> Given:
         more = " or (model, batch, loss)" if with_loss else ""
         raise ValueError(f"{place} returned {kinds}; {WHERE}: (model, x), (model, (x, mask)) or (model, {{'x': x}}){more}")
     model, given, loss = returned if is_long else (*returned, None)
-    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # as Hugging Face's tokenizers return it
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):  # what Hugging Face's tokenizers return
         return Given(model, (), dict(given), loss)
     return Given(model, given if isinstance(given, tuple) else (given,), {}, loss)
 
@@ -188,31 +192,35 @@ def _tried(function: Callable[..., Any], *args: Any, what: str, expected: str) -
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} has raised {type(error).__name__}: {error}; {expected}") from error
+        raise ValueError(f"{what} raised {type(error).__name__}: {error}; {expected}") from error
 
 
 def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) -> int:
-    """An engine's numbers against one plain backward pass for each sample.  name, of: of the engine and the model"""
+    """Compares an engine's numbers with one plain backward pass for each sample.
+
+    name: the engine's name
+    of: the model's name
+    """
     model, batch = given.model, given.kwargs or given.args
     loss = given.loss or (_squares_by_name if given.kwargs else _squares)
-    state = random_state(cuda_devices_of(model))  # for dropout: both draw the same
+    state = random_state(cuda_devices_of(model))  # so that both draw the same dropout masks
     try:
         with with_random_state(state):
-            numbers = engine(copy.deepcopy(model), batch, loss)  # engines hook and wrap what they are given
+            numbers = engine(copy.deepcopy(model), batch, loss)  # engines hook and wrap the model
         with with_random_state(state):
             print(autograd_hacks.check_rows(model, batch, loss, numbers))
     except VerificationFailed as error:
         print(f"{of}: the numbers of {name} are wrong. {error}")
         return 1
-    except Exception as error:  # whatever an engine or a model raises: that is what the doctor is to say
-        print(f"{of}: nothing was checked of {name}. {type(error).__name__}: {error}")
+    except Exception as error:  # the doctor reports whatever the engine or the model raises
+        print(f"{of}: {name} could not be checked. {type(error).__name__}: {error}")
         return 1
-    print(f"\n{of}: the numbers of {name} are autograd's")
+    print(f"\n{of}: the numbers of {name} equal autograd's")
     return 0
 
 
 def _squares(model: nn.Module, *batch: Any) -> Tensor:
-    """N losses for any model: half the squares of each sample's outputs, samples being on their first axis."""
+    """N losses for any model: half the squared norm of each sample's outputs.  Samples are on axis 0."""
     return _halves(model(*batch))
 
 
@@ -223,12 +231,12 @@ def _squares_by_name(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def _halves(returned: Any) -> Tensor:
     outputs = [x for x in tensors_of(returned) if x.requires_grad and x.ndim]
     if not outputs:
-        raise ValueError("the model returned no outputs with samples to make losses of; return (model, batch, loss)")
+        raise ValueError("the model returned no output with a batch axis, so there is no loss; return (model, batch, loss)")
     return torch.stack([x.square().reshape(len(x), -1).sum(1) for x in outputs]).sum(0) / 2
 
 
 def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
-    """Two steps, and rows against autograd's."""
+    """Runs two steps and compares rows with autograd's.  Returns the exit status."""
     with autograd_hacks.add_hooks(model):
         try:
             for _ in range(2):
@@ -238,16 +246,16 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
                 torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
                 samples = autograd_hacks.per_sample_grads(model).samples
             if not samples:
-                print(f"{name}: nothing was checked, since the batch has no samples; return one of three or more")
+                print(f"{name}: nothing was checked, because the batch has no samples. Return a batch of three or more")
                 return 1
             autograd_hacks.verify(model, samples=2, args=args, kwargs=kwargs)
             rows = autograd_hacks.describe(model, trained=True).rows
             independence, status = _independence(model, args, kwargs)
-        except Exception as error:  # whatever a user's model raises: that is what the doctor is to say
-            print(f"{name}: no rows, or wrong ones. {type(error).__name__}: {error}")
+        except Exception as error:  # the doctor reports whatever the user's model raises
+            print(f"{name}: the check failed. {type(error).__name__}: {error}")
             return 1
     print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
-    print(f"\n{name}: the per-sample gradients of {len(rows)} parameters are autograd's")
+    print(f"\n{name}: the per-sample gradients of {len(rows)} parameters equal autograd's")
     print(f"{name}: {independence}")
     return status
 
@@ -257,9 +265,9 @@ def _independence(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         autograd_hacks.verify(model, args=args, kwargs=kwargs, independent=True)
     except SamplesMixed as error:
-        return f"samples are not independent, which private training needs. {error}", 1
+        return f"samples are not independent. Private training needs independent samples. {error}", 1
     except ProbeFailed as error:
-        return f"that samples are independent was not shown, which private training needs. {error}", 0
+        return f"samples were not shown to be independent. Private training needs that. {error}", 0
     return f"samples are independent. {autograd_hacks.describe(model).independence}".strip(), 0
 
 

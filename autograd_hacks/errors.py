@@ -1,5 +1,7 @@
-"""What the library raises.  Every message says where, what was given, what was expected and how to mend it, and ends with
-the command that prints more."""
+"""The library's exceptions.
+
+Each message says where, what was given, what was expected and how to mend it.  It ends with the command that prints more.
+"""
 
 import re
 from collections.abc import Iterator
@@ -28,18 +30,19 @@ __all__ = [
 ]
 _POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+")
 EXPLAINED: dict[str, tuple[str, str]] = {}
-"""The title of a section and its page in docs/, by the name that ``python -m autograd_hacks explain`` knows; and by the name
-of each class of errors."""
+"""{name: (title of a section, its page in docs/)}.  A name is what ``python -m autograd_hacks explain`` accepts, or the name
+of an error class."""
 
 
 def see(section: str, page: str = "errors.rst") -> str:
-    """The end of a message: the command that prints a section.  page: in docs/
+    """The end of a message: the command that prints a section.
 
-    Raises ValueError where another page has a section of the same name.
+    page: the section's page in docs/
+    Raises ValueError if another page has a section of the same name.
     """
     name = re.sub(r"[^a-z0-9]+", "-", section.lower().replace("'", "")).strip("-")
     if EXPLAINED.setdefault(name, (section, page)) != (section, page):
-        raise ValueError(f"see: {name!r} stands for {EXPLAINED[name]}, and can't stand for {(section, page)}, too.")
+        raise ValueError(f"see: {name!r} already means {EXPLAINED[name]}; it can't also mean {(section, page)}.")
     return f"\nMore: python -m autograd_hacks explain {name}"
 
 
@@ -74,10 +77,10 @@ ON_STORES = see("Stores of rows", "reductions.rst")
 
 
 class PerSampleGradientError(RuntimeError):
-    """Base of the errors below: the per-sample gradients that were asked for do not exist or can't be known."""
+    """Base of the errors below: the requested per-sample gradients don't exist, or the library can't know them."""
 
     explained: ClassVar[tuple[str, str]] = ("Nothing was recorded", "errors.rst")
-    """The section, and the page, that explain it where the message names none."""
+    """The section and its page that explain the error if its message names no section."""
 
     def __init_subclass__(cls, section: str = "", page: str = "errors.rst") -> None:
         if section:
@@ -87,7 +90,7 @@ class PerSampleGradientError(RuntimeError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        pointer = _POINTER.search(text)  # in the middle, where the message has become a part of another
+        pointer = _POINTER.search(text)  # in the middle if another message quotes this one
         return _POINTER.sub("", text) + (pointer[0] if pointer else see(*self.explained))
 
 
@@ -95,7 +98,7 @@ EXPLAINED["PerSampleGradientError"] = PerSampleGradientError.explained
 
 
 class NothingRecorded(PerSampleGradientError):
-    """There is no backward pass to read: none has run, hooks were off, or its rows were thrown away."""
+    """There is no backward pass to read: none has run, hooks were off, or its record was cleared."""
 
 
 class UnsupportedLayer(PerSampleGradientError, section="No rule for a layer"):
@@ -103,7 +106,7 @@ class UnsupportedLayer(PerSampleGradientError, section="No rule for a layer"):
 
 
 class UnsupportedOperation(PerSampleGradientError, section="A model that can't be compiled"):
-    """`compile` has met an operation without a rule, or a model that can't be one graph."""
+    """`compile` met an operation without a rule, or a model that can't be captured as one graph."""
 
 
 class BatchSizeError(PerSampleGradientError, section="Another number of samples"):
@@ -111,63 +114,69 @@ class BatchSizeError(PerSampleGradientError, section="Another number of samples"
 
 
 class SamplesMixed(PerSampleGradientError, section="Samples that mix"):
-    """A layer's output for one sample depends on the others, so that samples have no gradients of their own."""
+    """A layer's output for one sample depends on other samples, so there are no per-sample gradients."""
 
 
 class StaleRecord(PerSampleGradientError, section="Something was overwritten"):
-    """A tensor that the record refers to was overwritten after the layer read it."""
+    """A tensor that the record refers to was overwritten after the layer had read it."""
 
 
 class UnseenGradient(PerSampleGradientError, section="Gradient by another way"):
-    """Gradient has reached a parameter by a way that no hook sees, so that its rows would be incomplete."""
+    """A parameter received gradient along a path that no hook sees, so its rows would be incomplete."""
 
 
 class ProbeFailed(PerSampleGradientError, section="A model that can't be probed"):
-    """Nothing was shown: the model can't run with samples of the batch in the place of others, to show that these are
-    independent; or rows are asked for behind a branch that brought no gradient when the forward was proven."""
+    """The check of the model was inconclusive.
+
+    Either the model can't run with some samples replaced by others, as the check of independence needs; or rows are
+    requested behind a branch that carried no gradient during the check.
+    """
 
 
 class VerificationFailed(PerSampleGradientError, section="Rows that are wrong"):
-    """`verify` or `check_rows` has found per-sample gradients that are not autograd's."""
+    """`verify` or `check_rows` found per-sample gradients that differ from autograd's."""
 
 
 class HigherOrderError(PerSampleGradientError, section="What is refused", page="derivatives.rst"):
-    """The graph that a backward pass with ``create_graph=True`` has made leads to a parameter by a way that isn't known."""
+    """A backward pass with ``create_graph=True`` made a graph that reaches a parameter along an unsupported path."""
 
 
 class BlockTooLarge(PerSampleGradientError, section="What can be had", page="curvature.rst"):
-    """A block of the Gauss-Newton matrix would take more memory than it may."""
+    """A block of the Gauss-Newton matrix would exceed the memory limit."""
 
 
 class ParamGradSkipped(PerSampleGradientError, section="No ordinary gradients"):
-    """Ordinary gradients of parameters were asked for, which ``add_hooks(param_grad=False)`` doesn't have computed."""
+    """Ordinary parameter gradients were requested, but ``add_hooks(param_grad=False)`` skips them."""
 
 
 class NotReduced(PerSampleGradientError, section="Several processes"):
-    """``.grad`` would hold what this process's samples give, where DistributedDataParallel reduces it over all processes."""
+    """``.grad`` would cover this process's samples only, but DistributedDataParallel reduces it over all processes."""
 
 
 class ProcessesDisagree(PerSampleGradientError, section="Several processes"):
-    """Processes that work on one batch can't go on together: one has failed, or they have hooked the model differently."""
+    """Processes that share a batch can't continue: one has failed, or they have hooked the model differently."""
 
 
 class ShardedParameters(PerSampleGradientError, section="Several processes"):
-    """Processes hold parts of a parameter that trains."""
+    """A trainable parameter is split over several processes."""
 
 
 def where(path: str, layer: nn.Module) -> str:
-    """A layer's name for people: its path in the model and its type."""
+    """A layer's name for messages: its path in the model and its type."""
     return f"layer {path!r} ({type(layer).__name__})" if path else f"the model itself ({type(layer).__name__})"
 
 
 @contextmanager
 def needed(extra: str) -> Iterator[None]:
-    """A context for importing what only a part of the library needs.  extra: brings it, in setup.cfg"""
+    """A context for importing an optional dependency.
+
+    extra: the name in setup.cfg of the extra that installs it
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'what the extra "{extra}" brings is not installed: {error}. Run pip install ".[{extra}]" in a clone of the '
-            "library, or install what is missing by itself." + ON_TOOLS,
+            f'the extra "{extra}" is not installed: {error}. Run pip install ".[{extra}]" in a clone of the library, or '
+            "install the missing package by itself." + ON_TOOLS,
             name=error.name,
         ) from error

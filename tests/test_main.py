@@ -133,14 +133,14 @@ def test_as_a_command() -> None:
 def test_the_doctor_has_a_model_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in ("torch ", "Python ", "devices ", "CPU", "opacus", "of 6 parameters are autograd's"):
+    for word in ("torch ", "Python ", "devices ", "CPU", "opacus", "of 6 parameters equal autograd's"):
         assert word in out
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("good", 2), ("two", 2), ("keywords", 2), ("dictionary", 2)])
 def test_the_doctor_verifies_a_model(models: str, name: str, parameters: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"{models}:{name}"]) == 0
-    assert f"of {parameters} parameters are autograd's" in capsys.readouterr().out
+    assert f"of {parameters} parameters equal autograd's" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "says"), [("empty", "nothing was checked"), ("missing", "KeyError: 'x'")])
@@ -156,8 +156,8 @@ def test_the_doctor_says_what_it_could_not_check(
 def test_the_doctor_finds_samples_that_know_of_each_other(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"{models}:centred"]) == 1
     said = capsys.readouterr().out
-    assert "of 4 parameters are autograd's" in said
-    assert "samples are not independent, which private training needs" in said
+    assert "of 4 parameters equal autograd's" in said
+    assert "samples are not independent. Private training needs" in said
     for name in ("good", "two", "keywords", "dictionary"):
         assert main(["doctor", f"{models}:{name}"]) == 0
         said = capsys.readouterr().out
@@ -175,17 +175,17 @@ def test_the_doctor_finds_mixed_samples(models: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("made_up_models", "names no function"),
-        (":good", "names no function"),
+        ("made_up_models", "is not the name of a function"),
+        (":good", "is not the name of a function"),
         ("no_such_models:good", "no module 'no_such_models'"),
         ("made_up_models:other", "no function 'other'"),
         ("made_up_models:number", "no function 'number'"),
         ("made_up_models:alone", "returned Linear"),
-        ("made_up_models:fails", "made_up_models:fails() has raised LookupError: boom"),
-        ("made_up_models:leaves", "has raised SystemExit: 3"),
+        ("made_up_models:fails", "made_up_models:fails() raised LookupError: boom"),
+        ("made_up_models:leaves", "raised SystemExit: 3"),
         ("made_up_models:asks", "required positional argument: 'size'"),
         ("made_up_models.py:good", "here made_up_models:good"),
-        ("made_up_models.inner:good", "importing 'made_up_models.inner' has raised ModuleNotFoundError"),
+        ("made_up_models.inner:good", "importing 'made_up_models.inner' raised ModuleNotFoundError"),
     ],
 )
 def test_the_doctor_names_what_it_was_not_given(
@@ -207,7 +207,7 @@ def test_the_doctor_checks_another_engine(
     assert main(["doctor", "--engine", f"{models}:{engine}", *([f"{models}:{model}"] if model else [])]) == 0
     out = capsys.readouterr().out
     assert ("over all" if engine == "norms" else "attributed: 100 % of") in out
-    assert f"the numbers of {models}:{engine} are autograd's" in out
+    assert f"the numbers of {models}:{engine} equal autograd's" in out
 
 
 def test_the_doctor_says_what_an_engine_leaves_out(models: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +221,8 @@ def test_the_doctor_says_what_an_engine_leaves_out(models: str, capsys: pytest.C
     ("engine", "says"),
     [
         ("of_mean", "are wrong. check_rows found wrong rows"),
-        ("hooks_in_passing", "nothing was checked of made_up_models:hooks_in_passing. ZeroDivisionError"),
-        ("good", "nothing was checked of made_up_models:good. TypeError"),
+        ("hooks_in_passing", "made_up_models:hooks_in_passing could not be checked. ZeroDivisionError"),
+        ("good", "made_up_models:good could not be checked. TypeError"),
     ],
 )
 def test_the_doctor_finds_wrong_numbers(models: str, engine: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

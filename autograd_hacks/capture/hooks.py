@@ -1,4 +1,4 @@
-"""Hooks on a model and its layers, and the switches for them.  No mathematics."""
+"""Hooks on a model and its layers, and the switches for them.  This module contains no mathematics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from autograd_hacks.support.switch import Switch
 
 HOOKS = "hooks"
 MODES = HOOKS, "derivatives", "expand"
-"""Names of one thing: losses may have derivatives in them."""
+"""All modes now do the same: losses may contain derivatives."""
 
 Settings = tuple[Planner, bool, bool, frozenset[str], Segments | None]
-"""What `add_hooks` was told: how plans are made, ``param_grad``, ``reuse``, names of left out parameters, ``segments``."""
+"""The settings of `add_hooks`: the planner, ``param_grad``, ``reuse``, the names of left-out parameters, ``segments``."""
 
 
 def add_hooks(
@@ -46,50 +46,48 @@ def add_hooks(
     left_out: Collection[str] = (),
     segments: Segments | None = None,
 ) -> Hooked:
-    """Hooks ``model``, so that a backward pass leaves what `compute_grad1` needs for every parameter.
+    """Hooks a model, so that each backward pass records what `compute_grad1` needs.
 
-    batch_dim: where the samples are in the model's arguments. An axis for all of them; or a tree of axes, None for what
-    has no samples: a tuple like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by
-    keyword. None where no argument tells
-    probe: whether forwards are proven, the first of each kind (dtypes, ranks, training flags) and ever more rarely later: a
-    few backward passes through the forward's own graph show where samples are in every layer, whether they mix, where
-    parameters are read, and that rows add up. 'once' proves the first of each kind alone. False takes axis 0 of every
-    layer's input for the batch; where no layer's rule covers a parameter, the first forward of each kind shows it
-    param_grad: whether a backward pass fills ``.grad``. False has autograd compute no ordinary weight gradients, which are
-    a quarter of a step and more: ``.grad`` is then set by `clip_grad1_norm_`, by ``compute_grad1(set_grad=True)``, or from
-    ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the
-    first step of each kind, once a loss has had derivatives in it, with reentrant checkpoints, and where others' hooks wait
-    for them
-    reuse: whether rows are written into the memory of an earlier step's, where nobody else holds that
-    mode: no longer needed: losses may have derivatives in them, of any order
-    only: names of the parameters whose per-sample gradients are wanted, or patterns as in `per_sample_grads`; the others
-    train as ever, and their layers have no hooks. 'norms' stands for the parameters of norm layers and all biases: they are
-    cheap, and their noise scale tells that of the model (Gray et al. 2024, arXiv:2411.00999)
-    independent: whether it is also shown that no sample's outputs depend on the values of others, by a way without a
-    gradient, as in ``h - h.mean(0).detach()``: by analysis, or else the model is run again with other samples replaced, on
-    the first forward of each kind and ever more rarely. Reading then raises where it was not shown: for private training
-
-    segments: where several documents are packed into one sample, and rows are to be theirs, (D, ...): the name of the
-    model's argument that tells them, or a function of all arguments that returns (B, T) whole numbers. An argument named
-    with "position" has the position of each token in its document, one named with "cu_seq" the D + 1 places at which
-    documents begin and end, any other a number for each token, negative for padding. The proofs show that no document's
-    gradients come to another's positions. 'tokens' has each position's own part of its sample's gradient, see
+    batch_dim: axis of the samples in the model's arguments, 0 by default. Give a tree of axes if arguments differ: a tuple
+    like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by keyword, with None for an
+    argument without samples. Give None alone if no argument has a batch axis
+    probe: when the forward is checked. True checks the first forward of each kind of input (dtypes, number of dimensions,
+    train or eval), and later forwards ever more rarely. 'once' checks only the first of each kind. A check is a few
+    backward passes through the forward's own graph. It finds each layer's batch axis, whether samples mix and where
+    parameters are used, and makes sure that rows add up to the gradient. With False, axis 0 of every layer's input is
+    assumed to be the batch; the first forward of each kind is still checked if a parameter has no rule
+    param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
+    of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
+    ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
+    after a loss with derivatives, with reentrant checkpoints, and for parameters that have hooks of yours
+    reuse: whether rows are written into an earlier step's memory, if nothing else refers to that memory
+    mode: no longer needed. Losses may contain derivatives of any order
+    only: names or patterns, as in `per_sample_grads`, of the parameters that need per-sample gradients. Other parameters
+    train as usual, and their layers get no hooks. 'norms' means all biases and the parameters of norm layers. They are
+    cheap, and their noise scale predicts the model's (Gray et al. 2024, arXiv:2411.00999)
+    independent: also check that no sample's output depends on other samples' values along a path without a gradient, as in
+    ``h - h.mean(0).detach()``. This is needed for private training. The graph is analysed first; if that is not enough, the
+    model runs again with other samples replaced, at the first forward of each kind and then ever more rarely. Reading
+    raises if independence was not shown
+    segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
+    argument that separates the documents, or a function of all arguments that returns (B, T) integers. An argument whose
+    name contains "position" holds each token's position in its document; "cu_seq", the D + 1 offsets of the documents; any
+    other name, a document number for each token, negative for padding. The check shows that no document's gradient reaches
+    another document's positions. With 'tokens', each row is one position's part of its sample's gradient, see
     `PerSampleGrads.tokens`
 
-    Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
-    manager it removes the hooks at the end, unless the model had hooks before, which then have their settings again::
+    A second call hooks the layers that were added since, hooks no layer twice, and replaces the settings.  As a context
+    manager it removes the hooks at the end; if the model had hooks before, they stay and their old settings return::
 
         with autograd_hacks.add_hooks(model):
             ...
 
-    Outputs, gradients and ``state_dict`` stay as they are.  Copies of the
-    model (deepcopy, pickle) have no hooks.
+    Outputs, gradients and ``state_dict`` don't change.  Copies of the model (deepcopy, pickle) have no hooks.
 
-    Raises ValueError for another mode, for a pattern that matches no parameter, and for ``only`` with ``param_grad=False``;
-    TypeError where ``model`` is no module, or a scripted or DataParallel one.  With
-    ``param_grad=False`` ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward
-    then raises ValueError for a tree of axes that doesn't fit its arguments, ProbeFailed where it can't be run again for
-    ``independent``, and ShardedParameters.
+    Raises ValueError for an unknown mode, a pattern that matches no parameter, and ``only`` with ``param_grad=False``;
+    TypeError if ``model`` is not a module, or is a scripted or DataParallel module.  With ``param_grad=False``,
+    ``torch.autograd.grad`` with respect to parameters raises ParamGradSkipped.  The model's forward raises ValueError if the
+    tree of axes doesn't fit its arguments, ProbeFailed if ``independent`` can't be checked, and ShardedParameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -97,14 +95,15 @@ def add_hooks(
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            "add_hooks was given a scripted module, which takes no hooks; expected the module it was made from" + ON_HOOKS
+            "add_hooks was given a scripted module. Scripted modules accept no hooks; give the module that was scripted"
+            + ON_HOOKS
         )
     check_hookable(model)
     if mode not in MODES:
         raise ValueError(f"add_hooks was given mode={mode!r}; expected one of {', '.join(map(repr, MODES))}" + ON_MODES)
     if mode != HOOKS:
         warnings.warn(
-            f"add_hooks(mode={mode!r}) is no longer needed: losses may have derivatives in them without it. Leave mode out.",
+            f"add_hooks(mode={mode!r}) is no longer needed: losses may contain derivatives without it. Leave mode out.",
             DeprecationWarning,
             stacklevel=3,
         )
@@ -117,14 +116,14 @@ def add_hooks(
         )
     if segments is not None and (independent or not probe or batch_dim != 0):
         raise ValueError(
-            f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}: that "
-            "documents are independent is shown by proofs of their gradients alone, with the samples on axis 0. Leave these "
-            "out; for private training give each document as a sample of its own, padded." + ON_SEGMENTS
+            f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}. With "
+            "segments, samples must be on axis 0, and only the gradient check can show that documents are independent. "
+            "Leave these arguments out. For private training make each document a padded sample." + ON_SEGMENTS
         )
     if left_out and not param_grad:
         raise ValueError(
-            "add_hooks was given only=... with param_grad=False, after which nothing would bring the gradients of the "
-            f"{len(left_out)} parameters that are left out. Leave param_grad out." + ON_HOOKS
+            "add_hooks was given only=... with param_grad=False, so nothing would compute the gradients of the other "
+            f"{len(left_out)} parameters. Leave param_grad out." + ON_HOOKS
         )
     known = _recorder_of(model)
     recorder = Recorder() if known is None else known
@@ -150,10 +149,10 @@ def add_hooks(
 
 
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
-    """Puts hooks on a model and its layers, but for those that are there."""
+    """Puts the missing hooks on a model and its layers."""
     parts, forward = parts_of_composites(model), recorder.forward
     forward.forget_edges()
-    # Modules that read parameters which no layer's rule covers may be called by themselves.
+    # Users may call a module by itself if it reads parameters that no rule covers.
     left_out = recorder.record.left_out
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
@@ -162,16 +161,16 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
             continue
         there = own_hooks(recorder, layer)
         for own in there:
-            own.path = path  # which may be another than it was
+            own.path = path  # the path may have changed
         by_rule, does = layer not in parts and rule_for(layer), [own.then for own in there]
         if by_rule and asked is not None:
             wanted = [p for p in covered(layer).values() if id(p) in asked]
-            # Vectors are read where autograd's own nodes are come by, which keeps neither inputs nor gradients.
+            # Vectors are read at autograd's own nodes, which takes no memory for inputs or gradients.
             by_rule = by_rule if wanted and not (type(layer) in OF_NODES and all(p.ndim < 2 for p in wanted)) else None
         if by_rule and isinstance(getattr(layer, "dropout", None), int | float) and forward.begin_layer not in does:
             layer.register_forward_pre_hook(Hook(recorder, forward.begin_layer, path), with_kwargs=True)
         if by_rule and forward.end_layer not in does:
-            # First in line: the rules need what the layer itself returned, before other hooks change it.
+            # This hook goes first: the rules need the layer's own output, before other hooks change it.
             hook = Hook(recorder, forward.end_layer, path)
             layer.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
         if (layer is model or layer in own_readers) and recorder.end not in does:
@@ -183,21 +182,21 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         recorder.record.names[parameter] = name
         if name not in left_out:
             recorder.backward.watch(parameter)
-        else:  # of an earlier step, when they were asked for
+        else:  # rows of an earlier step, before the parameter was left out
             vars(parameter).pop("grad1", None)
     put_around_all(model, recorder)
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Leaves the model as it was before `add_hooks`: no hooks, no records, no ``grad1``, no curvature.
+    """Restores the model to its state before `add_hooks`: no hooks, no records, no ``grad1``, no curvature.
 
-    Warns where it had no hooks.
+    Warns if it had no hooks.
     """
     recorder = _recorder_of(model)
     if recorder is None:
         warnings.warn(f"remove_hooks: {type(model).__name__} has no hooks", stacklevel=2)
         return
-    with restored(partial(_take_off, recorder, model)):  # wholly, even if an interrupt comes
+    with restored(partial(_take_off, recorder, model)):  # completes even if an interrupt comes
         pass
 
 
@@ -222,58 +221,56 @@ def enable_hooks() -> None:
 
 
 def disable_hooks() -> None:
-    """Stops all recording, everywhere in the process, until `enable_hooks`.  What was recorded before stays."""
+    """Stops all recording in this process until `enable_hooks`.  Existing records stay."""
     Switch.enabled = False
 
 
 @contextmanager
 def pause_hooks() -> Iterator[None]:
-    """A context in which nothing is recorded, everywhere in the process; afterwards all is as it was before."""
+    """A context in which nothing is recorded, for any model in this process.  At the end recording is as before."""
     with Switch.paused():
         yield
 
 
 def clear_backprops(model: nn.Module) -> None:
-    """Forgets the recorded backward passes and frees their memory.
+    """Discards the recorded backward passes and frees their memory.
 
-    A training loop doesn't need it: a backward pass from a later forward replaces the record.  ``grad1`` stays.
+    A training loop doesn't need it: a backward pass of a later forward replaces the record.  ``grad1`` stays.
 
-    Raises NothingRecorded where the model has no hooks.
+    Raises NothingRecorded if the model has no hooks.
     """
     recorder_of(model).record.clear("clear_backprops(model) has cleared the record; run a forward and a backward pass")
 
 
 def recorder_of(model: nn.Module) -> Recorder:
-    """The model's records.  Raises NothingRecorded where it has no hooks, TypeError where it is no module."""
+    """The model's recorder.  Raises NothingRecorded if it has no hooks, TypeError if it is not a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"expected a torch.nn.Module, the one that add_hooks was given; got {type(model).__name__}" + ON_HOOKS
-        )
+        raise TypeError(f"expected the torch.nn.Module that add_hooks was given; got {type(model).__name__}" + ON_HOOKS)
     recorder = _recorder_of(model)
     if recorder is None:
         raise NothingRecorded(
-            f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks on this very object, before the "
-            "forward pass, or hooks.on() where they are off; a copy of a hooked model, a part of it or a wrapper around it "
-            "counts as another." + ON_HOOKS
+            f"this {type(model).__name__} has no hooks. Call autograd_hacks.add_hooks(model) on this object before the "
+            "forward pass, or hooks.on() if its hooks are off. A copy, a part or a wrapper of a hooked model is another "
+            "object." + ON_HOOKS
         )
     return recorder
 
 
 class Hooked(Shown):
-    """What `add_hooks` returns: the handle of a model's hooks, and a context that removes the hooks it added.
+    """The handle of a model's hooks, as `add_hooks` returns it.  As a context it removes the hooks at the end.
 
-    It prints as a table of the model's settings and of what is recorded.
+    It prints as a table of the model's settings and of the record.
     """
 
     def __init__(self, model: nn.Module, before: Settings | None) -> None:
-        self._model, self._before = model, before  # the settings that the model had, where it had hooks
-        self._resting: Recorder | None = None  # the model's, while its hooks are off
+        self._model, self._before = model, before  # before: the earlier settings, None if there were no hooks
+        self._resting: Recorder | None = None  # the model's recorder while its hooks are off
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `add_hooks` was told, by the names of its arguments; ``left_out`` has the names that ``only`` left out.
+        """The arguments of `add_hooks` by name.  ``left_out`` lists the parameters that ``only`` left out.
 
-        Raises NothingRecorded where the hooks were removed.
+        Raises NothingRecorded if the hooks were removed.
         """
         recorder = self._resting or recorder_of(self._model)
         planner = recorder.planner
@@ -288,21 +285,23 @@ class Hooked(Shown):
         }
 
     def remove(self) -> None:
-        """Takes the hooks off for good, as `remove_hooks` does.  Where there are none, nothing happens."""
+        """Removes the hooks for good, as `remove_hooks` does.  Does nothing if there are none."""
         if self._resting is not None:
             self.on()
         if _recorder_of(self._model) is not None:
             remove_hooks(self._model)
 
     def pause(self) -> AbstractContextManager[None]:
-        """A context in which nothing is recorded, of any model in the process: `pause_hooks`."""
+        """A context in which nothing is recorded, for any model in this process: `pause_hooks`."""
         return pause_hooks()
 
     def off(self) -> None:
-        """Takes the hooks off the model until `on`: between, its steps cost what they cost without the library, and nothing
-        of them can be read.  What was proven of its forwards stays.
+        """Takes the hooks off the model until `on`.
 
-        Raises NothingRecorded where the hooks were removed.
+        Meanwhile its steps cost what they cost without the library, and there is nothing to read.  Earlier checks of its
+        forwards stay valid.
+
+        Raises NothingRecorded if the hooks were removed.
         """
         if self._resting is None:
             recorder = recorder_of(self._model)
@@ -310,9 +309,9 @@ class Hooked(Shown):
                 self._resting = recorder
 
     def on(self) -> None:
-        """Puts the hooks back; layers that were added since `off` get theirs.  Where the hooks are on, nothing happens.
+        """Puts the hooks back, also on layers that were added since `off`.  Does nothing if the hooks are on.
 
-        Raises NothingRecorded where the hooks were removed.
+        Raises NothingRecorded if the hooks were removed.
         """
         recorder, self._resting = self._resting, None
         if recorder is None or _recorder_of(self._model) is not None:
@@ -349,7 +348,7 @@ class Hooked(Shown):
             planner, recorder.backward.wants_grad, recorder.pool.reuse, recorder.record.left_out, recorder.segments = (
                 self._before
             )
-            _hook_all(recorder, self._model)  # of parameters that were left out since
+            _hook_all(recorder, self._model)  # hooks for parameters that were left out meanwhile
             recorder.plan_by(planner)
 
 
@@ -361,7 +360,7 @@ def _counted(parameters: list[nn.Parameter]) -> str:
 
 def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not path and COMPILER in sys.modules:
-        put_around_all(model, recorder)  # what has been compiled since
+        put_around_all(model, recorder)  # also around modules that were compiled since
     recorder.begin(path, model, args, kwargs)
 
 
@@ -371,21 +370,21 @@ def _recorder_of(model: nn.Module) -> Recorder | None:
 
 
 class Hook:
-    """A hook: calls a method of the recorder's with a module's path and what torch gives hooks.
+    """Calls a method of the recorder with the module's path and the arguments that torch passes to hooks.
 
-    Behind a forward it also says whether it stands first.  A copy of its module, by deepcopy or pickle, gets a hook that
-    only removes itself.
+    A forward hook also passes whether it ran first.  A copy of its module (deepcopy, pickle) gets a hook that only removes
+    itself.
     """
 
     def __init__(self, recorder: Recorder, then: Callable[..., Any], path: str = "") -> None:
         self.recorder, self.then, self.path = recorder, then, path
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are noticed when they arrive
+        if torch.compiler.is_compiling():  # a compiled forward has no hooks; its gradients are detected on arrival
             return None
         if not output:
             return self.then(self.path, module, args, kwargs)
-        # Whether no hook came before but the library's own, which hand on what the module returned.
+        # Did any foreign hook run before this one?  The library's own hooks return the module's output unchanged.
         for hook in module._forward_hooks.values():
             if hook is self or not isinstance(hook, Hook):
                 break
@@ -402,7 +401,7 @@ def own_hooks(recorder: Recorder, module: nn.Module) -> list[Hook]:
 
 
 def drop(module: nn.Module, hook: Hook | _Unhooked) -> None:
-    """Takes a hook off, as its handle would."""
+    """Removes a hook, as its handle would."""
     tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
     for key in [key for table in tables for key, other in table.items() if other is hook]:
         for table in (*tables, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
@@ -411,7 +410,7 @@ def drop(module: nn.Module, hook: Hook | _Unhooked) -> None:
 
 
 class _Unhooked:
-    """What is left of a hook in a copy of a hooked model, until the copy first runs."""
+    """Replaces a hook in a copy of a hooked model, until the copy first runs."""
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         drop(module, self)

@@ -1,4 +1,4 @@
-"""What private steps have spent, by the accountants of Opacus or dp-accounting."""
+"""The privacy spent by private steps, by the accountants of Opacus or dp-accounting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from autograd_hacks.errors import ON_PRIVATE, needed
 History: TypeAlias = "list[tuple[float, float, int]]"
 """(noise multiplier, sampling rate, steps), in the order of the steps."""
 Accountant: TypeAlias = "Callable[[], Any] | None"
-"""Makes an accountant: ``opacus.accountants.RDPAccountant`` or ``PRVAccountant``, ``dp_accounting.rdp.RdpAccountant`` or
-``dp_accounting.pld.PLDAccountant``; the first of them for None."""
+"""A class of accountants: ``opacus.accountants.RDPAccountant``, which is the default, or ``PRVAccountant``,
+``dp_accounting.rdp.RdpAccountant`` or ``dp_accounting.pld.PLDAccountant``."""
 
 
 def add_steps(history: History, multiplier: float, rate: float, steps: int = 1) -> None:
-    """Notes steps, those that are alike in one entry."""
+    """Adds steps to the history.  Equal steps in a row share one entry."""
     if history and history[-1][:2] == (multiplier, rate):
         steps += history.pop()[2]
     history.append((multiplier, rate, steps))
 
 
 def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant: Accountant = None) -> float:
-    """ε of (ε, δ)-differential privacy, for one sample more or less, after some steps of Poisson-sampled batches.
+    """ε of (ε, δ)-differential privacy after some steps of Poisson-sampled batches, for adding or removing one sample.
 
-    history: see `History`    delta: δ, in (0, 1)
-    Raises TypeError for what is no accountant, ImportError where none is given and Opacus is not installed.
+    history: see `History`
+    delta: δ, in (0, 1)
+    accountant: see `Accountant`
+    Raises TypeError if ``accountant()`` is not an accountant, ImportError if none is given and Opacus is not installed.
     """
     if not history:
         return 0.0
@@ -55,15 +57,15 @@ def spent(history: Sequence[tuple[float, float, int]], delta: float, accountant:
 def noise_for(
     epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = None, before: Sequence[Any] = ()
 ) -> float:
-    """The least noise multiplier, to a thousandth, by which some steps spend ``epsilon`` at most, with those ``before``."""
+    """The smallest noise multiplier, to a thousandth, with which steps and those ``before`` spend ≤ ``epsilon``."""
     low, high = 0.0, 1.0
     while spent([*before, (high, rate, steps)], delta, accountant) > epsilon:
         low, high = high, 2 * high
         if high > 1e4:
             raise ValueError(
-                f"epsilon={epsilon} was asked of {steps} steps at a sampling rate of {rate:.4g}, after "
-                f"{sum(done for _, _, done in before)} that are done; no noise is enough. "
-                "Expected a larger epsilon, or fewer steps" + ON_PRIVATE
+                f"epsilon={epsilon} can't be kept by {steps} steps at a sampling rate of {rate:.4g}, after "
+                f"{sum(done for _, _, done in before)} steps that are done, with any noise. Give a larger epsilon, or fewer "
+                "steps" + ON_PRIVATE
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""How much of a sample's gradient goes into a private sum: weights by norms, and which parameters are bounded together."""
+"""Clipping rules for private sums: weights from norms, and the parts of the parameters that are bounded separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 
 Weigh = Callable[[Tensor, float], Tensor]
-"""Weights, N, by norms, N, such that no weight · norm is above the bound."""
+"""A function from N norms and a bound to N weights, with weight · norm ≤ bound."""
 
 
 def flat(norms: Tensor, bound: float) -> Tensor:
@@ -31,26 +31,29 @@ def automatic(norms: Tensor, bound: float, stability: float = 0.01) -> Tensor:
 
 
 def psac(norms: Tensor, bound: float, r: float = 0.1) -> Tensor:
-    """C / (‖g‖ + r / (‖g‖ + r)), which weighs small gradients less than AUTO-S: Xia et al. 2023, arXiv:2212.00328."""
+    """C / (‖g‖ + r / (‖g‖ + r)), with smaller weights for small gradients than AUTO-S: Xia et al. 2023, arXiv:2212.00328."""
     return bound / (norms + r / (norms + r))
 
 
 RULES: dict[str, Weigh] = {"flat": flat, "per_parameter": flat, "automatic": automatic, "psac": psac}
-"""{what ``clip`` may be: its weights}"""
+"""{a value of ``clip``: the function for its weights}"""
 
 
 class QuantileClip:
-    """A bound that follows a quantile of the norms, by a count to which noise is added.
+    """A clipping bound that follows a quantile of the norms, estimated from a noisy count.
 
-    The first step clips to its ``max_norm``; each step then multiplies the bound by exp(-rate · (share - quantile)), of
-    the noisy share of samples that were not clipped.
+    The first step clips to ``max_norm``.  After each step the bound is multiplied by exp(-rate · (share - quantile)), where
+    ``share`` is the noisy share of samples that were not clipped.  The next step's bound is ``bound``, None before the
+    first step.  It is already noisy, so it may be published.  Save `state_dict` in checkpoints.
 
-    quantile: the share of samples that are not to be clipped    rate: of learning the bound
-    deviation: σ_b, of the noise added to the count; √(expected_batch_size) / 20 or so. It takes a part of the guarantee: the
-    gradients' noise is (z⁻² - (2 σ_b)⁻²)^(-1/2) times the bound, so that a step as a whole has the noise multiplier z
-    least, most: the bound stays between
+    quantile: the target share of samples that are not clipped
+    rate: the learning rate of the bound
+    deviation: σ_b, the standard deviation of the noise in the count, about √(expected_batch_size) / 20. The count uses a
+    part of the guarantee, so the gradients' noise is (z⁻² - (2 σ_b)⁻²)^(-1/2) times the bound for a step with noise
+    multiplier z
+    least: the smallest bound
+    most: the largest bound
 
-    bound: of the next step, None before the first. It is released with the noise in it, and belongs into a checkpoint.
     Source: Andrew et al. 2021, "Differentially private learning with adaptive clipping" (arXiv:1905.03871), algorithm 1.
     """
 
@@ -63,7 +66,7 @@ class QuantileClip:
                 raise ValueError(f"QuantileClip was given {name}={number!r}; expected a number above 0" + ON_CLIPPING)
         if quantile > 1 or least > most:
             raise ValueError(
-                f"QuantileClip was given quantile={quantile}, least={least} and most={most}; expected a share, "
+                f"QuantileClip was given quantile={quantile}, least={least} and most={most}; expected a quantile in [0, 1] "
                 "and least ≤ most" + ON_CLIPPING
             )
         self.quantile, self.rate, self.deviation, self.least, self.most = quantile, rate, deviation, least, most
@@ -76,20 +79,24 @@ class QuantileClip:
         self.bound = state["bound"]
 
     def multiplier(self, noise_multiplier: float) -> float:
-        """Of the gradients' noise, where a step as a whole has another."""
+        """The multiplier of the gradients' noise in a step whose overall noise multiplier is given."""
         if not noise_multiplier:
             return 0.0
         left = noise_multiplier**-2 - (2 * self.deviation) ** -2
         if left <= 0:
             raise ValueError(
-                f"QuantileClip has deviation={self.deviation}, and the step noise_multiplier={noise_multiplier}; expected a "
-                f"deviation above {noise_multiplier / 2}: the count alone tells more than that noise allows" + ON_CLIPPING
+                f"QuantileClip has deviation={self.deviation}, and the step has noise_multiplier={noise_multiplier}; "
+                f"expected a deviation above {noise_multiplier / 2}: otherwise the count alone spends more than the step"
+                + ON_CLIPPING
             )
         return float(left**-0.5)
 
     def follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
-        """Takes the bound of the next step from a step's norms.  multiplier: of the step's noise; 0 without noise"""
-        # Each sample counts 1/2 or -1/2, so that it moves the count by 1/2, as `multiplier` has it; of 0 or 1 it would be 1.
+        """Sets the next step's bound from a step's norms.
+
+        multiplier: the step's noise multiplier; 0 for no noise
+        """
+        # A sample counts 1/2 or -1/2, so it changes the count by 1/2, as `multiplier` assumes; with 0 or 1 it would be 1.
         count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2
         if multiplier:
             count += float(drawn(noise, "the count of QuantileClip", torch.zeros(1, device="cpu"), self.deviation))
@@ -99,7 +106,7 @@ class QuantileClip:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters whose gradients are bounded together.  pattern: how they were given; nothing for all"""
+    """Parameters whose gradients are bounded together.  ``pattern`` is the one that they were given by, '' for all."""
 
     pattern: str
     names: Sequence[str]
@@ -107,9 +114,10 @@ class Part:
 
 
 def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[str, float], clip: Any) -> list[Part]:
-    """What is bounded together, and to what.  names: of all parameters that train
+    """The parts that are bounded separately, with their bounds.
 
-    Raises ValueError where bounds don't cover each parameter once.
+    names: the names of all trainable parameters
+    Raises ValueError unless the bounds cover each parameter once.
     """
     if isinstance(max_norm, Mapping):
         parts = [Part(pattern, names_matching(pattern, model, names), float(c)) for pattern, c in max_norm.items()]
@@ -117,8 +125,8 @@ def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[s
         missing, twice = sorted(set(names).difference(given)), sorted({name for name in given if given.count(name) > 1})
         if missing or twice:
             raise ValueError(
-                f"max_norm was given bounds that leave out {missing[:5]} and have {twice[:5]} twice; expected one bound for "
-                "each parameter that trains, or a step would promise nothing for the others" + ON_CLIPPING
+                f"max_norm has no bound for {missing[:5]} and two bounds for {twice[:5]}; expected exactly one bound for "
+                "each trainable parameter: without a bound there is no privacy guarantee" + ON_CLIPPING
             )
         return parts
     if clip == "per_parameter":
@@ -127,7 +135,7 @@ def parts_of(model: nn.Module, names: Sequence[str], max_norm: float | Mapping[s
 
 
 def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
-    """N, such that no sample's weighted gradient is longer than the bound.  Raises ValueError where it would be."""
+    """N weights with which no sample's gradient is longer than the bound.  Raises ValueError if one would be."""
     if isinstance(clip, str):
         return RULES[clip](norms, bound)
     if isinstance(clip, QuantileClip):
@@ -138,14 +146,13 @@ def weights_of(clip: Any, norms: Tensor, bound: float) -> Tensor:
     single = [clip(norm) for norm in norms.split(1)] if len(norms) < 3 else [clip(part) for part in norms.tensor_split(2)]
     if single and not torch.allclose(torch.cat(single).to(w), w, rtol=1e-4, atol=0):
         raise ValueError(
-            "clip returned other weights for a part of the norms than for all; expected each weight to follow from its own "
-            "norm alone: one sample would change all others' parts of the sum, by more than the noise is drawn for"
-            + ON_CLIPPING
+            "clip: each weight must depend on its own norm only, but weights changed when other norms were left out. One "
+            "sample would change the others' weights, and the noise would not cover that" + ON_CLIPPING
         )
     longest = float((w * norms).abs().max()) if len(norms) else 0.0
     if not longest <= bound * (1 + 1e-6):
         raise ValueError(
-            f"clip returned weights by which a sample has a length of {longest:.6g}, above max_norm={bound:.6g}, for which "
-            "the noise is drawn: the step would promise more than it keeps" + ON_CLIPPING
+            f"clip returned weights with which a sample's gradient has norm {longest:.6g}; expected at most "
+            f"max_norm={bound:.6g}, because the noise is drawn for that bound" + ON_CLIPPING
         )
     return w

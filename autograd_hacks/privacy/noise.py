@@ -1,4 +1,4 @@
-"""Mechanisms that draw noise: by the operating system's random bits, and correlated from step to step."""
+"""Sources of noise: the operating system's random bits, and noise that is correlated from step to step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from autograd_hacks.support.draws import drawn
 from autograd_hacks.support.kinds import is_whole
 
 PART = 2**20
-"""Numbers that are drawn from the operating system at once."""
+"""How many numbers are drawn from the operating system at once."""
 
 
 class SecureNoise:
     """Normal noise from the operating system's cryptographic generator, safe from the attack on floating-point numbers.
 
-    Each number is the sum of ``draws`` normal ones, 4 unless told, divided by √draws: to tell from the last bits which
-    numbers can't have been drawn takes a search over all of them.  It can't be repeated: two runs never have the same noise.
+    Each number is the sum of several normal numbers, divided by √draws.  To find values that can't occur from the last bits,
+    an attacker would have to search over all draws.  The noise can't be repeated: no two runs have the same noise.
+
+    draws: how many normal numbers are summed, 4 by default
 
     Source: Holohan and Braghin 2021, "Secure random sampling in differential privacy" (arXiv:2107.10138), section 4.
     """
@@ -33,7 +35,12 @@ class SecureNoise:
         self.draws = draws
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """name: of a parameter    shape: of its noise    deviation: the standard deviation of each number"""
+        """Noise for a parameter, in double precision on the CPU.
+
+        name: the parameter's name
+        shape: the shape of the noise
+        deviation: the standard deviation of each number
+        """
         found = torch.empty(shape, dtype=torch.float64, device="cpu").flatten()
         for part in found.split(PART):
             part.copy_(torch.stack([_normal(len(part)) for _ in range(self.draws)]).sum(0))
@@ -41,7 +48,7 @@ class SecureNoise:
 
 
 def _normal(count: int) -> Tensor:
-    """Normal numbers in double precision from random bits: Box and Muller 1958."""
+    """Normal numbers in double precision from random bits, by the method of Box and Muller 1958."""
     half = (count + 1) // 2
     bits = (
         torch.frombuffer(bytearray(os.urandom(16 * half)), dtype=torch.int64)
@@ -64,18 +71,21 @@ def inverse_square_root(bands: int) -> list[float]:
 class BandedNoise:
     """Noise that is correlated from step to step, so that most of it cancels in the sum of steps.
 
-    The noise of step t is Σⱼ rⱼ z_{t-j} of independent normal z, (C⁻¹ Z)_t for a banded triangular Toeplitz matrix C⁻¹;
-    ``bands`` of them are kept.  It is scaled by the sensitivity of C, so that ``noise_multiplier`` is that of *one* Gaussian
-    mechanism for the whole training, ``dp_accounting.GaussianDpEvent(noise_multiplier)``, composed once.  Sampling at random
-    doesn't amplify it: every sample may be in ``participations`` steps at most, any two of them ``separation`` apart (data
-    that are visited in a fixed order, epochs of ``separation`` steps).
+    The noise of step t is Σⱼ rⱼ z_{t-j} for independent normal z: (C⁻¹ Z)_t for a banded triangular Toeplitz matrix C⁻¹.
+    It is scaled by ``sensitivity``, the sensitivity of C, so ``noise_multiplier`` is that of *one* Gaussian mechanism for
+    the whole training, ``dp_accounting.GaussianDpEvent(noise_multiplier)``, composed once.  There is no amplification by
+    sampling: visit the data in a fixed order, so that each sample is in at most ``participations`` steps, at least
+    ``separation`` steps apart.  ``state_dict()`` holds what a checkpoint needs beside the generator's state.
 
-    steps: of the whole training    bands: how many coefficients, those of (1 - x)^(1/2) (BISR), or ``coefficients`` of your
-    own, the first of them 1    generator: that draws z
+    steps: the number of steps of the whole training
+    bands: the number of coefficients of (1 - x)^(1/2) (BISR), and of past draws that are kept
+    participations: in how many steps a sample may be
+    separation: the smallest distance of two of these steps, for example the steps of an epoch; by default ``steps``
+    coefficients: your own coefficients r, the first of them 1
+    generator: the source of z
 
-    sensitivity: of C, what the deviation is multiplied by
-    ``state_dict()`` holds what a checkpoint needs beside the generator's state.  Raises ValueError for coefficients whose
-    inverse isn't positive and falling, for which that sensitivity isn't known, RuntimeError for more steps than it was told.
+    Raises ValueError for coefficients whose inverse isn't positive and falling, because the sensitivity is then unknown.  A
+    call raises RuntimeError after ``steps`` steps.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv:2505.12128); the sensitivity Kalinin
     and Lampert 2024 (arXiv:2405.13763), theorem 2.
@@ -104,9 +114,9 @@ class BandedNoise:
         column = _inverse(self.coefficients, steps)
         if self.coefficients[0] != 1 or any(a < b for a, b in zip(column, [*column[1:], 0.0])):
             raise ValueError(
-                f"BandedNoise was given coefficients={self.coefficients}; expected 1 first, and such that their inverse, "
-                f"{[round(c, 3) for c in column[:4]]} ..., is positive and falling: else the sensitivity isn't known"
-                + ON_CLIPPING
+                f"BandedNoise was given coefficients={self.coefficients} with the inverse "
+                f"{[round(c, 3) for c in column[:4]]} ...; expected 1 first, and an inverse that is positive and falling: "
+                "otherwise the sensitivity is unknown" + ON_CLIPPING
             )
         visits = [i * separation for i in range(participations) if i * separation < steps]
         shifted = [sum(column[t - start] for start in visits if start <= t) for t in range(steps)]
@@ -116,17 +126,22 @@ class BandedNoise:
         self._deviation: float | None = None
 
     def __call__(self, name: str, shape: torch.Size, deviation: float) -> Tensor:
-        """name: of a parameter    shape: of its noise    deviation: of independent noise with the same guarantee"""
+        """The noise of a parameter's next step.
+
+        name: the parameter's name
+        shape: the shape of the noise
+        deviation: the standard deviation of independent noise with the same guarantee
+        """
         count = self._count.get(name, 0)
         if count >= self.steps:
             raise RuntimeError(
-                f"BandedNoise was made for {self.steps} steps, and {name!r} has had that many: another one would spend more "
-                "than was accounted for" + ON_CLIPPING
+                f"BandedNoise was made for {self.steps} steps, and {name!r} has had them all; another step would spend more "
+                "than was accounted for. Make it for more steps: BandedNoise(steps=...)" + ON_CLIPPING
             )
         if self._deviation not in (None, deviation):
             raise ValueError(
-                f"BandedNoise was given a deviation of {deviation}, and {self._deviation} before; expected the same in each "
-                "step, or the noise of earlier steps would not cancel" + ON_CLIPPING
+                f"BandedNoise was given a deviation of {deviation}, after {self._deviation} before; expected the same in "
+                "each step, because otherwise the noise of earlier steps does not cancel" + ON_CLIPPING
             )
         z = drawn(self.generator, name, torch.empty(shape, device="cpu"), deviation * self.sensitivity)
         past = [z, *self._past.get(name, [])][: len(self.coefficients)]
@@ -146,7 +161,7 @@ class BandedNoise:
 
 
 def _inverse(coefficients: Sequence[float], steps: int) -> list[float]:
-    """The first column of C, of the first column of C⁻¹."""
+    """The first column of C from the first column of C⁻¹."""
     column = [1.0]
     for k in range(1, steps):
         column.append(-sum(r * column[k - j] for j, r in enumerate(coefficients) if 1 <= j <= k))

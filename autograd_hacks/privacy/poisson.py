@@ -1,4 +1,4 @@
-"""Batches in which each sample is with a probability of its own, cut into micro-batches, and a loader of them."""
+"""Poisson-sampled batches, split into micro-batches, and their loader."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from autograd_hacks.errors import ON_PRIVATE
 
 
 class Mark(NamedTuple):
-    """Of a micro-batch.  It travels with its samples, through workers and whatever fetches ahead.
+    """Describes a micro-batch.  It travels with the samples through workers and prefetching.
 
-    step: whose it is, from 0 on    is_last: whether it ends that
-    samples: how many are no padding; they come first    size: how many there are with that
-    rate: the probability by which each was drawn    world: over how many processes the batch is spread
+    step: the number of its step, from 0
+    is_last: whether it is the step's last micro-batch
+    samples: the number of samples without padding; they come first
+    size: the number of samples with padding
+    rate: the probability with which each sample was drawn
+    world: the number of processes that share the batch
     """
 
     step: int
@@ -29,7 +32,7 @@ class Mark(NamedTuple):
     world: int
 
     def mask(self) -> Tensor:
-        """Which samples are no padding: booleans."""
+        """Booleans, False for padding."""
         return torch.arange(self.size, device="cpu") < self.samples
 
 
@@ -41,23 +44,27 @@ class Marked(NamedTuple):
 
 
 def seeded(seed: int, *names: object) -> torch.Generator:
-    """A generator of its own for each purpose and step, so that each can be drawn again without those before."""
+    """A separate generator for each purpose and step, so that any step can be drawn again by itself."""
     key = sha256(repr((seed, *names)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") - 2**63)
 
 
 class PoissonBatches(Sampler[list[Any]]):
-    """The samples of micro-batches, each list with its `Mark` in front.
+    """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
 
-    size: of the data    rate: the probability by which each sample is in a batch    steps: of an epoch
-    seed: secret; step t draws by it and t alone    done: how many steps are done, asked as an epoch begins
-    parts: micro-batches of a step, or the least where ``most``, samples in a micro-batch, asks for more
-    share: (rank, world), which part of each batch is this process's
-    padded: whether micro-batches are filled up to ``most``, so that all have one shape
-    first: the step with which epoch 0 begins, of epochs of that many steps; asked as an epoch begins
+    All processes get the same number of micro-batches of the same size.  If needed they are padded with sample 0; there is
+    always at least one micro-batch.
 
-    All processes have equally many micro-batches, of equally many samples, which takes padding at times: at least one, of
-    sample 0 where nobody was drawn.
+    size: the number of samples in the data
+    rate: the probability with which each sample is in a batch
+    steps: the steps of an epoch
+    seed: returns the secret seed; the batch of step t depends only on it and t
+    done: returns how many steps are done; called when an epoch begins
+    parts: the smallest number of micro-batches of a step
+    most: the largest number of samples in a micro-batch
+    share: (rank, world), this process's part of each batch
+    padded: pad micro-batches to ``most``, so that all have one shape
+    first: of the steps of an epoch, returns the step at which epoch 0 begins; called when an epoch begins
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class PoissonBatches(Sampler[list[Any]]):
         self._epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass begins with the first step of that epoch, and not with the first that isn't done."""
+        """Makes the next pass begin with the first step of that epoch, instead of the first step that isn't done."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -92,7 +99,7 @@ class PoissonBatches(Sampler[list[Any]]):
             yield from self._micro_batches(first + step)
 
     def drawn(self, step: int) -> list[int]:
-        """A whole batch, of all processes."""
+        """The sample numbers of a whole batch, over all processes."""
         draws = torch.rand(self.size, generator=seeded(self.seed(), "batch", step), dtype=torch.float64, device="cpu")
         found: list[int] = (draws < self.rate).nonzero()[:, 0].tolist()
         return found
@@ -112,7 +119,7 @@ class PoissonBatches(Sampler[list[Any]]):
 
 
 class _WithMarks(Dataset[Any]):
-    """A data set that hands marks on."""
+    """A data set that passes marks through."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -125,7 +132,7 @@ class _WithMarks(Dataset[Any]):
 
 
 class _Collate:
-    """Makes a `Marked` batch of a mark and samples.  It goes to workers, and is no closure therefore."""
+    """Makes a `Marked` batch from a mark and samples.  It is a class, not a closure, so that workers can unpickle it."""
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self.collate = collate or default_collate
@@ -135,7 +142,8 @@ class _Collate:
 
 
 class PrivateLoader(DataLoader[Any]):
-    """What `PrivateTraining.loader` returns: a ``DataLoader`` of Poisson-sampled batches that tells the training of each."""
+    """A ``DataLoader`` of Poisson-sampled batches, as `PrivateTraining.loader` returns it.  It reports each batch to the
+    training."""
 
     def __init__(
         self,
@@ -157,7 +165,7 @@ class PrivateLoader(DataLoader[Any]):
         return self.unmarked(super().__iter__())
 
     def unmarked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches themselves, also of another loader that has taken over this one's batches."""
+        """The batches without their marks, also from another loader that wraps this one."""
         for batch in batches:
             if isinstance(batch, Marked):
                 self._arrived(batch.mark)
@@ -167,16 +175,16 @@ class PrivateLoader(DataLoader[Any]):
 
 
 def check_data(data: object, options: dict[str, Any]) -> int:
-    """How many samples there are.  Raises for what can't be drawn from at random."""
+    """The number of samples.  Raises TypeError for data that can't be sampled at random, and for options of batching."""
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise TypeError(
-            f"loader was given {type(data).__name__}; expected a data set with __len__ and __getitem__: each of its samples "
-            "is in a batch with the same probability, which a stream can't give" + ON_PRIVATE
+            f"loader was given {type(data).__name__}; expected a data set with __len__ and __getitem__. Each sample must be "
+            "in a batch with the same probability, which a stream can't ensure" + ON_PRIVATE
         )
     ours = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
     if wrong := sorted(ours.intersection(options)):
         raise TypeError(
-            f"loader was given {', '.join(wrong)}; batches are drawn by Poisson sampling, for which epsilon is computed: "
-            "leave it out, and say expected_batch_size, micro_batch_size or parts" + ON_PRIVATE
+            f"loader was given {', '.join(wrong)}, but epsilon is computed for Poisson-sampled batches. Leave it out, and "
+            "use expected_batch_size, micro_batch_size or parts" + ON_PRIVATE
         )
     return len(data)

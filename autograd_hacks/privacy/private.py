@@ -41,43 +41,45 @@ def clip_and_noise_(
     mask: Tensor | None = None,
     scale: float | Tensor = 1.0,
 ) -> PrivateStep:
-    """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size, a step of differentially private training.
+    """Sets ``param.grad`` to (Σₙ clipped gₙ + noise) / expected_batch_size: a step of differentially private training.
 
-    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so that one sample more or less moves
-    the sum by max_norm at most; the noise is normal with a standard deviation of noise_multiplier · max_norm, in both parts
-    of complex numbers.  The divisor does not depend on the samples: for Poisson sampling, each of D samples with a
-    probability q, it is q · D.  Batches may be empty, for which there is still a forward and backward pass to run.  A sample
-    whose gradient or norm is not finite contributes nothing.  All parameters that train get noise, whether or not the loss
-    reached them.
+    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖), so adding or removing one sample changes
+    the sum by at most max_norm.  The noise is normal with standard deviation noise_multiplier · max_norm, in both parts of
+    complex numbers.  All trainable parameters get noise, whether or not the loss reached them.  The divisor does not depend
+    on the samples: if each of D samples is drawn with probability q (Poisson sampling), it is q · D.  For an empty batch
+    still run a forward and a backward pass.  A sample with a NaN or infinite gradient or norm contributes nothing.
 
-    max_norm, expected_batch_size: above 0; max_norm=inf without noise alone.  max_norm may be {pattern: bound}, names and
-    patterns of parameters that are bounded apart; then the bound of the whole is the root of the sum of their squares
+    No sample's outputs may depend on other samples' values, and this must be checked: hook the model by
+    ``add_hooks(model, independent=True)``.  Otherwise the recorded forward runs again once for that check, and later
+    forwards are checked as they run.
+
+    max_norm: the bound, above 0; inf only without noise. Or {pattern: bound} for parts of the parameters that are bounded
+    separately; the bound of the whole is then the square root of the sum of their squares
     noise_multiplier: 0 or more
-    groups: N integers, whose each sample is: a user's samples are added up and clipped together, and count as one of those
-    expected. All of a user's must be in this batch
-    noise: what draws it, parameter by parameter: a generator, torch's own unless told; or a function (name, shape,
-    deviation) that returns noise of that shape, which may keep a state: `SecureNoise`, `BandedNoise`, your own. It
-    must be as wide as the accountant takes it to be. Where processes share a batch, that of the first counts, so that it is
-    added once
-    add: whether to add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``: noise_multiplier is 0 for all
-    but one of them    loss_type, process_group: as in `per_sample_grads`    budget: bytes to use beside the result
-    clip: 'flat', as above; 'per_parameter', each of K parameters by itself, to max_norm / √K; 'automatic' (AUTO-S, Bu et al.
-    2023, arXiv:2206.07136), gₙ · max_norm / (‖gₙ‖ + 0.01); 'psac' (Xia et al. 2023, arXiv:2212.00328); a `QuantileClip`,
-    whose bound follows the norms from max_norm on; or a function of norms, N, that returns weights, N, by which no gradient
-    is longer than max_norm
-    mask: N booleans; samples where it is False, padding of the batch, have no part in the sum. A loss that is a mean is one
-    over all N    scale: what the losses were multiplied by, to be divided out: ``GradScaler.get_scale()``, a number
+    expected_batch_size: the divisor, above 0
+    groups: N integers, each sample's user. A user's samples are summed and clipped together; ``expected_batch_size`` then
+    counts users. All samples of a user must be in this batch
+    noise: the source of the noise, a generator, by default torch's own. Or a function (name, shape, deviation) that returns
+    noise of that shape for a parameter and may keep a state: `SecureNoise`, `BandedNoise` or your own. Its deviation must
+    be the one that the accountant assumes. If processes share a batch, the noise of the first is used, so it is added once
+    add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
+    micro-batches except one
+    loss_type: as in `per_sample_grads`
+    budget: bytes to use beside the result
+    process_group: as in `per_sample_grads`
+    clip: 'flat', as above. 'per_parameter' clips each of K parameters to max_norm / √K. 'automatic' is
+    gₙ · max_norm / (‖gₙ‖ + 0.01), AUTO-S (Bu et al. 2023, arXiv:2206.07136). 'psac' is Xia et al. 2023
+    (arXiv:2212.00328). A `QuantileClip` starts at max_norm and follows the norms. Or a function from N norms to N weights,
+    with which no gradient is longer than max_norm
+    mask: N booleans, False for samples that are padding and must not enter the sum. A mean loss is still over all N
+    scale: the factor of scaled losses, ``GradScaler.get_scale()``; gradients are divided by it
 
-    Returns a `PrivateStep`: norms, weights, the bound, the noise's deviation, and ``sensitivity()``.
+    Returns a `PrivateStep` with norms, weights, the bound, the noise's deviation, and ``sensitivity()``.
 
-    No sample's outputs may depend on the values of others, and that must have been shown: hook the model by
-    ``add_hooks(model, independent=True)``.  Without that the recorded forward is run again for it, once, and later ones show
-    it themselves.
-
-    Raises SamplesMixed where samples are not independent, and ProbeFailed where that was not shown; ValueError for numbers
-    out of range, for bounds that leave parameters out, for weights that are above the bound, for groups or a mask of another
-    shape, for groups that several processes have, and as `clip_grad1_norm_` does for ``add``; NothingRecorded for a pass
-    that ``.grad`` was set from already; and what `compute_grad1` raises.
+    Raises SamplesMixed if samples are not independent, and ProbeFailed if that was not shown; ValueError for numbers out of
+    range, for bounds that leave parameters out, for weights above the bound, for groups or a mask of the wrong shape, for
+    groups that are spread over processes, and as `clip_grad1_norm_` does for ``add``; NothingRecorded if ``.grad`` was
+    already set from this pass; and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; per layer McMahan
     et al. 2018, arXiv:1710.06963, section 3.
@@ -87,7 +89,7 @@ def clip_and_noise_(
     spread = spread_of(model, recorder, process_group)
     parts, multiplier = _bounds(model, max_norm, noise_multiplier, expected_batch_size, clip, add)
     if isinstance(clip, QuantileClip) and spread.groups():
-        raise NotImplementedError("QuantileClip counts the samples of one process alone" + ON_CLIPPING)
+        raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
     written: dict[str, Tensor] = {}
     ask_independent(model, recorder, spread, "clip_and_noise_")
@@ -128,7 +130,7 @@ def _bounds(
     clip: str | QuantileClip | Callable[[Tensor], Tensor],
     add: bool,
 ) -> tuple[list[Part], float]:
-    """What is bounded together, and the multiplier of the gradients' noise."""
+    """The parts that are bounded separately, and the multiplier of the gradients' noise."""
     bounds = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
     for c in bounds.values():
         check_numbers(
@@ -137,7 +139,7 @@ def _bounds(
         if c == inf and noise_multiplier:
             raise ValueError(
                 f"clip_and_noise_ was given max_norm=inf and noise_multiplier={noise_multiplier}; expected a finite "
-                "max_norm, of which the noise is a multiple, or noise_multiplier=0" + ON_CLIPPING
+                "max_norm, because the noise is a multiple of it, or noise_multiplier=0" + ON_CLIPPING
             )
     if isinstance(clip, str) and clip not in RULES:
         raise ValueError(f"clip_and_noise_ was given clip={clip!r}; expected one of {', '.join(RULES)}" + ON_CLIPPING)
@@ -148,8 +150,8 @@ def _bounds(
         return parts_of(model, names, max_norm, clip), float(noise_multiplier)
     if add or isinstance(max_norm, Mapping):
         raise ValueError(
-            "clip_and_noise_ was given a QuantileClip with add=True, or with several bounds; expected whole steps, and one "
-            "bound for all, from which it starts" + ON_CLIPPING
+            "clip_and_noise_ was given a QuantileClip with add=True or with several bounds; expected whole steps and a "
+            "single bound to start from" + ON_CLIPPING
         )
     bound = float(max_norm) if clip.bound is None else clip.bound
     return parts_of(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
@@ -157,10 +159,12 @@ def _bounds(
 
 @dataclass(frozen=True)
 class _Taken:
-    """What is summed up.
+    """The M rows that enter the sum.
 
-    norms: of all samples, or of all groups, NaN for those that aren't    where: M, their places among these
-    parts: by what is bounded together, M rows each    by_part: their norms, M
+    norms: the norms of all samples or of all groups, NaN for those that don't enter the sum
+    where: the places of the M rows among these; None if all enter
+    parts: the rows of each part that is bounded separately
+    by_part: their norms, M each
     """
 
     norms: Tensor
@@ -169,7 +173,7 @@ class _Taken:
     by_part: list[Tensor]
 
     def placed(self, x: Tensor, other: float) -> Tensor:
-        """M numbers at their places, and another one elsewhere."""
+        """M numbers at their places, and ``other`` elsewhere."""
         if self.where is None:
             return x
         found = x.new_full((len(self.norms),), other)
@@ -190,7 +194,7 @@ def _taken(
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (grads.samples,) or mask.dtype != torch.bool):
         raise ValueError(
             f"clip_and_noise_ was given mask={kind_of(mask)}; expected {grads.samples} booleans, one for each sample of the "
-            "batch, padding included" + ON_CLIPPING
+            "batch, including padding" + ON_CLIPPING
         )
 
     def cut(whole: PerSampleGrads, part: Part) -> PerSampleGrads:
@@ -219,7 +223,7 @@ def _taken(
 
 
 def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processes: float) -> None:
-    """Raises, on all processes, where a group's samples are not all on one."""
+    """Raises ValueError, on all processes, if a group's samples are on several processes."""
     if grouped not in (0, processes):
         raise ValueError(
             f"clip_and_noise_ was given groups on {grouped:.0f} of {processes:.0f} processes; expected all or none"
@@ -230,17 +234,20 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
     names, counts = spread.everyones(groups.unique()).unique(return_counts=True)
     if (counts > 1).any():
         raise ValueError(
-            f"clip_and_noise_: several processes have samples of groups {names[counts > 1].tolist()[:10]}, each of which "
-            "would clip its own part. Send all of a group's samples to one process." + ON_CLIPPING
+            f"clip_and_noise_: the samples of groups {names[counts > 1].tolist()[:10]} are on several processes, and each "
+            "process would clip its own part. Send all samples of a group to one process." + ON_CLIPPING
         )
 
 
 def _add_noise(model: nn.Module, spread: Spread, recorder: Recorder, deviation: float, noise: Noise) -> None:
-    """The same on all processes that share a batch, each of which takes its part; another on each stage of a pipeline."""
+    """Adds noise to ``.grad``.
+
+    Processes that share a batch use the same noise, each its part.  Stages of a pipeline use different noise.
+    """
     stage = None if recorder.record.stage is None else recorder.record.stage()
     is_shared = bool(spread.groups())
     if noise is None or isinstance(noise, torch.Generator):
-        if is_shared:  # all draw by a generator in the state of the first's
+        if is_shared:  # all use a generator with the state of the first process's
             on = next((p.device for p in model.parameters()), torch.device("cpu"))
             noise = noise or torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
             noise.set_state(spread.firsts(noise.get_state().to(on)).cpu())

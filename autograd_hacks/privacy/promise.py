@@ -1,4 +1,4 @@
-"""What a step of private training was, and what it promises."""
+"""The record of a private step and the guarantee that it gives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.support.display import Shown, Table
 
 RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
-"""{how two data sets are neighbours: how many bounds apart their sums are}"""
+"""{relation of two neighbouring data sets: the distance of their sums, in bounds}"""
 
 
 @dataclass(frozen=True, repr=False)
 class PrivateStep(Shown):
-    """What `clip_and_noise_` returns.  Only ``.grad`` is private: norms, weights and shares are not.
+    """The result of `clip_and_noise_`.  Only ``.grad`` is private: norms, weights and shares are not.
 
-    norms: before clipping, N, or of each group in the order of the ids; NaN for what has no part in the sum
-    weights: N, or {pattern: N} where parameters are bounded apart; what each gradient was multiplied by in the sum, 0 where
-    it has no part in that    bound: the longest that one's part of the sum can be
-    expected_batch_size: what the sum was divided by    deviation: of the noise in ``.grad``
-    unit: 'sample', or 'group', whichever comes or goes
+    norms: norms before clipping, N, or of each group in the order of the ids; NaN for those that didn't enter the sum
+    weights: the factor of each gradient in the sum, N, or {pattern: N} if parameters are bounded separately; 0 for those
+    that didn't enter the sum
+    bound: the largest norm of one sample's (or group's) contribution to the sum
+    expected_batch_size: the divisor of the sum
+    deviation: the standard deviation of the noise in ``.grad``
+    unit: 'sample' or 'group', the unit that is protected
     """
 
     norms: Tensor
@@ -35,24 +37,28 @@ class PrivateStep(Shown):
 
     @property
     def clipped_fraction(self) -> Tensor:
-        """The share of those in the sum that are shorter there than they were, 0-dim."""
+        """The share of samples in the sum that were clipped, a 0-dim tensor."""
         parts = self.weights.values() if isinstance(self.weights, Mapping) else [self.weights]
         taken = self.norms.isfinite()
         clipped = torch.stack([w < 1 for w in parts]).any(0) & taken if parts else taken
         return clipped.sum() / taken.sum().clamp(min=1)
 
     def sensitivity(self, relation: str = "add_remove") -> float:
-        """How far ``.grad`` moves at most between two data sets that are neighbours, in its 2-norm.
+        """The largest change of ``.grad`` between two neighbouring data sets, in the 2-norm.
 
-        relation: 'add_remove', one sample (or group) more or less; 'zero_out', one replaced by nothing; 'replace_one', one
-        replaced by any other
+        relation: 'add_remove', one sample (or group) is added or removed; 'zero_out', one is replaced by zero;
+        'replace_one', one is replaced by another
+        Raises ValueError for another relation.
         """
         if relation not in RELATIONS:
             raise ValueError(f"sensitivity was given {relation!r}; expected one of {', '.join(RELATIONS)}" + ON_CLIPPING)
         return RELATIONS[relation] * self.bound / self.expected_batch_size
 
     def first(self, samples: int) -> PrivateStep:
-        """The same without the padding behind."""
+        """The same step without the padding at the end.
+
+        samples: how many samples to keep
+        """
         whole = self.weights
         weights = {key: w[:samples] for key, w in whole.items()} if isinstance(whole, Mapping) else whole[:samples]
         return replace(self, norms=self.norms[:samples], weights=weights)
@@ -74,7 +80,7 @@ class PrivateStep(Shown):
 
 
 def together(parts: Sequence[PrivateStep]) -> PrivateStep:
-    """The step whose micro-batches these were; the last of them had the noise."""
+    """The whole step of several micro-batches.  The last of them had the noise."""
     last = parts[-1]
     if isinstance(last.weights, Mapping):
         maps = [part.weights for part in parts if isinstance(part.weights, Mapping)]

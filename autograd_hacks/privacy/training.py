@@ -1,4 +1,4 @@
-"""Private training from the batches to epsilon: what a loop, or a trainer, needs beside the model and the optimizer."""
+"""Private training, from the batches to epsilon, for loops and trainers."""
 
 from __future__ import annotations
 
@@ -43,20 +43,25 @@ class PrivateTraining:
                     optimizer.zero_grad()
         private.epsilon()
 
-    Batches are drawn by Poisson sampling from a secret seed, gradients are clipped and noised by `clip_and_noise_`, and the
-    steps are counted for an accountant.  Step t draws its batch and its noise by the seed and t alone, so that a training
-    that goes on from a checkpoint has the same bits.
+    Batches are drawn by Poisson sampling from a secret seed, gradients are clipped and noised by `clip_and_noise_`, and
+    steps are counted for an accountant.  The batch and the noise of step t depend only on the seed and t, so training that
+    resumes from a checkpoint has the same bits.  ``history`` lists (noise multiplier, sampling rate, number of steps) of the
+    steps so far, and ``planned`` is the number of steps that may spend ``epsilon``.
 
-    max_norm, expected_batch_size, clip: as in `clip_and_noise_`    delta: δ of (ε, δ)-differential privacy, below 1 / size
-    noise_multiplier: as in `clip_and_noise_`; or give epsilon, what ``steps`` steps may spend, in its place
-    seed: for tests alone; whoever knows it can take the noise away. The operating system's random bits unless told
-    secure: whether noise is drawn by `SecureNoise`, and can't be repeated
-    accountant: makes one: ``opacus.accountants.RDPAccountant`` unless told, ``PRVAccountant`` or dp-accounting's, which are
-    tighter    loss_type, batch_dim: of the loss and the model, where the loop calls ``loss.backward()`` of a scalar: 'mean'
-    or 'sum' over samples, each by its own outputs alone. `backward` needs neither
-
-    history: (noise multiplier, sampling rate, steps), what was done    steps: how many    planned: how many may spend
-    epsilon
+    max_norm: as in `clip_and_noise_`
+    noise_multiplier: as in `clip_and_noise_`; or give ``epsilon`` and ``steps``
+    expected_batch_size: as in `clip_and_noise_`
+    delta: δ of (ε, δ)-differential privacy, below 1 / size of the data
+    epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
+    steps: how many steps may spend ``epsilon``
+    clip: as in `clip_and_noise_`
+    seed: for tests only, because whoever knows the seed can remove the noise; by default random bits of the operating system
+    secure: draw noise by `SecureNoise`, which can't be repeated
+    accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
+    dp-accounting's are tighter
+    loss_type: 'mean' or 'sum', how the loss is reduced over samples, if the loop calls ``loss.backward()`` on a scalar. The
+    loss must then be a mean or sum of losses that each depend on one sample's outputs. `backward` doesn't need it
+    batch_dim: as in `add_hooks`
     """
 
     def __init__(
@@ -77,12 +82,12 @@ class PrivateTraining:
     ) -> None:
         if (noise_multiplier is None) == (epsilon is None):
             raise ValueError(
-                f"PrivateTraining was given noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected one of them"
+                f"PrivateTraining was given noise_multiplier={noise_multiplier} and epsilon={epsilon}; expected exactly one"
                 + ON_PRIVATE
             )
         if isinstance(clip, QuantileClip) and isinstance(max_norm, Mapping):
             raise ValueError(
-                f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected one bound, from which it starts"
+                f"PrivateTraining was given a QuantileClip and max_norm={max_norm}; expected a single bound to start from"
                 + ON_PRIVATE
             )
         if not 0 < delta < 1:
@@ -99,12 +104,12 @@ class PrivateTraining:
         self._seed = secrets.randbits(62) if seed is None else seed
         self._secure = SecureNoise() if secure else None
         self._marks: deque[Mark] = deque()
-        self._pieces: deque[Mark] = deque()  # of the first, which was split
+        self._pieces: deque[Mark] = deque()  # the pieces of the first mark, if it was split
         self._ahead = 1
         self._parts: list[PrivateStep] = []
         self._sums: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._noise: tuple[Any, float] | None = None  # for what it was asked, and the multiplier
-        self._epochs: tuple[int, int] = 0, 0  # the first step of epochs that have so many
+        self._noise: tuple[Any, float] | None = None  # a request and the noise multiplier found for it
+        self._epochs: tuple[int, int] = 0, 0  # the first step of epoch 0, and the number of steps in an epoch
         self._scale: float | Tensor = 1.0
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -115,10 +120,12 @@ class PrivateTraining:
         return sum(steps for _, _, steps in self.history)
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> PrivateTraining:
-        """Hooks the model, which is then trained by steps of this.  A context, too, at whose end the hooks are taken off.
+        """Hooks the model for private steps.  As a context it removes the hooks at the end.
 
-        optimizers: that step it. Raises ValueError where one of them steps parameters that aren't the model's, which would
-        have no noise
+        model: the model to train
+        optimizers: its optimizers
+
+        Raises ValueError if an optimizer steps parameters of other models, because those would get no noise.
         """
         _check_optimizers(model, optimizers)
         self.detach()
@@ -127,7 +134,7 @@ class PrivateTraining:
         return self
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         hooked, self._hooked, self._model, self._optimizers = self._hooked, None, None, ()
         self._parts, self._sums = [], []
         if hooked is not None:
@@ -152,43 +159,45 @@ class PrivateTraining:
     ) -> PrivateLoader:
         """A ``DataLoader`` of Poisson-sampled batches, cut into micro-batches.
 
-        data: a data set with a length    steps: of an epoch, size / expected_batch_size unless told
-        parts: how many micro-batches a step has    micro_batch_size: how many samples a micro-batch has at most; a step has
-        as many as that takes    padded: whether all have exactly so many, one shape for all    first: the step with which
-        epoch 0 began, for trainers that say which epoch it is; unless told the first of epochs of so many steps
-        ahead: how many micro-batches what goes through the loader may hold before their `step`    options: of ``DataLoader``
+        With several processes, each gets its part of every batch.  A micro-batch is never empty: it is padded with sample 0,
+        and padding doesn't enter the step.
 
-        Of several processes each gets its part of every batch.  A micro-batch is never empty: padding, sample 0 where there
-        is nobody else, has no part in the step.
+        data: a data set with ``__len__`` and ``__getitem__``
+        steps: steps of an epoch, size / expected_batch_size by default
+        parts: micro-batches of a step, 1 by default
+        micro_batch_size: the largest number of samples in a micro-batch; a step then has more micro-batches if needed
+        padded: pad every micro-batch to ``micro_batch_size``, so that all have one shape
+        first: the step at which epoch 0 began, for trainers that call ``set_epoch``. By default the step at which epochs of
+        this length began
+        ahead: how many micro-batches may be prefetched before their `step`
+        options: of ``DataLoader``
         """
         size = check_data(data, options)
         check_count("loader: parts", parts, "micro-batches", ON_PRIVATE)
         if micro_batch_size is not None:
             check_count("loader: micro_batch_size", micro_batch_size, "samples", ON_PRIVATE)
         if padded and micro_batch_size is None:
-            raise ValueError(
-                "loader was given padded=True without micro_batch_size; expected the size to pad to" + ON_PRIVATE
-            )
+            raise ValueError("loader was given padded=True without micro_batch_size, the size to pad to" + ON_PRIVATE)
         if self.size not in (None, size):
             raise ValueError(
-                f"loader was given {size} samples, and the training began with {self.size}; expected the same data, for "
-                "which the steps so far are counted" + ON_PRIVATE
+                f"loader was given {size} samples, but the training began with {self.size}; expected the same data, because "
+                "the steps so far are counted for it" + ON_PRIVATE
             )
         if self.expected_batch_size is None or not 0 < self.expected_batch_size <= size:
             raise ValueError(
                 f"PrivateTraining was given expected_batch_size={self.expected_batch_size}, and data of {size} samples; "
-                "expected a number above 0, no larger than that" + ON_PRIVATE
+                f"expected a number above 0 and at most {size}" + ON_PRIVATE
             )
         if self.delta >= 1 / size:
             raise ValueError(
-                f"PrivateTraining was given delta={self.delta} for {size} samples; expected less than 1 / {size}: else one "
-                "sample could be published as it is" + ON_PRIVATE
+                f"PrivateTraining was given delta={self.delta} for {size} samples; expected less than 1 / {size}: otherwise "
+                "publishing a whole sample would count as private" + ON_PRIVATE
             )
         self.size, self._ahead, rank, world = size, ahead, 0, 1
         if dist.is_available() and dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
             if isinstance(self.clip, QuantileClip) and world > 1:
-                raise NotImplementedError("QuantileClip counts the samples of one process alone" + ON_PRIVATE)
+                raise NotImplementedError("QuantileClip supports one process only" + ON_PRIVATE)
             shared = [self._seed]
             dist.broadcast_object_list(shared)
             self._seed = shared[0]
@@ -214,21 +223,21 @@ class PrivateTraining:
 
     @property
     def rate(self) -> float:
-        """The probability by which a sample is in a batch."""
+        """The probability with which a sample is in a batch.  Raises RuntimeError before `loader` is called."""
         if self.size is None or self.expected_batch_size is None:
-            raise RuntimeError("the sampling rate is known when loader(data) was called" + ON_PRIVATE)
+            raise RuntimeError("the sampling rate is unknown before private.loader(data) is called" + ON_PRIVATE)
         return float(self.expected_batch_size) / self.size
 
     @property
     def multiplier(self) -> float:
-        """The noise multiplier: as given, or as epsilon asks for it."""
+        """The noise multiplier: the given one, or the one that ``epsilon`` needs."""
         if self._target is None:
             assert self.noise_multiplier is not None
             return float(self.noise_multiplier)
         if self.planned is None:
             raise ValueError(
-                f"PrivateTraining was given epsilon={self._target} and steps={self.planned}; expected how many steps "
-                "may spend it" + ON_PRIVATE
+                f"PrivateTraining was given epsilon={self._target} without steps; expected how many steps may spend it: "
+                "PrivateTraining(..., steps=...)" + ON_PRIVATE
             )
         target, rate = self._target, self.rate
         asked = [target, self.delta, rate, self.planned]
@@ -239,33 +248,38 @@ class PrivateTraining:
         return self._noise[1]
 
     def backward(self, losses: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The backward pass of a micro-batch.  losses: N, of each sample    scaler: whose scale they get"""
+        """Runs the backward pass of a micro-batch.
+
+        losses: N losses, one for each sample
+        scaler: the GradScaler that scales them
+        """
         scaled = losses if scaler is None else scaler.scale(losses)
         self._scale = 1.0 if scaler is None else scaler.get_scale()
         backward(scaled, "sum")
 
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:
-        """Clips what a micro-batch has left, and adds it up; with a step's last one sets ``.grad`` to the sum with noise.
+        """Clips and adds up a micro-batch's gradients.  After the last micro-batch it sets ``.grad`` to the noisy mean.
 
-        scale: what the losses were multiplied by, where that wasn't `backward`'s doing
-        scaler: that will unscale ``.grad`` in its step: the scale is put into that
+        scale: the factor of the losses, if they were not scaled by `backward`
+        scaler: the GradScaler that will unscale ``.grad`` in its step; ``.grad`` is multiplied by its scale
 
-        Returns the step's `PrivateStep`, after which the optimizer may step; None for a micro-batch that isn't the last.
+        Returns the step's `PrivateStep` after its last micro-batch: now call ``optimizer.step()``.  Returns None after the
+        others.
 
-        Raises RuntimeError where the batch was not drawn by `loader`, or steps were left out; and what `clip_and_noise_`
+        Raises RuntimeError if the batch was not drawn by `loader`, or if a step was left out; and what `clip_and_noise_`
         raises.
         """
         if self._model is None:
-            raise RuntimeError("no model is attached: step() comes between attach(model) and detach()" + ON_PRIVATE)
+            raise RuntimeError("step(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         recorder = recorder_of(self._model)
         if self.loss_type is None and not all(recorded.losses for recorded in recorder.record.passes):
             raise ValueError(
-                "step() doesn't know each sample's loss. Give N losses to private.backward(losses): a mean over tokens, "
-                "with class weights or ignored targets, divides each sample by what the others bring, and clipping doesn't "
-                "bound what one of them changes. Where the loss is a mean over samples and nothing else, say "
+                "step() doesn't know each sample's loss. Give N losses to private.backward(losses). A mean over tokens, or "
+                "with class weights or ignored targets, divides each sample's loss by a number that depends on the others, "
+                "so clipping doesn't bound one sample's influence. If the loss is a plain mean over samples, use "
                 "PrivateTraining(loss_type='mean')." + ON_PRIVATE
             )
-        _check_optimizers(self._model, self._optimizers)  # groups may have been added, or thawed
+        _check_optimizers(self._model, self._optimizers)  # parameters may have been added or unfrozen
         mark = self._next()
         if mark.world > 1 or has_processes():
             self._check_spread(mark)
@@ -276,7 +290,7 @@ class PrivateTraining:
         self._parts.append(found.first(mark.samples))
         self._scale = 1.0
         if not mark.is_last:
-            # An optimizer that steps amid must not find a sum that has no noise yet, and zero_grad() must not lose it.
+            # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
             self._sums = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
             for p, _ in self._sums:
                 p.grad = None
@@ -293,7 +307,7 @@ class PrivateTraining:
         return whole
 
     def _begin(self) -> None:
-        """A pass over the data begins; what is left of an earlier one's last step is dropped."""
+        """Begins a pass over the data.  An unfinished step of an earlier pass is dropped."""
         self._marks.clear()
         self._pieces.clear()
         self._parts, self._sums = [], []
@@ -301,12 +315,12 @@ class PrivateTraining:
             clear_backprops(self._model)
 
     def at_hand(self) -> Mark:
-        """Of the micro-batch whose `step` is next: which step it is of, and how many samples, in front, are no padding."""
+        """The `Mark` of the next micro-batch: its step, and how many of its samples, at the front, are not padding."""
         if not self._marks and not self._pieces:
             raise RuntimeError(
-                "step() found no batch of this training's loader. Draw batches by private.loader(data): epsilon is computed "
-                "for Poisson sampling, and others, a shuffled loader's say, would promise more than they keep; call step() "
-                "once for each" + ON_PRIVATE
+                "step() found no batch from this training's loader. Draw batches by private.loader(data), and call step() "
+                "once for each: epsilon is computed for Poisson sampling and does not hold for other batches, such as a "
+                "shuffled loader's" + ON_PRIVATE
             )
         return (self._pieces or self._marks)[0]
 
@@ -315,33 +329,33 @@ class PrivateTraining:
         (self._pieces or self._marks).popleft()
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
-                f"step() was called for a batch of step {mark.step}, {self.steps} steps are done, and the loader has given "
-                f"{held} batches since; expected one call for each batch that the loader gives, in order: noise and batches "
-                "are drawn for it. Where something fetches n batches at once, say private.loader(data, ahead=n)" + ON_PRIVATE
+                f"step() was called for a batch of step {mark.step} after {self.steps} steps, and {held} batches of the "
+                "loader are waiting; expected one call for each batch of the loader, in order. If something fetches n "
+                "batches at once, use private.loader(data, ahead=n)" + ON_PRIVATE
             )
         if mark.rate != self.rate:
             raise RuntimeError(
-                f"a batch was drawn at a rate of {mark.rate:.6g}, and expected_batch_size={self.expected_batch_size} stands "
-                f"for {self.rate:.6g}, for which epsilon would be counted; change it between passes, and call "
-                "loader(data) for the next" + ON_PRIVATE
+                f"step(): the batch was drawn at a rate of {mark.rate:.6g}, but "
+                f"expected_batch_size={self.expected_batch_size} now means {self.rate:.6g}, so epsilon would be wrong. "
+                "Change it between passes only, and call loader(data) for the next pass" + ON_PRIVATE
             )
         if self._target is not None and self.planned is not None and self.steps >= self.planned:
             raise RuntimeError(
-                f"epsilon={self._target} was to be spent by {self.planned} steps, and {self.steps} are done; another would "
-                "spend more. Plan for more steps before: PrivateTraining(..., epsilon=, steps=)" + ON_PRIVATE
+                f"step(): the {self.planned} steps that may spend epsilon={self._target} are done; another step would spend "
+                "more. Plan for more steps from the start: PrivateTraining(..., epsilon=, steps=)" + ON_PRIVATE
             )
         return mark
 
     def _check_spread(self, mark: Mark) -> None:
-        """Raises where the loader takes processes for others than those over which the model adds up."""
+        """Raises ValueError if the loader spreads batches over other processes than the model sums over."""
         assert self._model is not None
         mesh = spread_of(self._model, recorder_of(self._model)).mesh
         over = 1 if mesh is None else mesh.size()
         if over != mark.world:
             raise ValueError(
-                f"the loader has spread each batch over {mark.world} processes, and the model adds up over {over} of them; "
-                "expected the same: else samples are left out, or have several parts. Wrap the model by "
-                "DistributedDataParallel or fully_shard over all processes; under tensor or pipeline parallelism take a "
+                f"step(): the loader spreads each batch over {mark.world} processes, but the model sums over {over}; "
+                "expected the same number, because otherwise samples are left out or counted twice. Wrap the model by "
+                "DistributedDataParallel or fully_shard over all processes. Under tensor or pipeline parallelism use a "
                 "loader of your own and clip_and_noise_." + ON_PRIVATE
             )
 
@@ -352,7 +366,7 @@ class PrivateTraining:
         clip: Any = self.clip
         bound: Any = self.max_norm
         multiplier = self.multiplier if mark.is_last else 0.0
-        if isinstance(self.clip, QuantileClip):  # which counts the samples of a whole step
+        if isinstance(self.clip, QuantileClip):  # its count covers a whole step
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise: Noise = self._secure or seeded(self._seed, "noise", mark.step)
         add = bool(self._parts)
@@ -362,8 +376,7 @@ class PrivateTraining:
         )  # fmt: skip
 
     def split(self, most: int) -> list[int]:
-        """Cuts the micro-batch at hand into smaller ones of that many samples at most, and returns their sizes.  Each then
-        has a `step` of its own."""
+        """Splits the next micro-batch into ones of at most ``most`` samples and returns their sizes.  Call `step` for each."""
         mark = self._marks.popleft()
         starts = range(0, mark.size, most)
         sizes = [min(most, mark.size - start) for start in starts]
@@ -382,14 +395,17 @@ class PrivateTraining:
         return sizes
 
     def epsilon(self, delta: float | None = None) -> float:
-        """What was spent so far: ε of (ε, δ)-differential privacy, of one sample more or less."""
+        """The ε of (ε, δ)-differential privacy spent so far, for adding or removing one sample.  δ defaults to ``delta``."""
         return spent(self.history, self.delta if delta is None else delta, self.accountant)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a private checkpoint must hold beside the model and the optimizer.  It is as secret as the data."""
+        """The state that a checkpoint must hold beside the model's and the optimizer's.  Keep it as secret as the data.
+
+        Raises RuntimeError between the micro-batches of a step.
+        """
         if self._parts:
             raise RuntimeError(
-                "state_dict() was called amid a step, between its micro-batches; call it after one" + ON_PRIVATE
+                "state_dict() was called between the micro-batches of a step; call it after a whole step" + ON_PRIVATE
             )
         clip = self.clip.state_dict() if isinstance(self.clip, QuantileClip) else None
         return {
@@ -402,11 +418,11 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there.  Raises ValueError for the state of a training on other data."""
+        """Resumes from a checkpoint's state.  Raises ValueError for the state of a training on other data."""
         if self.size is not None and state["size"] not in (None, self.size):
             raise ValueError(
-                f"load_state_dict was given the state of a training on {state['size']} samples, and this one has {self.size}"
-                "; expected the same data, for which the steps so far are counted" + ON_PRIVATE
+                f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "
+                f"{self.size}; expected the same data, because the steps so far are counted for it" + ON_PRIVATE
             )
         self._seed, self.size = state["seed"], state["size"]
         self.history = [(float(z), float(q), int(n)) for z, q, n in state["history"]]
@@ -418,12 +434,12 @@ class PrivateTraining:
 
 
 def _check_optimizers(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Raises ValueError where an optimizer steps parameters that aren't the model's."""
+    """Raises ValueError if an optimizer steps parameters that aren't the model's."""
     ours = {id(p) for p in model.parameters()}
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if others := [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in ours]:
         raise ValueError(
-            f"attach was given an optimizer that steps {len(others)} parameters of shapes {others[:3]} which aren't the "
-            f"model's: they would be trained without clipping and noise, and no guarantee would hold. Attach the module "
+            f"attach was given an optimizer that steps {len(others)} parameters outside of the model, of shapes "
+            f"{others[:3]}. They would be trained without clipping and noise, so no guarantee would hold. Attach the module "
             "that has all of them, or freeze the others." + ON_PRIVATE
         )

@@ -1,4 +1,4 @@
-"""Algebra on the matrix J of a whole model, none of whose verbs writes it out: products, sums, some of its rows."""
+"""Algebra on the matrix J of a whole model, without writing J out: products, sums, and selections of rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Algebra(Matrix):
     def norms(self, per_parameter: bool = False, budget: int = BUDGET) -> Tensor | dict[str, Tensor]:
         """The 2-norm of each sample's gradient, N: the square root of the diagonal of J Jᵀ.
 
-        per_parameter: whether to return {name: N} instead
-        Source: Goodfellow 2015, arXiv:1510.01799; over positions Li et al. 2022, arXiv:2110.05679, section 4.
+        per_parameter: return {name: N} instead
+        budget: bytes to use beside the result
+
+        Source: Goodfellow 2015 (arXiv:1510.01799); for layers with positions Li et al. 2022 (arXiv:2110.05679), section 4.
         """
         with self.reading():
             if per_parameter:
@@ -60,12 +62,15 @@ class Algebra(Matrix):
     def dot(
         self, v: Mapping[str, Tensor], budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
-        """J v̄: ⟨gₙ, v⟩ for each sample, N, of complex numbers Σ gₙ v̄, as `gram` has it; the change of its loss along v is
-        the real part.
+        """J v̄, the inner product ⟨gₙ, v⟩ of each sample's gradient with a direction, N.
 
-        v: {name: shape} for all parameters, as gradients are, whole or in shards
-        per_parameter: whether to return {name: N} instead
-        Raises ValueError for directions that are missing, that no parameter has, or of another shape.
+        For complex parameters it is Σ gₙ v̄, as in `gram`; the change of the loss along v is its real part.
+
+        v: the direction, {name: shape} for every trainable parameter, whole or in shards
+        budget: bytes to use beside the result
+        per_parameter: return {name: N} instead
+
+        Raises ValueError for a missing or an extra entry, and for an entry of the wrong shape.
         """
         parts = self._direction(v)
 
@@ -78,18 +83,21 @@ class Algebra(Matrix):
             return self._added(along)
 
     def weighted_sum(self, w: Tensor | Mapping[str, Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
-        """Jᵀ w: Σₙ wₙ gₙ, {name: shape}.
+        """Jᵀ w, the weighted sum Σₙ wₙ gₙ, {name: shape}.
 
-        w: N; or (K, N) for K sums at once, ``{name: (K, *shape)}``; or {name or pattern: such weights}, of these parameters
-        Raises ValueError for weights of another shape, and for patterns that match nothing, or one parameter several times;
-        TypeError for what is no floating-point tensor.
+        w: N weights; or (K, N) for K sums at once, which returns ``{name: (K, *shape)}``; or {name or pattern: weights} for
+        the sums of those parameters only
+        budget: bytes to use beside the result
+
+        Raises ValueError for weights of the wrong shape, for a pattern that matches nothing, and for a parameter that
+        several patterns match; TypeError if ``w`` is not a floating-point tensor.
         """
         if isinstance(w, Mapping):
             parts = arguments.parts_by(w, list(self))
             return {n: s for pattern, names in parts for n, s in self._part(names).weighted_sum(w[pattern], budget).items()}
         given = w
         with self.summing(lambda: self._by_row(given, several=True)) as (w, _):
-            # Weights in what a form adds up in, or better.
+            # Weights in the form's accumulation dtype, or a wider one.
             weights: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
             def total(form: Form) -> Tensor:
@@ -109,10 +117,14 @@ class Algebra(Matrix):
     def gram(
         self, other: Self | None = None, budget: int = BUDGET, *, per_parameter: bool = False
     ) -> Tensor | dict[str, Tensor]:
-        """J J′ᴴ: ⟨gₙ, g′ₘ⟩ for each pair of samples, (N, M).  Of `per_sample_jacobian` the empirical tangent kernel.
+        """J J′ᴴ, the inner products ⟨gₙ, g′ₘ⟩ of all pairs of samples, (N, M).
 
-        other: the gradients of another batch by the same model; these themselves unless told
-        per_parameter: whether to return {name: (N, M)} instead
+        For the rows of `per_sample_jacobian` this is the empirical neural tangent kernel.
+
+        other: the gradients of another batch of the same model; by default these gradients themselves
+        budget: bytes to use beside the result
+        per_parameter: return {name: (N, M)} instead
+
         Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
@@ -123,13 +135,14 @@ class Algebra(Matrix):
             )
         if self._model != other._model or self.keys() != other.keys():
             raise ValueError(
-                "gram: the other gradients are of another model, or of other parameters; expected two batches of one model. "
-                "Take both by per_sample_grads(model) with the same parameters trained and the same only=." + ON_VERBS
+                "gram: the other gradients belong to another model, or to other parameters; expected two batches of one "
+                "model. Take both by per_sample_grads(model), with the same trainable parameters and the same only=."
+                + ON_VERBS
             )
         if differing := [name for name, form in self.items() if form.shape != other[name].shape]:
             raise ValueError(
                 f"gram: for {differing[0]!r} the other gradients have shape {tuple(other[differing[0]].shape)}; expected "
-                f"{tuple(self[differing[0]].shape)}, as these have. A metric has changed the shape of one side: apply "
+                f"{tuple(self[differing[0]].shape)}, as here. A metric has changed the shape of one side: apply "
                 "preconditioned(metric) to both." + ON_METRICS
             )
         if not per_parameter:
@@ -139,13 +152,16 @@ class Algebra(Matrix):
             return {name: other._placed(x, x.ndim - 1) for name, x in products.items()}
 
     def gram_of_all(self, dim: int | None = None, seed: int = 0, limit: float = LIMIT) -> Tensor:
-        """⟨gₙ, g′ₘ⟩ of this process's samples with those of all processes, (N, M), M in the order of the processes.
+        """The inner products ⟨gₙ, g′ₘ⟩ of this process's N samples with all M samples of all processes, (N, M).
 
-        dim: from rows that are projected to so many coordinates, as `project` does it: N · dim numbers go to each process.
-        Unless told, the products are exact: the rows of all, written out, go to each process, one parameter at a time
-        limit: bytes that those may have
+        Columns are in the order of the processes.  All processes must call it together.
 
-        All processes at once.  Raises BlockTooLarge on all where the rows of a parameter take more.
+        dim: project rows to this many coordinates first, as `project` does; N · dim numbers then go to each process. By
+        default the products are exact: the written-out rows go to each process, one parameter at a time
+        seed: the seed of the projection
+        limit: bytes that one parameter's written-out rows may take, 1 GiB by default
+
+        Raises BlockTooLarge, on all processes, if the rows of a parameter exceed the limit.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186), for projected rows.
         """
         everyones = self.spread.everyones
@@ -156,8 +172,8 @@ class Algebra(Matrix):
         with self.summing(lambda: None, self.samples) as (_, count):
             if count * size > limit:
                 raise BlockTooLarge(
-                    f"gram_of_all: the rows of all {count:.0f} samples take {count * size / 2**20:,.0f} MiB for the largest "
-                    f"parameter, on each process; the limit is {limit / 2**20:,.0f} MiB. Project them, "
+                    f"gram_of_all: the rows of all {count:.0f} samples take {count * size / 2**20:,.0f} MiB on each process "
+                    f"for the largest parameter; the limit is {limit / 2**20:,.0f} MiB. Project them by "
                     "gram_of_all(dim=4096), or raise limit."
                 )
             shape = self.samples, int(count)
@@ -168,30 +184,37 @@ class Algebra(Matrix):
             return whole_sum(self, self.cuts, products)
 
     def second_moment(self, w: Tensor | None = None, budget: int = BUDGET) -> dict[str, Tensor]:
-        """Σₙ wₙ gₙ², elementwise, {name: shape}: with weights of 1/N the diagonal of the empirical Fisher matrix.
+        """The weighted sum of squares Σₙ wₙ gₙ², elementwise, {name: shape}.
 
-        w: N, ones unless told
+        With weights of 1/N it is the diagonal of the empirical Fisher matrix.
+
+        w: N weights, all 1 by default
+        budget: bytes to use beside the result
+
         Raises as `weighted_sum` does.
         """
         with self.summing(lambda: None if w is None else self._by_row(w)) as (w, _):
             return self.spread.settled(matrix.second_moments(self, w, {}, budget).items())
 
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> dict[str, Tensor]:
-        """Σₙ f(gₙ), elementwise, {name: shape}: the sum of the samples' signs, of their magnitudes, of what each has left
-        after clamping.  After `group` gₙ is the sum of a group's rows.
+        """The sum Σₙ f(gₙ) of an elementwise function of the gradients, {name: shape}.
 
-        f: an elementwise function, ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
-        count.  It gets pieces of rows, a matrix of any size, and returns as many numbers.  Some 1,024 numbers of each piece
-        are given to it beside others too, and must come out the same: what a number becomes depends on it alone
+        Examples are the sum of the samples' signs, of their magnitudes, or of their clamped entries.  After `group`, gₙ is
+        the sum of a group's rows.
 
-        Sums of half precision are in single, also over processes.
-        Raises TypeError for what is no function, ValueError for one that isn't elementwise or overwrites what it is given.
+        f: an elementwise function: ``torch.sign``, ``torch.abs``, ``lambda g: g.clamp(-1, 1)``, or ``lambda g: g > 0`` to
+        count. It gets a matrix of any size, a part of the rows, and returns a tensor of the same shape. About 1,024 entries
+        of each part are also passed to it beside other entries, to check that each result depends on its own entry only
+        budget: bytes to use beside the result
+
+        For half-precision parameters the sums are in single precision, also over processes.
+        Raises TypeError if ``f`` is not a function, ValueError if it isn't elementwise or overwrites its argument.
         Source: Roulet and Agarwala 2025, "Per-example gradients: a new frontier for understanding and improving
-        optimizers" (arXiv:2510.00236), which puts signs and squares of optimizers inside the mean over samples.
+        optimizers" (arXiv:2510.00236), which takes optimizers' signs and squares inside the mean over samples.
         """
         if not callable(f):
             raise TypeError(
-                f"reduce: {arguments.kind_of(f)} is no function; expected an elementwise one, torch.sign." + ON_VERBS
+                f"reduce: {arguments.kind_of(f)} is not a function; expected an elementwise function: torch.sign." + ON_VERBS
             )
 
         def here() -> dict[str, Tensor]:  # f may fail on one process alone
@@ -234,30 +257,34 @@ class Algebra(Matrix):
         kind: Literal["signs", "sjlt"] = "signs",
         entries: int = 1,
     ) -> Tensor | dict[str, Tensor]:
-        """J R, (N, dim), for a random map R that keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.
+        """J R, the rows projected by a random map R, (N, dim).
 
-        per_parameter: whether to return {name: (N, dim)} instead, each parameter's own projection
-        rank: with ``per_parameter``, and in the place of ``dim``: {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P and
-        Q, as `Metric.low_rank` has them; a vector has at most rank² numbers, a side with no more than ``rank`` all its own
+        R keeps inner products in expectation: ⟨gₙ R, gₘ R⟩ ≈ ⟨gₙ, gₘ⟩.  It depends only on ``kind``, ``entries``, ``seed``,
+        ``dim``, and each parameter's name and shape, so projections of any two batches can be compared.
+
+        dim: the number of coordinates
+        seed: the seed of R
+        budget: bytes to use beside the result
+        per_parameter: return {name: (N, dim)} instead, a projection of each parameter
+        rank: use with ``per_parameter`` instead of ``dim``. Returns {name: (N, rank, rank)}, Pᵀ Gₙ Q with random signs P
+        and Q, as in `Metric.low_rank`. A vector becomes at most rank² numbers. A side of at most ``rank`` entries is left
+        as it is
         kind: "signs", where coordinate k of a matrix G is uₖᵀ G vₖ / √dim with random signs u and v; or "sjlt", a sparse
-        map, which moves each number to ``entries`` coordinates (see `forms.SparseMap`), and takes far less time.  The
-        square of a unit gradient's projected length has a standard deviation of at most √(8 / dim) with signs, for a matrix
-        of rank one, and of about √(6 / dim) with a sparse map, for any
-        entries: of a sparse map; ``dim`` is a multiple
+        map that adds each number to ``entries`` coordinates (see `forms.SparseMap`) and is much faster. The squared length
+        of a projected unit gradient has a standard deviation of at most √(8 / dim) with signs, reached by matrices of rank
+        one, and of about √(6 / dim) with a sparse map
+        entries: coordinates per number in a sparse map, 1 by default; must divide ``dim``
 
-        R depends on ``kind``, ``entries``, ``seed``, ``dim``, and each parameter's name and shape, and on nothing else: any
-        two batches can be compared.
+        Raises ValueError for a ``dim`` or ``rank`` below 1, for both or neither of them, for an unknown kind, and for
+        ``entries`` below 1 or that don't divide ``dim``.
         Source: Park et al. 2023, "TRAK" (arXiv:2303.14186); Choe et al. 2024, "LoGra" (arXiv:2405.13954), for uᵀ G v; Hu et
         al. 2025, "GraSS" (arXiv:2505.18976), for sparse maps.
-
-        Raises ValueError for a ``dim`` or ``rank`` below 1, for neither or both, another kind, and entries that are none or
-        don't divide ``dim``.
         """
         if rank is not None:
             if dim is not None or not per_parameter or self.cuts or kind != "signs":
                 raise ValueError(
                     f"project: rank={rank} doesn't go with dim={dim}, per_parameter={per_parameter}, kind={kind!r}; "
-                    "expected project(rank=..., per_parameter=True), of parameters that aren't cut over processes."
+                    "expected project(rank=..., per_parameter=True), and parameters that are not cut over processes."
                     + ON_VERBS
                 )
             with self.reading():
@@ -276,31 +303,36 @@ class Algebra(Matrix):
             return self._added(projected, count)
 
     def low_rank(self, rank: int, budget: int = BUDGET) -> dict[str, LowRank]:
-        """The best approximation of each sample's gradient by a matrix of low rank, {name: (left, right)}: Σᵣ left[n, :, r]
-        right[n, :, r]ᵀ, left (N, O, R) and right (N, I, R) for a parameter seen as a matrix O × I, I being 1 for a vector,
-        and R = min(rank, O, I).
+        """The best low-rank approximation of each sample's gradient, {name: (left, right)}.
 
-        Over T positions a gradient has rank T at most, and is exact for ``rank`` from there.  ``over(..., out="folder")``
-        writes them, and `Store` takes inner products from the factors.
-        Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
+        The gradient is approximated by Σᵣ left[n, :, r] right[n, :, r]ᵀ, with left (N, O, R) and right (N, I, R) for a
+        parameter seen as a matrix O × I, and R = min(rank, O, I).  A vector has I = 1.  A gradient over T positions has rank
+        at most T, so ``rank`` ≥ T is exact.  ``over(..., out="folder")`` writes the factors, and `Store` takes inner
+        products of them.
+
+        rank: the largest number of terms
+        budget: bytes to use beside the result
 
         Raises ValueError for a rank below 1, and for parameters that are cut over processes.
+        Source: Li et al. 2026, "LoRIF" (arXiv:2601.21929).
         """
         arguments.check_count("low_rank: rank", rank, "singular values", ON_VERBS)
         if self.cuts or self.entries:
             raise ValueError(
                 f"low_rank: these are {'parameters cut over processes' if self.cuts else 'rows of output entries'}; "
-                "expected rows of whole parameters, one for each sample." + ON_VERBS
+                "expected one row per sample, for whole parameters." + ON_VERBS
             )
         with self.reading():
             return {name: low_rank(form, rank, budget) for name, form in self.items()}
 
     def group(self, ids: Tensor, groups: int | None = None) -> Self:
-        """The sums over samples with the same id: one row for each user, each document.
+        """Sums of rows with the same id: one row for each user, or each document.
 
-        ids: N integers    groups: how many rows, for ids in [0, groups); unless told there is one for each id that occurs,
+        ids: N integers, one for each sample
+        groups: the number of rows; each id must then be in [0, groups). By default there is one row for each distinct id,
         in the order of the ids
-        Raises ValueError for ids of another shape, or out of range, TypeError for what are no integers.
+
+        Raises ValueError for ids of the wrong shape or out of range, TypeError if they are not integers.
         """
         ids, groups = arguments.numbered(ids, groups, self.samples)
         ids = self._rows_of(ids, groups)
@@ -308,18 +340,20 @@ class Algebra(Matrix):
         return self.with_forms(forms, groups)
 
     def select(self, index: slice | Tensor) -> Self:
-        """Some of the samples.  index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
+        """The rows of some samples.
 
-        Of the rows of `backprop_hess` some rows; ``batch`` stays then, so that curvature stays a sum over what it was.
+        For the rows of `backprop_hess` it selects rows and keeps ``batch``, so curvature is still divided by the same
+        number.
 
-        Raises IndexError for a mask of another length, or numbers out of range.
+        index: a slice, a mask of N booleans, or sample numbers (negative ones count from the end)
+        Raises IndexError for a mask of another length, or for numbers out of range.
         """
         chosen = arguments.chosen_samples(index, self.samples)
         rows = self._rows_of(chosen, self.samples)
         return self.with_forms({n: form[rows.to(form.like.device)] for n, form in self.items()}, len(chosen))
 
     def with_forms(self, forms: Mapping[str, Form], samples: int) -> Self:
-        """The same gradients as other forms, some rows of these say."""
+        """These gradients with other forms, for example with some of the rows."""
         batches = self.batches if self.hess_type else [samples]
         kept = self.reached, self.loss_type, self._model, self.hess_type
         made = type(self)(forms, samples, *kept, batches, self.entries, self.spread)
@@ -330,7 +364,7 @@ class Algebra(Matrix):
         return self.with_forms({name: self[name] for name in names}, self.samples)
 
     def local(self) -> Self:
-        """The same rows, for sums over the samples of this process alone."""
+        """The same rows.  Sums are then over the samples of this process only."""
         made = self.with_forms(self._forms, self.samples)
         made.batches, made.batch, made.spread = self.batches, self.batch, self.spread.local()
         return made

@@ -1,4 +1,4 @@
-"""What verbs are given: directions, dimensions, names, dampings, limits."""
+"""Checks of verbs' arguments: directions, dimensions, names, dampings, limits."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,36 +17,41 @@ from autograd_hacks.support.kinds import is_number, is_whole
 
 NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 LIMIT = 2**30
-"""Bytes that a block, or other processes' rows, may have, unless told another number."""
+"""The default number of bytes that a block, or other processes' rows, may take."""
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
-"""What wrappers put into the names of the parameters inside."""
+"""The prefixes that wrappers add to parameters' names."""
 
 
 def check_count(what: str, count: object, of: str, page: str, other: str = "") -> None:
-    """Raises for what is no number of things.  other: what might be given instead, for people"""
+    """Raises unless ``count`` is a whole number above 0.
+
+    what: the argument's name, for the message
+    of: what is counted, for the message
+    other: what else the argument may be, for the message
+    """
     if not is_whole(count):
-        raise TypeError(f"{what}={count!r} is no whole number; expected how many {of}, 1 or more{other}." + page)
+        raise TypeError(f"{what}={count!r} is not a whole number; expected how many {of}, 1 or more{other}." + page)
     if count < 1:  # type: ignore[operator]  # a whole number
         raise ValueError(f"{what}={count} is below 1; expected how many {of}, 1 or more{other}." + page)
 
 
 def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises for what is no direction in the space of the parameters, {name: shape}."""
+    """Raises unless ``v`` is a direction in the space of the parameters, {name: shape}."""
     if not isinstance(v, Mapping):
         raise TypeError(
-            f"dot: the direction is {kind_of(v)}; expected a dictionary {{name: tensor}} with an entry for each parameter "
-            "that trains." + ON_VERBS
+            f"dot: the direction is {kind_of(v)}; expected a dictionary {{name: tensor}} with an entry for each trainable "
+            "parameter." + ON_VERBS
         )
     missing, extra = [name for name in shapes if name not in v], [name for name in v if name not in shapes]
     if missing:
         raise ValueError(
-            f"dot: the direction has no entry for {_some(missing)}; expected one for each of the {len(shapes)} parameters "
-            "that train, by the names of model.named_parameters(). Give zeros for a parameter that it leaves alone."
+            f"dot: the direction has no entry for {_some(missing)}; expected one for each of the {len(shapes)} trainable "
+            "parameters, by the names of model.named_parameters(). Give zeros for a parameter that should not move."
             + ON_VERBS
         )
     if extra:
         raise ValueError(
-            f"dot: the direction has an entry for {_some(extra)}, which is no parameter that trains; expected entries for "
+            f"dot: the direction has an entry for {_some(extra)}, which is not a trainable parameter; expected entries for "
             f"{_some(list(shapes))}. Leave the others out." + ON_VERBS
         )
     for name, shape in shapes.items():
@@ -59,20 +64,20 @@ def check_direction(v: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -
 
 
 def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int]:
-    """The group of each of the samples, as a number, and how many groups there are.
+    """The group number of each sample, and the number of groups.
 
-    groups: how many, for ids that are such numbers; None for any ids
+    groups: the number of groups if ``ids`` are group numbers; None for arbitrary ids
     """
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers. Convert them." + ON_VERBS)
+        raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers: ids.long()." + ON_VERBS)
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
     if groups is not None and not is_whole(groups):
-        raise TypeError(f"group: groups={groups!r} is no whole number; expected how many rows to return." + ON_VERBS)
+        raise TypeError(f"group: groups={groups!r} is not a whole number; expected how many rows to return." + ON_VERBS)
     if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(
-            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), as groups={groups}. Raise "
-            "groups, or leave it out: each id that occurs then has a row." + ON_VERBS
+            f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
+            "Raise groups, or leave it out to get one row for each distinct id." + ON_VERBS
         )
     if groups is not None:
         return ids, groups
@@ -81,29 +86,32 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
 
 
 TRIED = 1024
-"""How many numbers of a piece of rows show whether a function is elementwise."""
+"""How many numbers of a piece of rows are used to check that a function is elementwise."""
 
 
 def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
-    """f, which raises where it is no elementwise function.  name: the parameter's whose rows it is given"""
+    """``f`` with a check that raises ValueError if it is not elementwise.
+
+    name: the parameter whose rows it gets
+    """
 
     def tried(part: Tensor) -> Tensor:
         version, found = part._version, f(part)
         if not isinstance(found, Tensor) or found.shape != part.shape:
             got = f"returned {kind_of(found)}"
         elif part._version != version:
-            got = "overwrote what it was given"
+            got = "overwrote them"
         else:
             return found
         raise ValueError(
-            f"reduce: for {name!r} the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
-            "the same shape: lambda g: g.clamp(-1, 1). The sum of norms is grads.norms().sum()." + ON_VERBS
+            f"reduce, at {name!r}: the function got rows of shape {tuple(part.shape)} and {got}; expected a new tensor of "
+            "the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
         )
 
     def checked(rows: Tensor) -> Tensor:
         number = torch.arange(0, rows.numel(), max(1, rows.numel() // TRIED), device=rows.device)
         at = number // max(1, rows.shape[1]), number % max(1, rows.shape[1])
-        with torch.no_grad():  # first of copies, lest rows be overwritten
+        with torch.no_grad():  # copies come first, because f may overwrite its argument
             some = rows[at]
             beside = torch.cat([some, 1 - 2 * some])
             apart = [tried(line).flatten()[: len(some)] for line in (beside[None], beside[:, None]) if len(some)]
@@ -112,10 +120,9 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
             together = found[at]
             if any(x.dtype != together.dtype or not _alike(x, together) for x in apart):
                 raise ValueError(
-                    f"reduce, at {name!r}: the function gives other values to the same numbers where others stand beside "
-                    "them, so that sums by pieces would depend on the pieces; expected an elementwise function, without "
-                    "random numbers: torch.sign. For rows divided by their norms take grads.scaled(1 / grads.norms())."
-                    + ON_VERBS
+                    f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor, "
+                    "so sums would depend on how rows are split; expected an elementwise function without random numbers: "
+                    "torch.sign. For rows divided by their norms take grads.scaled(1 / grads.norms())." + ON_VERBS
                 )
         return found
 
@@ -123,7 +130,7 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether the same function has given both, vectorised in another way."""
+    """Whether two results are equal up to the rounding of different vectorisation."""
     if not (x.is_floating_point() or x.is_complex()):
         return torch.equal(x, y)
     finite, eps = y.abs()[y.isfinite()], torch.finfo(x.dtype).eps
@@ -132,28 +139,35 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:
-    """The numbers of some of N samples.  index: a slice, a mask of N booleans, or sample numbers"""
+    """The numbers of the selected samples, a vector.
+
+    index: a slice, a mask of N booleans, or sample numbers
+    samples: N
+    """
     if isinstance(index, slice):
         return torch.tensor(range(samples)[index], dtype=torch.long, device="cpu")
     if not isinstance(index, Tensor) or index.ndim != 1:
         raise TypeError(
             f"select: the index is {kind_of(index)}; expected a slice, a mask of N booleans, or a vector of sample numbers. "
-            "For sample n alone: select(torch.tensor([n]))." + ON_VERBS
+            "For one sample n write select(torch.tensor([n]))." + ON_VERBS
         )
     return torch.arange(samples, device="cpu")[index.cpu()]
 
 
 def check_damping(what: str, damping: Any, rank: int | None = None) -> float:
-    """A damping as a number.  rank: at most that of what can't be inverted without; None where it may be 0"""
+    """The damping as a float.
+
+    rank: an upper bound on the rank of the matrix that is to be inverted; None if the damping may be 0
+    """
     if damping is None and rank is not None:
         raise TypeError(
-            f"{what}: damping is missing. JᵀJ / N has rank {rank} at most, one for each pass and sample, so it has no "
-            f"inverse; expected λ > 0. Start with {what}(v, damping=1e-2) and try powers of ten: a large one brings the "
-            "step close to v / λ, a small one follows the curvature of these samples alone." + ON_CURVATURE
+            f"{what}: damping is missing; expected λ > 0. JᵀJ / N has rank {rank} at most, one for each pass and sample, so "
+            f"it has no inverse. Start with {what}(v, damping=1e-2) and try powers of ten: with a large damping the step is "
+            "close to v / λ, with a small one it follows the curvature of these samples." + ON_CURVATURE
         )
     is_one = isinstance(damping, SupportsFloat) and not isinstance(damping, bool)
     if not is_one or (isinstance(damping, Tensor) and damping.numel() != 1) or not isfinite(float(damping)):
-        raise ValueError(f"{what}: damping={damping!r} is no finite number; expected one, 1e-2 say." + ON_CURVATURE)
+        raise ValueError(f"{what}: damping={damping!r}; expected a finite number, for example 1e-2." + ON_CURVATURE)
     if float(damping) < 0 or (float(damping) == 0 and rank is not None):
         least = "0 or more" if rank is None else "a number above 0"
         raise ValueError(f"{what}: damping={damping!r} is too small; expected {least}." + ON_CURVATURE)
@@ -162,51 +176,59 @@ def check_damping(what: str, damping: Any, rank: int | None = None) -> float:
 
 def check_limit(limit: object) -> None:
     if not is_number(limit):
-        raise TypeError(f"limit={limit!r} is no number; expected a number of bytes: 2**30, or float('inf')." + ON_CURVATURE)
+        raise TypeError(f"limit={limit!r}; expected a number of bytes: 2**30, or float('inf')." + ON_CURVATURE)
 
 
 def check_size(sizes: Mapping[str, int], form: Form, limit: float) -> None:
-    """Raises BlockTooLarge for more bytes than a block may have.  sizes: numbers in a block, by its name for people"""
+    """Raises BlockTooLarge if the largest block takes more bytes than the limit.
+
+    sizes: {name of a block, for the message: how many numbers it has}
+    """
     largest = max(sizes, key=lambda name: sizes[name])
     size = sizes[largest] * form.sum_dtype.itemsize
     if size > limit:
         raise BlockTooLarge(
-            f"the block {largest} takes {size / 2**20:,.0f} MiB, and the limit is {limit / 2**20:,.0f} MiB. Take its "
-            "diagonal, compute_hess(model, kind='diag'), its Kronecker factors, kind='kfac', or products with it, "
+            f"the block {largest} takes {size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Take its diagonal, "
+            "compute_hess(model, kind='diag'); or its Kronecker factors, kind='kfac'; or products with it, "
             "per_sample_grads(model).ggn_matvec(v); or raise limit."
         )
 
 
 def name_among(key: object, named: Sequence[tuple[str, Tensor]], trained: Collection[str]) -> str:
-    """Which of the parameters that train is meant.  named: all names of a model's parameters
+    """The name of the trainable parameter that ``key`` refers to.
 
-    Raises KeyError for what is none of a parameter that trains.
+    key: a name, or the parameter itself
+    named: all names of the model's parameters
+    trained: the names of those that train
+
+    Raises KeyError if ``key`` is not a trainable parameter.
     """
     wanted = next((p for name, p in named if p is key or (isinstance(key, str) and name == key)), None)
     names = [name for name, p in named if p is wanted]
     if (first := next((name for name in names if name in trained), None)) is not None:
         return first
-    wrong = f"the parameter {names[0]!r} is frozen" if names else f"there is no parameter {key!r} that trains"
+    wrong = f"the parameter {names[0]!r} is frozen" if names else f"there is no trainable parameter {key!r}"
     if isinstance(key, Tensor) and not names:
-        wrong = f"{kind_of(key)} is none of the model's parameters"
+        wrong = f"{kind_of(key)} is not a parameter of the model"
     elif isinstance(key, int | slice):
-        wrong = f"{key!r} is no parameter, and samples are taken by select(index)"
+        wrong = f"{key!r} is not a parameter. Select samples by select(index)"
     last = [name for name in trained if isinstance(key, str) and f".{name}".endswith(f".{key}")]
     close = [*last, *get_close_matches(str(key), [name for name in trained if name not in last], 3)]
     listing = ", ".join(map(repr, close[:5] or list(trained)[:5])) + ("" if close or len(trained) <= 5 else " ...")
-    raise KeyError(f"{wrong}; expected the name of one that trains, or the parameter itself: {listing}")
+    raise KeyError(f"{wrong}; expected a trainable parameter, or its name: {listing}")
 
 
 NORMS = "norms"
-"""Stands for the parameters of norm layers and all biases, among patterns of names."""
+"""The pattern that means all biases and the parameters of norm layers."""
 
 
 def names_matching(
     only: str | Iterable[str], model: nn.Module, trained: Collection[str], what: str = "only", page: str = ON_VERBS
 ) -> list[str]:
-    """Which of a model's parameters that train are meant by patterns, '*' and '?' being for any text and any character.
+    """The names of the trainable parameters that patterns match.  '*' matches any text, '?' any character.
 
-    what, page: the argument that they were given for, and where it is explained, for people
+    what: the name of the argument that holds the patterns, for the message
+    page: the end of the message, where that argument is explained
     Raises ValueError for a pattern that matches none.
     """
     named = list(model.named_parameters(remove_duplicate=False))
@@ -215,9 +237,9 @@ def names_matching(
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"{what}: {kind_of(pattern)} is no name; expected names of parameters, or patterns: '8.*'." + page
+                f"{what}: {kind_of(pattern)} is not a name; expected names of parameters, or patterns: '8.*'." + page
             )
-    first = {id(p): name for name, p in reversed(named) if name in trained}  # of those that have several
+    first = {id(p): name for name, p in reversed(named) if name in trained}  # a shared parameter has several names
     chosen = set[str]()
     for pattern in patterns:
         if pattern == NORMS:
@@ -228,41 +250,42 @@ def names_matching(
         if not meant:
             close = get_close_matches(pattern, list(trained), 3, 0.4) or list(trained)[:5]
             raise ValueError(
-                f"{what}: {pattern!r} matches {'frozen parameters alone' if matching else 'no parameter'}; expected the "
-                f"name of one that trains, or a pattern: {', '.join(map(repr, close))}." + page
+                f"{what}: {pattern!r} matches {'only frozen parameters' if matching else 'no parameter'}; expected the name "
+                f"of a trainable parameter, or a pattern: {', '.join(map(repr, close))}." + page
             )
         chosen |= meant
     return [name for name in trained if name in chosen]
 
 
 def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted_sum") -> list[tuple[str, list[str]]]:
-    """Each pattern with the parameters that it matches.  Raises ValueError for none, and for one that several match."""
+    """Each pattern with the names that it matches.
+
+    Raises ValueError for a pattern that matches nothing, and for a parameter that several patterns match.
+    """
     parts = [(pattern, [name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
     given = [name for _, own in parts for name in own]
     none, twice = [p for p, own in parts if not own], sorted({name for name in given if given.count(name) > 1})
     if none:
         raise ValueError(
-            f"{who}: {_some(none)} matches no parameter that trains; expected names or patterns of {_some(names)}."
-            + ON_VERBS
+            f"{who}: {_some(none)} matches no trainable parameter; expected names or patterns of {_some(names)}." + ON_VERBS
         )
     if twice:
         raise ValueError(
-            f"{who}: {_some(twice)} is matched by several patterns; expected one for each parameter. Narrow them down."
-            + ON_VERBS
+            f"{who}: several patterns match {_some(twice)}; expected one for each parameter. Narrow them down." + ON_VERBS
         )
     return parts
 
 
 def kind_of(value: object) -> str:
-    """A value for people."""
+    """What a value is, for messages."""
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
+    """The first five names and the number of others."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what wrappers have put into it."""
+    """A parameter's name without the prefixes of wrappers."""
     return WRAPPERS.sub("", name)

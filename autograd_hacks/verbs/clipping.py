@@ -1,4 +1,4 @@
-"""Per-sample gradient clipping: a step of clipped gradients, and one of differentially private training."""
+"""Per-sample gradient clipping."""
 
 from collections.abc import Mapping
 from math import inf
@@ -21,8 +21,10 @@ from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, grads_of, set_grads
 
 BUDGET = 256 * 2**20
-"""Bytes to use beside the result, unless told another number: a quarter for what is computed, the rest for rows that are
-read twice, whose memory is kept for the next step."""
+"""The default number of bytes to use beside the result.
+
+A quarter is for the computation.  The rest is for rows that are read twice; their memory is kept for the next step.
+"""
 
 
 @torch.no_grad()
@@ -39,35 +41,37 @@ def clip_grad1_norm_(
     process_group: Where = None,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """Sets ``param.grad`` to the mean (or sum, as the loss was) of the per-sample gradients, each clipped to a norm.
+    """Sets ``param.grad`` to the mean of the per-sample gradients, each clipped to a norm.
 
-    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖).  One backward pass is enough, and
-    nothing of size N × P is written.  Whatever was in ``.grad`` is replaced, unless told to add: run the backward pass of a
-    penalty afterwards.
+    A sample's gradient gₙ over all parameters becomes gₙ · min(1, max_norm / ‖gₙ‖).  If the loss was a sum, ``.grad`` is the
+    sum.  One backward pass is enough, and nothing of size N × P is written.  The old ``.grad`` is replaced unless ``add`` is
+    set, so run the backward pass of a penalty afterwards.
 
-    max_norm: larger than 0    loss_type: as in `compute_grad1`    scale: 1, since ``scaler`` takes its place
-    error_if_nonfinite: whether to raise RuntimeError for a norm that is infinite or no number; else such samples spoil the
-    sum, as they would without clipping    budget: bytes to use beside the result
-    scaler: what has scaled the loss. Its scale is in ``.grad`` as after any backward pass, so that ``scaler.step`` is right
-    after it, and ``scaler.unscale_``, but not before; a norm that is not finite makes all of ``.grad`` NaN, and
-    ``scaler.step`` skips the step
-    add: whether to add to ``.grad``, for micro-batches that are clipped one by one, after ``add_hooks(param_grad=False)``
-    batch_size: what the sum of the clipped gradients is divided by, in place of their number for a mean and of 1 for a sum:
-    the number of samples in all micro-batches of a step, or the one expected where samples are drawn at random. A sample
-    more or less then changes ``.grad`` by max_norm / batch_size at most
-    process_group: as in `per_sample_grads`. The sum is over the samples of all these processes, and so is their number
-    norms: N, to clip by in the place of those of this model: of all parts of a larger one, say. A stage of a pipeline
-    (``torch.distributed.pipelining``) clips by the norms over all stages, each of which calls this; where processes have
-    several stages each, these have to be given
+    max_norm: the largest norm, above 0
+    loss_type: as in `compute_grad1`
+    scale: must be 1; use ``scaler`` instead
+    error_if_nonfinite: raise RuntimeError if a norm is NaN or infinite. Otherwise the sum becomes NaN, as without clipping
+    budget: bytes to use beside the result
+    scaler: the GradScaler that scaled the loss. ``.grad`` keeps its scale, as after any backward pass. Call
+    ``scaler.unscale_`` and ``scaler.step`` afterwards, never before. A norm that is not finite makes all of ``.grad`` NaN,
+    and ``scaler.step`` skips the step
+    add: add to ``.grad``, for micro-batches that are clipped one by one. Needs ``add_hooks(param_grad=False)``
+    batch_size: the divisor of the sum. By default it is N for a mean loss and 1 for a sum. Give the number of samples in
+    all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
+    then changes ``.grad`` by at most max_norm / batch_size
+    process_group: as in `per_sample_grads`. The sum and N cover the samples of all these processes
+    norms: N norms to clip by instead of this model's own, for example over all parts of a larger model. In a pipeline
+    (``torch.distributed.pipelining``) every stage calls this function, and the norms over all stages are used by default;
+    give them if a process has several stages
 
-    Returns the norms before clipping of this process's samples, N, without the scale.
+    Returns the norms of this process's samples before clipping, N, without the scale.
 
-    Raises ValueError for max_norm or batch_size ≤ 0, for another scale, and for ``add`` where ``.grad`` holds the pass's own
-    gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded for a pass that was added already; ProcessesDisagree
-    where another process has failed; and what `compute_grad1` raises.
+    Raises ValueError for max_norm or batch_size ≤ 0, for a scale other than 1, and for ``add`` if ``.grad`` already holds
+    the unclipped gradient; RuntimeError after ``scaler.unscale_``; NothingRecorded if this pass was already added;
+    ProcessesDisagree if another process has failed; and what `compute_grad1` raises.
 
-    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; mirrors
-    ``torch.nn.utils.clip_grad_norm_``, without the 1e-6 that it adds to the norm.
+    Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1.  It mirrors
+    ``torch.nn.utils.clip_grad_norm_`` without adding 1e-6 to the norm.
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
@@ -89,14 +93,14 @@ def clip_grad1_norm_(
         (grads, lengths), (samples, *reaching) = spread.agreed(read, counts, 1 + len(names))
         weights = (float(max_norm) / lengths).clamp(max=1)  # 1 for a gradient of zeros
         if scaler is not None and scaler.is_enabled():
-            # Each optimizer's step is to be skipped, whichever parameter overflowed.
+            # Every optimizer must skip its step, whichever parameter overflowed.
             weights = weights.where(lengths.isfinite(), torch.nan)
         if batch_size is not None:
             weights = weights / float(batch_size)
         elif grads.loss_type == "mean":
             weights = weights / max(1, samples)
         if not add:
-            drop_grads(model)  # before there are others: two sets of gradients are never alive together
+            drop_grads(model)  # first, so that two sets of gradients never exist at once
         sums = grads.weighted_sum(weights, budget // 4)
     set_grads(model, sums, {name for name, count in zip(names, reaching) if count}, add, recorder)
     give_back(written, recorder)
@@ -114,37 +118,38 @@ def check_numbers(verb: str, **numbers: float) -> None:
 
 
 def _check_scaler(scale: float | Tensor, scaler: torch.amp.GradScaler | None) -> None:
-    """Raises where ``scaler.step`` would divide by the scale twice, or not at all."""
+    """Raises if ``scaler.step`` would divide by the scale twice, or not at all."""
     check_scale(scale)
     if scale != 1:
         raise ValueError(
-            f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself, scaler=scaler: .grad then "
-            "has the scale in it, and scaler.step() divides by that. For a loss that you have multiplied yourself clip to "
-            "max_norm * scale, and divide by the scale afterwards: p.grad /= scale." + ON_SCALERS
+            f"clip_grad1_norm_ was given scale={float(scale)}; expected the GradScaler itself: scaler=scaler. .grad then "
+            "keeps the scale, and scaler.step() divides by it. If you scaled the loss yourself, clip to max_norm * scale "
+            "and divide afterwards: p.grad /= scale." + ON_SCALERS
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"clip_grad1_norm_ was given scaler={scaler!r}; expected a torch.amp.GradScaler" + ON_SCALERS)
-    # Whose optimizers they are is not known: the scaler keeps nothing of them but numbers.
+    # The scaler doesn't say which model an optimizer belongs to, so any unscaled optimizer counts.
     states = scaler._per_optimizer_states.values() if scaler is not None and scaler.is_enabled() else ()
     if any(state["stage"] is OptState.UNSCALED for state in states):
         raise RuntimeError(
-            "clip_grad1_norm_ was given a scaler after its unscale_(optimizer), so that scaler.step(optimizer) would not "
-            "divide by the scale, which .grad will have in it again. Call unscale_ after clip_grad1_norm_, or not at all. "
-            "If it was for another model's optimizer, step that one first, or clip before its unscale_." + ON_SCALERS
+            "clip_grad1_norm_ was called after scaler.unscale_(optimizer). It writes scaled gradients into .grad, and "
+            "scaler.step(optimizer) would not divide by the scale again. Call unscale_ after clip_grad1_norm_, or not at "
+            "all. If the unscaled optimizer belongs to another model, step it first, or clip before its unscale_."
+            + ON_SCALERS
         )
 
 
 def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, error_if_nonfinite: bool) -> Tensor:
-    """Norms without the scale, N."""
+    """The norms without the scale, N.  Raises for norms of the wrong shape, and if asked for norms that aren't finite."""
     if not isinstance(norms, Tensor) or norms.shape != (samples,):
         raise ValueError(
-            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples}, one for each sample" + ON_CLIPPING
+            f"clip_grad1_norm_ was given norms={kind_of(norms)}; expected {samples} norms, one for each sample" + ON_CLIPPING
         )
     norms = norms if scaler is None else norms / scaler.scale(norms.new_ones(()))
     if error_if_nonfinite and not norms.isfinite().all():
         raise RuntimeError(
-            f"the gradients of samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a norm that is no finite number. "
-            "Leave them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
+            f"clip_grad1_norm_: samples {(~norms.isfinite()).nonzero()[:, 0].tolist()} have a NaN or infinite norm. Leave "
+            "them out of the batch, or clip with error_if_nonfinite=False." + ON_CLIPPING
         )
     return norms
 
@@ -152,11 +157,12 @@ def _checked(norms: Tensor, samples: int, scaler: torch.amp.GradScaler | None, e
 def write_where_it_saves(
     grads: PerSampleGrads, budget: int, recorder: Recorder, written: dict[str, Tensor]
 ) -> PerSampleGrads:
-    """The same, with the rows written out of which norms and weighted sums are both best taken so.
+    """The same gradients, with rows written out where that makes norms and weighted sums together cheaper.
 
-    budget: see `BUDGET`    written: gets the memory of these rows, for `give_back`
+    budget: see `BUDGET`
+    written: receives the memory of these rows, for `give_back`
     """
-    # Memory of an earlier step is written into, since fresh memory costs more.
+    # Rows go into an earlier step's memory if possible: fresh memory costs more.
     forms, left, pool = dict(grads), 3 * budget // 4, recorder.pool
     with grads.reading():
         saved = {name: form.saving(fresh=form.like.is_cpu and not pool.reuse) for name, form in grads.items()}
@@ -169,6 +175,6 @@ def write_where_it_saves(
 
 
 def give_back(written: Mapping[str, Tensor], recorder: Recorder) -> None:
-    """Keeps the memory of rows for the next step."""
+    """Returns the memory of rows to the pool, for the next step."""
     for key, rows in written.items():
         recorder.pool.give_back(key, rows)

@@ -1,4 +1,4 @@
-"""A table of how each parameter's per-sample gradients are known."""
+"""A table of how the library computes each parameter's per-sample gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _MIXES = "Not independent: "
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter.  form, samples and bytes are known after a backward pass."""
+    """One parameter.  ``form``, ``samples`` and ``bytes`` are set after a backward pass."""
 
     parameter: str
     layer: str
@@ -38,10 +38,11 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Description(Shown):
-    """What `describe` returns.  It prints as a table, in a terminal and in a notebook.
+    """The result of `describe`.  It prints as a table in a terminal and in a notebook.
 
-    rows: one for each parameter, in the order of ``named_parameters``    note: why the last backward pass can't be read, or
-    nothing    independence: whether samples were shown to be independent, or nothing before the first forward
+    rows: one for each parameter, in the order of ``named_parameters``
+    note: why the last backward pass can't be read; empty if it can
+    independence: whether samples were shown to be independent; empty before the first forward
     """
 
     rows: Sequence[Row]
@@ -57,14 +58,15 @@ class Description(Shown):
 
 
 def describe(model: nn.Module, trained: bool = False) -> Description:
-    """A table of the model's parameters: the layer each belongs to, how its per-sample gradients are known, or why they are
-    not, and after a backward pass the form they have, the number of samples, and their size written out.  They are known by
-    a layer's rule, or read off autograd's graph, at a node on the way to the input of some layer.  Below it is said whether
-    samples were shown to be independent of each other's values, see `add_hooks`.
+    """A table of the model's parameters and of how their per-sample gradients are computed.
 
-    trained: whether to leave out frozen parameters, most of a LoRA model's
+    For each parameter it shows the layer, and the rule or the node of autograd's graph that gives the gradients, or why they
+    are unavailable.  After a backward pass it also shows their form, the number of samples, and their size when written out.
+    The last line says whether samples were shown to be independent of each other's values, see `add_hooks`.
 
-    It works for models with and without hooks, and raises nothing that reading would: its note says it.
+    It works with and without hooks.  It never raises the errors of reading; its note reports them.
+
+    trained: leave out frozen parameters, which are most of a LoRA model's
     """
     forms, note = _forms(model)
     try:
@@ -94,33 +96,34 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
-    """The forms after a backward pass, and why there are none."""
+    """The forms after a backward pass, and a note if there are none."""
     try:
         recorder = recorder_of(model)
         if needed := reading_weights(model, recorder.record.plan.names):
-            return {}, f"No forms to show: rows need weights that processes hold parts of ({len(needed)} modules)."
+            return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
         return read(model, recorder.record.parameters_of(model), recorder, None), ""
-    except (RuntimeError, TypeError, ValueError) as error:  # the library's own, and what a rule of the user's may raise
+    except (RuntimeError, TypeError, ValueError) as error:  # the library's errors, and those of a user's rule
         return {}, f"No forms to show: {error}"
 
 
 def _independence(plan: Plan) -> str:
-    """Whether samples were shown to be independent; nothing where no probe has made the plan."""
+    """Whether samples were shown to be independent; empty if the forward was not checked."""
     if not plan.outputs:
         return ""
     if plan.is_independent and plan.why_unshown == "":
-        return "Independent by analysis: no operation in the model's graph takes samples together, whatever the values are."
+        return "Independent by analysis: no operation in the model's graph combines samples, for any values."
     if plan.is_independent:
-        return "Independent: what the model returns for a sample kept its values when other samples were replaced."
+        return "Independent: the model's outputs for a sample did not change when other samples were replaced."
     if plan.mixing:
         return _MIXES + plan.mixing
-    return (
-        "Independent as far as there are gradients; whether by values too is shown with add_hooks(model, independent=True)."
-    )
+    return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
 
 
 def _how(name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan) -> str:
-    """How a parameter's gradients are known.  layer: that reads it"""
+    """How a parameter's gradients are computed.
+
+    layer: the layer that uses it
+    """
     if not parameter.requires_grad:
         return "frozen"
     if reason := plan.refused.get(name):
@@ -131,6 +134,6 @@ def _how(name: str, parameter: nn.Parameter, layer: nn.Module, plan: Plan) -> st
     if rule is not None and (not parts or name in plan.by_rule):
         parts.insert(0, f"rule {rule.name}")
     if not parts:
-        return "graph: the first forward finds out where"
-    scaled = ", scaled by the batch: a loss made inside divides by something of all of it" if plan.scaled else ""
+        return "graph: the first forward finds the node"
+    scaled = ", scaled by the batch: the model's own loss divides by something of the whole batch" if plan.scaled else ""
     return " and ".join(parts) + scaled

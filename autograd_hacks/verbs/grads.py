@@ -1,4 +1,4 @@
-"""What per-sample gradients say, without writing them out: algebra on J for the whole model."""
+"""`PerSampleGrads`: statistics, metrics and curvature from the matrix J of a whole model."""
 
 from __future__ import annotations
 
@@ -27,49 +27,57 @@ if TYPE_CHECKING:
 
 
 class PerSampleGrads(Algebra):
-    """The matrix J of a whole model, N samples by all parameters that train: a form for each parameter, by name.
+    """The matrix J of a whole model: N samples by all trainable parameters.
 
-    It owns what it was made from, so that later steps don't change it.  Row n is the gradient of sample n's loss, as
-    `compute_grad1` says it; a parameter that the loss didn't reach has rows of zeros.  Sums are taken, and handed out, in
-    single precision where parameters have half, but for `dense` and `weighted_sum`, which return the parameter's dtype.
+    It maps each parameter's name to a form.  Row n is the gradient of sample n's loss, as in `compute_grad1`; a parameter
+    that the loss didn't reach has rows of zeros.  Later steps don't change it.  For half-precision parameters, sums are
+    computed and returned in single precision; `dense` and `weighted_sum` return the parameter's dtype.
 
-    samples: N, how many rows    reached: the names of the parameters that the loss reached
-    loss_type: 'mean' or 'sum', how the loss was reduced over the batch    batch: how many samples there were
-    hess_type: what `backprop_hess` was told, if these are its rows, one for each pass and sample, row k · N + n being pass
-    k's of sample n; 'Jacobian' for those of `per_sample_jacobian`; else None
-    entries: of `per_sample_jacobian`, the shape of a sample's output; verbs then have these axes behind that of the samples,
-    where (N,) is said below, and a form has row k · N + n for entry k of sample n
+    samples: N, the number of samples
+    reached: the names of the parameters that the loss reached
+    loss_type: 'mean' or 'sum', how the loss was reduced over the batch
+    hess_type: the ``hess_type`` of `backprop_hess`, 'Jacobian' for `per_sample_jacobian`, None for ordinary gradients. Row
+    k · N + n of `backprop_hess` belongs to pass k and sample n
+    entries: the shape of one sample's output for `per_sample_jacobian`, else (). Where (N,) is written below, verbs then
+    return ``(N, *entries)``. Row k · N + n of a form belongs to entry k and sample n
 
-    Of curvature the rows say JᵀJ / N: after an ordinary backward pass the empirical Fisher matrix, after `backprop_hess` the
-    generalised Gauss-Newton matrix (GGN), which for a likelihood ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares') is
-    the Fisher matrix too.
+    ``batch`` is the number of samples in the batch.
 
-    Each verb takes ``budget``, the bytes that it may use beside its result (and, for modules that are run again, beside
-    what their own forward and backward pass need).  Each raises StaleRecord where something that the gradients are made of
-    was overwritten since: an activation, or for modules that are run again a weight.  So read before ``optimizer.step()``.
+    The curvature matrix of the rows is JᵀJ / N.  After an ordinary backward pass it is the empirical Fisher matrix.  After
+    `backprop_hess` it is the generalised Gauss-Newton matrix (GGN), which equals the Fisher matrix for a likelihood
+    ('CrossEntropy', 'BinaryCrossEntropy', 'LeastSquares').
+
+    Each verb takes ``budget``, the bytes that it may use beside its result.  A module that has to run again also takes what
+    its own forward and backward pass need.  Read before ``optimizer.step()``: a verb raises StaleRecord if an activation,
+    or a weight of a module that has to run again, was overwritten.
     """
 
     __repr__ = Shown.__str__
 
     def __reduce_ex__(self, protocol: object) -> str:
-        raise TypeError("a PerSampleGrads refers to what its model has seen, and can't be copied or pickled; take dense()")
+        raise TypeError("a PerSampleGrads refers to its model's activations and can't be copied or pickled; take dense()")
 
     # Noise and directions.
 
     def variance(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The unbiased variance over the samples, elementwise, {name: shape}: Σₙ (gₙ - ḡ)² / (N - 1).
+        """The unbiased variance over the samples, Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.
 
-        Raises ValueError for fewer than two samples, and for rows of an output's entries.
+        budget: bytes to use beside the result
+
+        Raises ValueError for fewer than two samples, and for rows of `per_sample_jacobian`.
         """
         with self._counted("variance") as samples:
             means = statistics.means(self, self.spread, samples, budget)
             return statistics.variances(self, means, self.spread, samples, budget)
 
     def snr(self, budget: int = BUDGET) -> dict[str, Tensor]:
-        """The signal to noise ratio of each number's gradient, {name: shape}: ḡ² over `variance`.
+        """The gradient signal-to-noise ratio, ḡ² / `variance`, elementwise, {name: shape}.
 
-        It is that of one sample: a step's has N times as much.  0 where no sample has a gradient, infinite where all have
-        the same.
+        It is the ratio for one sample; the mean of N samples has N times as much.  It is 0 where all samples have gradient
+        zero, and infinite where all have the same gradient.
+
+        budget: bytes to use beside the result
+
         Raises as `variance` does.
         Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
         """
@@ -81,16 +89,19 @@ class PerSampleGrads(Algebra):
     @overload
     def noise_scale(self, per_parameter: Literal[True], budget: int = BUDGET) -> dict[str, NoiseScale]: ...
     def noise_scale(self, per_parameter: bool = False, budget: int = BUDGET) -> NoiseScale | dict[str, NoiseScale]:
-        """The gradient noise scale tr Σ / ‖G‖², `NoiseScale.scale`, with both numbers, from one batch.
+        """The gradient noise scale tr Σ / ‖G‖² of one batch: `NoiseScale.scale`, with its two terms.
 
-        per_parameter: whether to return {name: NoiseScale} instead
-        Raises as `variance` does, and NothingRecorded for rows that are no gradients of losses.
+        per_parameter: return {name: NoiseScale} instead
+        budget: bytes to use beside the result
+
+        Raises as `variance` does, and NothingRecorded for the rows of `backprop_hess`.
         Source: McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162), appendix A.1 with
         batches of 1 and N samples.
         """
         if self.hess_type is not None and not self.entries:
             raise NothingRecorded(
-                "noise_scale: these are the rows of backprop_hess, and no gradients of losses. Run loss.backward() instead."
+                "noise_scale: these rows come from backprop_hess or a Jacobian; they are not gradients of losses. Run "
+                "loss.backward() instead."
             )
         with self._counted("noise_scale") as samples:
             each = statistics.noise_scales(self, self.spread, samples, budget)
@@ -100,10 +111,13 @@ class PerSampleGrads(Algebra):
         return NoiseScale(*(sum((x.to(parts[0].device) for x in parts), zero) for parts in zip(*each.values())))
 
     def cosine(self, other: PerSampleGrads | Mapping[str, Tensor] | None = None, budget: int = BUDGET) -> Tensor:
-        """The cosine of the angle between gradients, (N, M), or with a direction, N; 0 for a gradient of zeros.
+        """The cosines between gradients, (N, M); or between gradients and a direction, N.  A zero gradient has cosine 0.
 
-        other: the gradients of another batch by the same model, these themselves unless told; or a direction, {name: shape}
-        Raises as ``gram`` and ``dot`` do.
+        other: the gradients of another batch of the same model; or a direction, {name: shape}; by default these gradients
+        themselves
+        budget: bytes to use beside the result
+
+        Raises as `gram` and `dot` do.
         """
         other = self if other is None else other
         if not isinstance(other, PerSampleGrads):
@@ -119,34 +133,39 @@ class PerSampleGrads(Algebra):
         again = matrix.leave_range(n, m)[:, None].flatten(1).any(1).nonzero()[:, 0]
         if not len(again):
             return cosines
-        # By rows of length one, whose products stay in the range of numbers.
+        # Rows of length one have products that neither overflow nor underflow.
         some = self.select(again)
         mine, yours = some._by_row(matrix.nonzero(n[again])), theirs._by_row(matrix.nonzero(m))
         units = some._between(theirs, lambda name, form: matrix.unit_products(form, theirs[name], mine, yours, budget))
         return cosines.index_put((again,), units)
 
     def scaled(self, w: Tensor) -> PerSampleGrads:
-        """The rows wₙ gₙ, lazily.  w: N.  Raises as ``second_moment`` does for other weights."""
+        """The rows wₙ gₙ, lazily.
+
+        w: N weights
+        Raises as `second_moment` does for the weights.
+        """
         w = self._by_row(w)
         return self.with_forms({name: scale(form, w.to(form.like.device)) for name, form in self.items()}, self.samples)
 
     def preconditioned(self, metric: Metric) -> PerSampleGrads:
-        """The rows M gₙ, for a linear map M of each parameter's gradients: a `PerSampleGrads` again, with all verbs.
+        """The rows M gₙ for a linear map M of each parameter's gradients: a `PerSampleGrads` with all verbs.
 
-        metric: of all parameters here, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
+        A map G ↦ L G R is applied to the factors of products, so nothing of a parameter's size is written.  Other maps are
+        applied to some rows at a time within a verb's budget; ``dot`` and ``weighted_sum`` apply them to sums.  For inner
+        products in a metric take ``grads.preconditioned(metric).gram(others)``: apply M to the side with fewer samples, or
+        M^½ to both sides.
 
-        A map L G R changes the factors of products, and nothing of a parameter's size is written; other maps are applied
-        within a verb's budget, to some rows at a time, and to sums in ``dot`` and ``weighted_sum``.  Inner products in a
-        metric are ``grads.preconditioned(metric).gram(others)``: M goes to the side with fewer samples, M^½ to both.
+        metric: a map for every parameter, see `Metric`: an optimizer's scaling, Kronecker factors, low-rank projections
 
-        Raises ValueError for a parameter without a map, for one that doesn't fit a parameter's shape, and where a layer is
+        Raises ValueError for a parameter without a map, for a map that doesn't fit a parameter's shape, and if a layer is
         cut over processes.
         """
         if not isinstance(metric, Metric):
             raise TypeError(f"preconditioned was given {kind_of(metric)}; expected a Metric" + ON_METRICS)
         if self.cuts:
             raise ValueError(
-                f"preconditioned: {next(iter(self.cuts))} is cut over processes, and a map needs all of it. Take dense()"
+                f"preconditioned: {next(iter(self.cuts))} is cut over processes, but a map needs the whole. Take dense()"
                 + ON_METRICS
             )
         model = self._model()
@@ -157,76 +176,81 @@ class PerSampleGrads(Algebra):
                 try:
                     forms[name] = mapped(form, maps[name])
                 except ValueError as error:
-                    raise ValueError(f"preconditioned: the metric has for {name!r} {error}" + ON_METRICS) from error
+                    raise ValueError(f"preconditioned, {name!r}: the metric has {error}" + ON_METRICS) from error
         made = self.with_forms(forms, self.samples)
         made._versions += [(name, x, version_of(x)) for name, by in maps.items() for x in by.tensors()]
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None
-    """What `tokens` reads, where these are of a record."""
+    """What `tokens` calls; None if these rows were not read from a record."""
 
     def tokens(self) -> PerSampleGrads:
-        """The contributions of single positions to these rows: row (n, t) of a layer's weight is what its position t adds to
-        sample n's gradient.  Verbs have an axis T behind that of the samples then: ``norms`` is (N, T).
+        """The contribution of each position to these rows: position t of a layer adds row (n, t) to sample n's gradient.
 
-        Over t they add up to the rows of samples.  They are not the gradients of tokens' own losses, which reach the
-        positions before them, too: take these by `per_sample_jacobian` of the losses.  Each layer has positions of its own:
-        what the embedding did with a word, and what the last layer made of its place.
+        Verbs return an axis T after the samples: ``norms`` is (N, T).  Summed over t, the rows are those of the samples.
+        Positions are those of each layer: for the embedding a row shows the contribution of a word, for the last layer that
+        of its place in the sequence.  The rows are not the gradients of the tokens' losses, which also reach earlier
+        positions; for these take `per_sample_jacobian` of the losses.
 
-        Known for Linear, Embedding, and norm layers on (N, T, ...), and transformers' Conv1D.  For parameters that are read
-        off the graph hook the model by ``add_hooks(model, segments='tokens')``, whose rows are these at once.
+        Supported are Linear, Embedding and norm layers on (N, T, ...), and transformers' Conv1D.  For parameters that are
+        read from the graph, hook the model by ``add_hooks(model, segments='tokens')``; its rows are already these.
 
-        Raises NothingRecorded where the backward pass's record was freed; BatchSizeError and UnsupportedLayer for a layer
-        whose positions can't be told apart (recurrent ones, convolutions, what runs on one position a sample).
+        Raises NothingRecorded if the record of the backward pass was freed; BatchSizeError and UnsupportedLayer for a layer
+        whose positions can't be distinguished (recurrent layers, convolutions, layers that run on one position per sample).
         """
         model = self._model()
         if self._by_token is None or model is None:
             raise NothingRecorded(
-                "tokens() is for what per_sample_grads(model) has returned, before it is selected, grouped, scaled or "
-                "preconditioned; do that with what tokens() returns."
+                "tokens() must be called on the result of per_sample_grads(model) itself. Select, group, scale or "
+                "precondition afterwards, the result of tokens()."
             )
         return self._by_token(model)
 
     # Curvature.
 
     def fisher_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N.
+        """F v for the Fisher matrix F = Σₙ gₙ gₙᵀ / N, {name: shape}.
 
-        It is the empirical one after an ordinary backward pass; after `backprop_hess` the true one, or its estimate by
-        labels that were drawn.
+        After an ordinary backward pass F is the empirical Fisher matrix; after `backprop_hess` it is the true one, or its
+        estimate from sampled labels.
 
-        v: {name: shape} for all parameters, as gradients are.  Returns the same.
-        Raises as ``dot`` does, and NothingRecorded for the rows of a Jacobian, which has no likelihood.
+        v: {name: shape} for every trainable parameter
+
+        Raises as `dot` does, and NothingRecorded for the rows of `per_sample_jacobian`, which have no likelihood.
         Source: Kunstner et al. 2019, "Limitations of the empirical Fisher approximation" (arXiv:1905.12558).
         """
         if self.hess_type == "Jacobian":
-            raise NothingRecorded("the rows are those of a Jacobian, which has no likelihood: use ggn_matvec for JᵀJ v / N")
+            raise NothingRecorded("fisher_matvec: a Jacobian has no likelihood. Use ggn_matvec for JᵀJ v / N.")
         return self._narrowed(self._matvec(v))
 
     def ggn_matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, after `backprop_hess`.
+        """G v for the generalised Gauss-Newton matrix G = Σₙ Jₙᵀ Hₙ Jₙ / N, {name: shape}.  Call it after `backprop_hess`.
 
-        v: {name: shape} for all parameters, as gradients are.  Returns the same.
-        Raises as ``dot`` does, and NothingRecorded after an ordinary backward pass.
+        v: {name: shape} for every trainable parameter
+
+        Raises as `dot` does, and NothingRecorded after an ordinary backward pass.
         Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
         """
         if self.hess_type is None:
             raise NothingRecorded(
-                "these are the gradients of the samples' losses, of which the empirical Fisher matrix is made "
-                "(fisher_matvec), and not the Gauss-Newton matrix: run backprop_hess(output) instead of loss.backward()."
+                "ggn_matvec: these rows are gradients of losses. Run backprop_hess(output) instead of loss.backward(); or "
+                "take the empirical Fisher matrix, fisher_matvec."
             )
         return self._narrowed(self._matvec(v))
 
     def natural_gradient(
         self, v: Mapping[str, Tensor], damping: float | None = None, limit: float = LIMIT
     ) -> dict[str, Tensor]:
-        """(JᵀJ / N + λ)⁻¹ v, by way of J Jᵀ, which has a row for each row of J.
+        """(JᵀJ / N + λ)⁻¹ v, computed from J Jᵀ, {name: shape}.
 
-        v: {name: shape}, a gradient say    damping: λ > 0; the rounding of v and of JᵀJ is divided by it, so that single
-        precision wants it well above 10⁻⁶ of the largest eigenvalue    limit: bytes that J Jᵀ may have, in double precision
-        Raises as ``dot`` does, TypeError without a damping, ValueError for one that is not above 0, BlockTooLarge for too
-        many rows.
-        Source: the identity of Woodbury 1950; Ren and Goldfarb 2019, arXiv:1906.02353.
+        v: {name: shape} for every trainable parameter, for example a gradient
+        damping: λ > 0. Rounding errors of v and of JᵀJ are divided by it, so in single precision choose it well above 10⁻⁶
+        of the largest eigenvalue
+        limit: bytes that J Jᵀ may take in double precision, 1 GiB by default
+
+        Raises as `dot` does, TypeError without a damping, ValueError for a damping that is not above 0, BlockTooLarge for
+        too many rows.
+        Source: the identity of Woodbury 1950; Ren and Goldfarb 2019 (arXiv:1906.02353).
         """
         self._check_alone("natural_gradient")
         damping = arguments.check_damping("natural_gradient", damping, self._row_count)
@@ -234,9 +258,10 @@ class PerSampleGrads(Algebra):
         arguments.check_limit(limit)
         if (size := 8 * self._row_count**2) > limit:
             raise BlockTooLarge(
-                f"J Jᵀ has {self._row_count:,} rows, a row for each pass and sample, and {size / 2**20:,.0f} MiB; the "
-                f"limit is {limit / 2**20:,.0f} MiB. Draw vectors, backprop_hess(output, samples=1); or use conjugate "
-                "gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or raise limit."
+                f"natural_gradient: J Jᵀ has {self._row_count:,} rows, one for each pass and sample, and takes "
+                f"{size / 2**20:,.0f} MiB; the limit is {limit / 2**20:,.0f} MiB. Sample vectors, backprop_hess(output, "
+                "samples=1); or use conjugate gradients, scipy.sparse.linalg.cg(grads.as_linear_operator(damping), ...); or "
+                "raise limit."
             )
         products, count = self.gram().double().reshape(self._row_count, self._row_count), max(1, self.batch)
         products.diagonal().add_(count * damping)
@@ -248,9 +273,11 @@ class PerSampleGrads(Algebra):
     def block(self, name: str, other: str | None = None, limit: float = LIMIT) -> Tensor:
         """The block of JᵀJ / N for two parameters, of shape ``(*shape, *other_shape)``.
 
-        name, other: the parameters', as ``named_parameters`` has them; one for the diagonal block
-        limit: bytes that the block may have
-        Raises KeyError for a name that is none of a parameter that trains, BlockTooLarge for a larger block.
+        name: a parameter's name, as in ``named_parameters``
+        other: the other parameter's name; by default the same one, for the diagonal block
+        limit: bytes that the block may take, 1 GiB by default
+
+        Raises KeyError for a name that is not a trainable parameter, BlockTooLarge for a larger block.
         """
         self._check_alone("block")
         other = name if other is None else other
@@ -262,11 +289,11 @@ class PerSampleGrads(Algebra):
             return mine.cross(theirs).view(*mine.shape, *theirs.shape) / max(1, self.batch)
 
     def to_vector(self, v: Mapping[str, Tensor]) -> Tensor:
-        """{name: shape} as one vector, P: the parameters in order, as ``torch.nn.utils.parameters_to_vector`` has them."""
+        """{name: shape} as one vector, P.  Parameters are in the order of ``torch.nn.utils.parameters_to_vector``."""
         return torch.cat([v[name].flatten() for name in self])
 
     def from_vector(self, vector: Tensor) -> dict[str, Tensor]:
-        """One vector, P, as {name: shape}; the inverse of `to_vector`."""
+        """One vector, P, as {name: shape}: the inverse of `to_vector`."""
         sizes = [form.shape.numel() for form in self.values()]
         if vector.shape != (sum(sizes),):
             raise ValueError(
@@ -278,8 +305,11 @@ class PerSampleGrads(Algebra):
     def as_linear_operator(self, damping: float = 0.0) -> LinearOperator:
         """JᵀJ / N + λ as a ``scipy.sparse.linalg.LinearOperator``, (P, P), for ``eigsh``, ``cg`` and ``svds``.
 
-        damping: λ ≥ 0    Vectors are laid out as `to_vector` and `from_vector` say.
-        Raises ImportError without scipy, ValueError for another damping.
+        Its vectors have the layout of `to_vector` and `from_vector`.
+
+        damping: λ ≥ 0
+
+        Raises ImportError without scipy, ValueError for a negative damping.
         """
         self._check_alone("as_linear_operator")
         damping = arguments.check_damping("as_linear_operator", damping)
@@ -300,11 +330,11 @@ class PerSampleGrads(Algebra):
         return LinearOperator((size, size), matvec=product, rmatvec=product, dtype=of)
 
     def _matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """JᵀJ v / N, in what forms add up in: single precision at the least."""
+        """JᵀJ v / N in the forms' accumulation dtype, at least single precision."""
         self._check_real()
         with self.summing(lambda: None, self.batch) as (_, count):
             return self._transposed(self.dot(v) / max(1, count))
 
     def _narrowed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In the parameters' dtypes."""
+        """The same in the parameters' dtypes."""
         return {name: x.to(self[name].like.dtype) for name, x in sums.items()}

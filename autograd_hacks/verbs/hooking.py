@@ -1,4 +1,4 @@
-"""`add_hooks`, with the proof of plans, and what processes agree on, handed down to where forwards begin."""
+"""`add_hooks`.  It connects capture with the check of plans and with the agreement of processes."""
 
 import weakref
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Hooked(hooks.Hooked):
     __doc__ = hooks.Hooked.__doc__
 
     def describe(self, trained: bool = False) -> Description:
-        """How each parameter's per-sample gradients are known: `autograd_hacks.describe` of the model.
+        """A table of the model's parameters: `autograd_hacks.describe`.
 
         trained: whether to leave out frozen parameters
         """
@@ -50,7 +50,7 @@ def add_hooks(
     recorder.prove, recorder.learn, recorder.together, recorder.backward.settle = prove, begin, together, settle
     recorder.look_inside, recorder.why_unshown = look_inside, _why_unshown
     recorder.backward.created = partial(follow, weakref.ref(recorder))
-    recorder.record.gathered = {}  # the next forward learns what stands in the place of shards
+    recorder.record.gathered = {}  # the next forward finds the whole parameters that replace shards
     return Hooked(model, handle._before)
 
 

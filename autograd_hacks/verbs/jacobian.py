@@ -33,22 +33,22 @@ WHAT = "per_sample_jacobian"
 def per_sample_jacobian(
     model: nn.Module, output: Tensor, *, retain_graph: bool = False, chunk_size: int | None = None
 ) -> PerSampleGrads:
-    """The Jacobian of an output by the parameters: a row for each sample and each entry of its output, by so many passes.
+    """The Jacobian of an output by the parameters: one row for each sample and each entry of its output.
 
-    Verbs have the output's axes behind the samples': of logits ``norms()`` is (N, C), ``gram(other)`` (N, C, M, C), which
-    is the tangent kernel; of tokens' losses ``norms()`` is (N, T), and ``weighted_sum(w)`` takes (N, T).
+    It runs one backward pass for each entry.  Verbs return the output's axes after the samples'.  For logits, ``norms()`` is
+    (N, C), and ``gram(other)``, the tangent kernel, is (N, C, M, C).  For tokens' losses, ``norms()`` is (N, T), and
+    ``weighted_sum(w)`` takes (N, T).  ``.grad`` and the record of other passes don't change, also within `accumulate` and
+    `streaming`.
 
-    output: what the hooked model returned, with the samples on whichever axis, which the rows have first; or what follows
-    from that, losses of tokens say, with the samples first: two more passes show that no sample's follows from another's
-    retain_graph: whether another backward pass of this forward is to follow
-    chunk_size: after how many passes rows are written out that take less memory so than what they are made of, the gradients
-    of each pass at layers' outputs; unless told never
+    output: an output of the hooked model, with the samples on any axis; the rows have them on axis 0. Or a function of the
+    outputs, such as tokens' losses, with the samples on axis 0; two more passes then check that samples don't mix in it
+    retain_graph: keep the graph for another backward pass
+    chunk_size: write rows out after this many passes, if they then take less memory than the passes' gradients at layers'
+    outputs. Never by default
 
-    ``.grad`` and what was recorded of other passes stay as they are, also within `accumulate` and `streaming`.
-
-    Raises TypeError for what is no tensor of real numbers, ValueError for one without entries or a chunk_size below 1;
-    SamplesMixed for an output in which samples have no place, or that mixes them; BatchSizeError for one with another number
-    of them; NothingRecorded for one without a graph, or of no forward of the model with hooks; and what `compute_grad1`
+    Raises TypeError if ``output`` is not a tensor of real numbers, ValueError if it has no entries or chunk_size is below 1;
+    SamplesMixed if ``output`` has no batch axis or mixes samples; BatchSizeError if it has another number of samples;
+    NothingRecorded if it has no graph, or does not come from a forward of the model with hooks; and what `compute_grad1`
     raises.
     """
     recorder = recorder_of(model)
@@ -61,7 +61,8 @@ def per_sample_jacobian(
         is_returned = version == version_of(output)  # and not overwritten since
         with torch.enable_grad():
             first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
-        # Inputs too: reentrant checkpoints lead to nothing else.  But for them no other model's records would be left alone.
+        # Inputs are leaves, too, because reentrant checkpoints reach nothing else.  Other models' parameters are left out,
+        # so that those models' records stay as they are.
         parameters = set(record.parameters_of(model).values())
         leaves = [leaf for leaf in leaves_of(first) if not isinstance(leaf, nn.Parameter) or leaf in parameters]
         if leaves and not is_returned:
@@ -88,48 +89,51 @@ def per_sample_jacobian(
 
 
 def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retain_graph: bool = True) -> None:
-    """A backward pass for its hooks alone: it leaves ``.grad`` as it is.  what: runs it, for people"""
+    """A backward pass that runs hooks and doesn't change ``.grad``.
+
+    what: the function that runs it, for the message
+    """
     try:
         torch.autograd.grad(root, leaves, s, retain_graph=retain_graph, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
         raise NothingRecorded(
-            f"{what} was given an output whose graph was freed by an earlier backward pass. Run {what} before that, keeping "
-            "the graph; or that with retain_graph=True."
+            f"{what}: an earlier backward pass freed the graph of this output. Run that pass with retain_graph=True; or run "
+            f"{what} first, with retain_graph=True."
         ) from None
 
 
 def leaves_of(root: Tensor) -> list[Tensor]:
-    """The tensors that a graph ends at.  To ask for their gradients, and to throw these away, leaves ``.grad`` alone."""
+    """The leaves of a graph.  Asking for their gradients, instead of calling backward, leaves ``.grad`` unchanged."""
     ends = [] if root.grad_fn is None else Graph([root.grad_fn]).leaves
     return [end.variable for end in ends if end.variable.requires_grad]
 
 
 def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:
-    """N ..., of an output of the model."""
+    """An output of the model with the samples on axis 0, N ..."""
     if layout is None or layout.axis >= output.ndim or (samples is not None and not layout.fits(output, samples)):
         raise SamplesMixed(
-            f"in the output of shape {tuple(output.shape)} given to {WHAT} samples have no place: it belongs to all, as a "
-            "mean over the batch does, or they mix in it. Give it something for each sample, losses by reduction='none' say."
+            f"{WHAT}: the output of shape {tuple(output.shape)} has no batch axis, like a mean over the batch, or samples "
+            "mix in it. Give it an output with a value for each sample, for example losses with reduction='none'."
         )
     return layout.samples_first(output, output.shape[layout.axis] if samples is None else samples)
 
 
 def _check_function(first: Tensor) -> None:
-    """Raises unless a tensor that follows from what the model returned has the samples on axis 0."""
+    """Raises unless a function of the model's outputs has the samples on axis 0, unmixed."""
     returned = returned_in(first)
     for _, mark in returned:
         if mark.samples != len(first):
             raise BatchSizeError(
-                f"{WHAT} was given a tensor of shape {tuple(first.shape)} that the model has not returned, and takes axis "
-                f"0 for the samples, but the model was given {mark.samples}. Bring them there; or give what it returned."
+                f"{WHAT} was given a tensor of shape {tuple(first.shape)} that is not an output of the model; expected the "
+                f"model's {mark.samples} samples on axis 0. Move them to axis 0, or give an output of the model."
             )
     if len(first) and returned and not all(come_apart(first, returned)):
         raise SamplesMixed(
-            f"samples mix in the tensor of shape {tuple(first.shape)} given to {WHAT}, which the model has not returned: "
-            "what it has for one sample on axis 0 leads to another's. If samples are on another axis, bring them to axis 0, "
-            "output.transpose(0, 1) say; losses of samples must not compare them."
+            f"{WHAT}: samples mix in the given tensor of shape {tuple(first.shape)}. It is not an output of the model, and "
+            "one index of axis 0 depends on several samples. If samples are on another axis, move them to axis 0: "
+            "output.transpose(0, 1). A sample's loss must not depend on other samples."
         )
 
 
@@ -138,7 +142,10 @@ def _announcement(first: Tensor) -> Announcement:
 
 
 def _each_entry(first: Tensor) -> Iterator[Tensor]:
-    """1 at one entry of every sample's, and 0 elsewhere, entry by entry.  first: N ..."""
+    """For each entry, a tensor that is 1 at that entry of every sample and 0 elsewhere.
+
+    first: an output, N ...
+    """
     count = prod(first.shape[1:])
     for entry in range(count):
         s = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
@@ -147,11 +154,11 @@ def _each_entry(first: Tensor) -> Iterator[Tensor]:
 
 
 def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSampleGrads:
-    """The rows of the passes that have run, which are recorded no longer."""
+    """The rows of the passes that have run.  Their record is cleared."""
     mine = recorder.record
     for record in losses.heard_by:
-        if record is not mine:  # of a part of the model that is hooked by itself
-            record.clear(f"{WHAT} of another model has come through, whose rows are read by it")
+        if record is not mine:  # a part of the model that has hooks of its own
+            record.clear(f"a backward pass of another model's {WHAT} has replaced its record")
     is_own = any(call.is_own for recorded in mine.passes for call in recorded.received)
     if not is_own and mine.plan.mixing:
         check_unseen(mine.parameters_of(model), mine)
@@ -159,33 +166,37 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
     mine.clear()
     if grads is None or not grads.reached:
         raise NothingRecorded(
-            f"the output of shape {tuple(losses.shape)} given to {WHAT} comes of no forward of this {type(model).__name__} "
-            "with hooks and parameters that train. Give it what the model returned, called as a whole after "
-            "add_hooks(model), with hooks enabled."
+            f"{WHAT}: the output of shape {tuple(losses.shape)} does not come from a forward of this "
+            f"{type(model).__name__} with hooks and trainable parameters. Call add_hooks(model), then model(...) as a whole "
+            "with hooks enabled, and give that output."
         )
     return grads
 
 
 @torch.no_grad()
 def _smallest(grads: PerSampleGrads) -> dict[str, Form]:
-    """The forms, written out where that takes less memory than what they are made of."""
+    """The forms, written out where that takes less memory."""
     large = {name for name, form in grads.items() if held_bytes(form) > written_bytes(form)}
     with grads.reading():
         return {name: Dense(form.dense()) if name in large else form for name, form in grads.items()}
 
 
 def check_output(what: str, output: object, page: str) -> None:
-    """Raises for what is no output of a model with entries and a graph.  what: was given it    page: explains it"""
+    """Raises unless ``output`` is a real tensor with entries and a graph.
+
+    what: the function that was given it, for the message
+    page: the end of the message, where outputs are explained
+    """
     if not isinstance(output, Tensor) or not output.is_floating_point():
         is_complex = isinstance(output, Tensor) and output.is_complex()
         real = " View a complex output as real numbers: torch.view_as_real(output)." if is_complex else ""
         raise TypeError(
-            f"{what} was given {kind_of(output)}; expected an output of the model, a floating-point tensor.{real}" + page
+            f"{what} was given {kind_of(output)}; expected a floating-point tensor, an output of the model.{real}" + page
         )
     if 0 in output.shape[1:]:
-        raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, without entries" + page)
+        raise ValueError(f"{what} was given an output of shape {tuple(output.shape)}, which has no entries" + page)
     if not output.requires_grad:
         raise NothingRecorded(
-            f"{what} was given an output without a graph, detached or made under torch.no_grad. Give it what the model "
-            "returned, with gradients enabled and before anything has freed its graph."
+            f"{what} was given an output without a graph: it is detached, or was computed under torch.no_grad. Give it an "
+            "output of the model that was computed with gradients enabled."
         )

@@ -1,4 +1,4 @@
-"""Do the values of one document reach what the model returns for another one that is packed into the same sample?"""
+"""Checks whether a document's outputs depend on the values of another document in the same packed sample."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +20,9 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, documents: Documents) -> None:
-    """Replaces documents by others' tokens, each while every other is kept, and compares what comes out for those kept.
+    """Replaces the tokens of some documents and compares the outputs of the others.  Each pair of documents is tried.
 
-    Raises SamplesMixed where that changes, ProbeFailed where no argument has tokens that could be replaced.
+    Raises SamplesMixed if those outputs change, ProbeFailed if no argument has tokens that can be replaced.
     """
     draws = torch.Generator().manual_seed(0)
 
@@ -36,23 +36,26 @@ def check_values(model: nn.Module, recorder: Recorder, arguments: Arguments, doc
         others = _replaced(recorder, arguments, documents, kept)
         if others is None:
             raise ProbeFailed(
-                "verify: whether documents are independent can't be shown: no argument has values for each position, (B, T, "
-                "...), that others could take the place of, but what tells the documents. Give them other tokens."
+                "verify could not check that documents are independent. Apart from the argument that separates documents, "
+                "no argument has values for each position, (B, T, ...), that can be replaced. Use documents with other "
+                "tokens."
             )
         again = run(others)
         for slot, (x, y) in enumerate(zip(outputs, again)):
             weights = documents.over(x, kept)
             if weights is not None and bool((differs(x, y, rounding_of(x)) & (weights > 0)).any()):
                 raise SamplesMixed(
-                    f"documents mix: when the tokens of some were replaced, the model's output number {slot}, of shape "
-                    f"{tuple(x.shape)}, changed at the positions of others. Is attention masked by document? What else "
-                    "reads all positions?"
+                    f"documents mix: when the tokens of some documents were replaced, the model's output {slot}, of shape "
+                    f"{tuple(x.shape)}, changed at the positions of others. Mask attention by document, and check whatever "
+                    "else reads all positions."
                 )
 
 
 def _replaced(recorder: Recorder, arguments: Arguments, documents: Documents, kept: Tensor) -> Arguments | None:
-    """The arguments with the tokens of other positions in the place of those of documents that aren't kept; None where
-    nothing changes by that.  kept: D booleans"""
+    """The arguments with the tokens of some documents replaced by tokens of other positions; None if nothing changes.
+
+    kept: D booleans, False for documents to replace
+    """
     leaves, spec = tree_flatten(arguments)
     shape, changed = tuple(documents.ids.shape), False
     for n, x in enumerate(leaves):
@@ -69,8 +72,8 @@ def _replaced(recorder: Recorder, arguments: Arguments, documents: Documents, ke
 
 
 def _are_same(recorder: Recorder, arguments: Arguments, documents: Documents) -> bool:
-    """Whether arguments tell the same documents."""
-    assert recorder.segments is not None  # or there would be none
+    """Whether the arguments describe the same documents."""
+    assert recorder.segments is not None  # documents exist only with segments
     try:
         return torch.equal(documents_of(recorder.segments, *arguments).ids, documents.ids)
     except ValueError:

@@ -13,21 +13,19 @@ from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
 
 def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None = None) -> None:
-    """Runs the backward pass of ``losses.mean()``, or of ``losses.sum()``, and notes which of the two it was.
+    """Runs the backward pass of ``losses.mean()`` or ``losses.sum()``, and records which one.
 
-    `compute_grad1` then needs no ``loss_type``, and masks, weights or ignored targets in the loss need no thought: row n
-    is the gradient of ``losses[n]``.
+    Row n is then the gradient of ``losses[n]``, whatever masks, weights or ignored targets the loss has, and `compute_grad1`
+    needs no ``loss_type``.  The losses may use parameters that the model returns, such as ``log_std``.  After a forward that
+    was checked, the losses are checked, too.
 
-    losses: N, one loss for each sample    loss_type: 'mean' or 'sum', what ``param.grad`` is to be the gradient of
+    losses: N losses, one for each sample
+    loss_type: 'mean' or 'sum', the reduction whose gradient ``param.grad`` gets
     retain_graph: as in ``torch.Tensor.backward``
 
-    Parameters that the model returns, ``log_std`` say, may be read in the losses.
-
-    After a forward in which the model was proven (the first few of a kind, and ever more rarely) the losses are, too.
-
-    Raises SamplesMixed where one sample's loss follows from another's outputs, ValueError for losses that are no vector,
-    TypeError for what is no tensor, and BatchSizeError where the number of
-    losses is not the number of samples that the hooked layers saw; the record is empty then, and ``param.grad`` filled.
+    Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector; SamplesMixed if a sample's loss depends
+    on another sample's outputs; BatchSizeError if there are more or fewer losses than the hooked layers had samples. After a
+    BatchSizeError the record is empty and ``param.grad`` is filled.
     """
     backward_to(losses, None, loss_type, retain_graph)
 
@@ -35,7 +33,10 @@ def backward(losses: Tensor, loss_type: str = "mean", retain_graph: bool | None 
 def backward_to(
     losses: Tensor, inputs: Sequence[Tensor] | None, loss_type: str = "mean", retain_graph: bool | None = None
 ) -> None:
-    """The same, as far as some parameters.  inputs: these; None for all"""
+    """`backward` for some parameters.
+
+    inputs: the parameters that need gradients; None for all
+    """
     if not isinstance(losses, Tensor):
         raise TypeError(
             f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample" + ON_REDUCTION

@@ -1,4 +1,4 @@
-"""What optimizers divide gradients by, from what they keep of each parameter."""
+"""The scalings that optimizers apply to gradients, from their state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -38,7 +38,8 @@ def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling
     else:
         v = state["variance"] if "variance" in state else state["exp_avg_sq"]
         return v.clamp(min=least**2).rsqrt()
-    # In torch's the mean and the product have lower bounds, where these count the rank isn't one; transformers' has none.
+    # torch's version clamps the mean and the product from below, and a clamped product doesn't have rank one.
+    # transformers' version doesn't clamp.
     row = row / row.mean(-2, keepdim=True).clamp(min=least)
     if row.ndim == 2 and (not least or bool(row.min() * column.min() > least**2)):
         return row[:, 0].rsqrt(), column[0].rsqrt()
@@ -70,7 +71,6 @@ SCALINGS = {
 
 
 def is_one_of(optimizer: object, names: Sequence[str]) -> bool:
-    """Whether an optimizer is of one of torch's classes, or transformers' of the same name, and not a subclass that may
-    divide by something else."""
+    """Whether an optimizer is exactly one of torch's or transformers' classes.  A subclass may divide by something else."""
     kind = type(optimizer)
     return kind.__name__ in names and kind.__module__.partition(".")[0] in ("torch", "transformers")

@@ -1,4 +1,4 @@
-"""A verb for all batches of a loader, in the memory of one."""
+"""A verb for all batches of a loader, in the memory of one batch."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from autograd_hacks.verbs.per_sample import per_sample_grads
 
 State: TypeAlias = "Mapping[str, Tensor] | str | os.PathLike[str]"
 Checkpoints: TypeAlias = "Iterable[tuple[State, float]]"
-"""State dictionaries, or files of such, each with a weight."""
+"""State dictionaries, or their files, each with a weight."""
 KEPT = 2**28
-"""Bytes for gradients that are kept from batch to batch."""
+"""The default number of bytes for gradients that are kept from batch to batch."""
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
-"""Verbs between samples."""
+"""Verbs that compare samples with each other."""
 _ALONE = ""
-"""The name of what a verb returns in no dictionary."""
+"""The name of a verb's result that is a single tensor."""
 _ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
-"""Verbs that have a row for each sample, which can't be added up over batches."""
+"""Verbs that return one row per sample.  Their results can't be summed over batches."""
 
 
 def over(
@@ -55,35 +55,36 @@ def over(
     budget: int = KEPT,
     segments: Segments | None = None,
 ) -> Any:
-    """What a verb says of each sample of a loader, one batch after the other: (D, ...) for D samples, on the CPU.
+    """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
-    loader: batches    loss: ``loss(model, batch)`` returns a loss for each sample of a batch, N
-    verb: ``verb(grads)``, of the `PerSampleGrads` of a batch, returns N rows, or {name: N rows}, or a named tuple of such
-    for a name, whose fields are then said behind it, "0.weight.left":
-    ``PerSampleGrads.norms``, ``lambda grads: grads.project(512)``
-    against: batches of another data set. ``verb(grads, others)`` then returns (N, M), ``PerSampleGrads.gram`` say, and the
-    result is (D, E) for its E samples. What is not kept of them runs once for each batch of the loader, so let that be the
-    larger set, in large batches
-    checkpoints: of training, [(state, weight), ...] with a copy of a state dictionary, or its file: the result is the
-    weighted sum over these; with learning rates for weights that is TracIn's. The model has its own weights again afterwards
-    total: whether the verb returns sums over samples, ``PerSampleGrads.second_moment`` say, which are added up
-    out: a file for the rows, .npy or .safetensors, which is written batch by batch, with ``out.progress`` beside it; the
-    result is then mapped into memory, and not held there. Without an ending it is a folder, with a .npy file for each name
-    where the verb returns a dictionary; `Store` searches either. The same call, with the same loss and verb, goes on where
-    an earlier one was interrupted. Where several processes run, the name has {rank} in it
+    ``.grad`` doesn't change.
+
+    loader: the batches, D samples in all
+    loss: ``loss(model, batch)`` returns N losses, one for each sample of the batch
+    verb: ``verb(grads)`` gets the `PerSampleGrads` of a batch and returns N rows, for example ``PerSampleGrads.norms`` or
+    ``lambda grads: grads.project(512)``. It may also return {name: N rows}; a named tuple in it becomes one name for each
+    field: "0.weight.left"
+    against: batches of another data set with E samples. ``verb(grads, others)`` then returns (N, M), as
+    ``PerSampleGrads.gram`` does, and the result is (D, E). Batches of ``against`` that don't fit the budget are recomputed
+    for every batch of the loader, so make the loader the larger set, with large batches
+    checkpoints: [(state, weight), ...], states of training, each a copy of a state dictionary or its file. The result is
+    the weighted sum over them; with learning rates as weights it is TracIn's. Afterwards the model has its own weights
+    again
+    total: the verb returns sums over samples, as ``PerSampleGrads.second_moment`` does; the result is their sum
+    out: a file for the rows, .npy or .safetensors. It is written batch by batch, with ``out.progress`` beside it, and the
+    result is mapped from disk. A name without an ending is a folder with one .npy file for each name of the verb's
+    dictionary. `Store` searches both. After an interruption, the same call with the same loss and verb resumes. With
+    several processes the name must contain {rank}
     only: as in `per_sample_grads`
-    budget: bytes for gradients of ``against``, which are kept from batch to batch, by each of the checkpoints, as far as
-    they fit
-
-    segments: as in `add_hooks`: where documents are packed into samples, and rows are to be theirs; ``loss`` then returns a
-    loss for each document, D. Those of `add_hooks` unless told
-
-    ``.grad`` stays as it is.  What is kept is taken anew where the model's weights have changed; if anything else that
-    ``loss`` depends on may change in between, give ``budget=0``.
+    budget: bytes for gradients of ``against`` that are kept from batch to batch, over all checkpoints, 256 MiB by default.
+    Kept gradients are recomputed when the weights change. If the loss depends on anything else that changes, pass
+    ``budget=0``
+    segments: as in `add_hooks`, for samples that pack several documents; ``loss`` then returns one loss for each document.
+    By default those given to `add_hooks`
 
     Raises NothingRecorded for a model without hooks; RuntimeError inside `accumulate`; ValueError for a loader without
-    batches, for a verb that returns something else, and for a file of other weights, or batches that come in another order
-    than those it holds, or than before in ``against`` (shuffled); and what ``loss``, `backward` and ``verb`` raise.
+    batches, for a verb that returns something else, for a file with rows of other weights, and for batches in another order
+    than in the file or than ``against`` had before (shuffled); and what ``loss``, `backward` and ``verb`` raise.
 
     Source: Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent" (arXiv:2002.08484), for
     checkpoints.
@@ -92,7 +93,7 @@ def over(
     record = recorder.record
     only = only if only is None or isinstance(only, str) else list(only)
     if record.accumulating:
-        raise RuntimeError("over reads batch by batch; leave accumulate(model) first" + ON_PASSES)
+        raise RuntimeError("over reads after each batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
     file: RowFile | RowFolder | None = None
     if out is not None:
@@ -103,7 +104,7 @@ def over(
         path = _of_process(out)
         kind = RowFile if os.path.splitext(path)[1] else RowFolder
         file = kind(path, origin, weights if states is None else "")
-    recorder.planner.doubt()  # what was proven with another loss, or of samples
+    recorder.planner.doubt()  # checks with another loss, or of whole samples, don't count here
     told, recorder.segments = recorder.segments, recorder.segments if segments is None else segments
     step = _Step(model, loss, verb, against, only, budget, states is not None)
     pieces: list[dict[str, Tensor]] = []
@@ -129,15 +130,15 @@ def over(
                 file.take(piece[_ALONE])
             else:
                 raise ValueError(
-                    f"over was given out={out!r}, and verb returned {'one tensor' if _ALONE in piece else 'a dictionary'}; "
-                    "expected a file, rows.npy, for one tensor of N rows, and a folder, rows, for a dictionary of such"
+                    f"over was given out={out!r}, but verb returned {'one tensor' if _ALONE in piece else 'a dictionary'}. "
+                    "Give a file, out='rows.npy', for one tensor of N rows; or a folder, out='rows', for a dictionary"
                     + ON_DATA_SETS
                 )
     finally:
         recorder.segments = told
         if before is not None:
             model.load_state_dict(before)
-    record.clear("over has read its passes, and thrown them away")
+    record.clear("over has read its passes and discarded them")
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
     if file is not None:
@@ -147,46 +148,46 @@ def over(
 
 
 def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object, budget: object) -> None:
-    """Raises ValueError for what doesn't go together."""
+    """Raises ValueError for arguments that don't go together."""
     if out is not None and total:
         raise ValueError(
-            "over was given out for sums; expected it for rows. Save what is returned: torch.save(sums, path)" + ON_DATA_SETS
+            "over was given out= and total=True, but out= is for rows. Save the returned sums: torch.save(sums, path)"
+            + ON_DATA_SETS
         )
     if total and (against is not None or verb in _ROWS):
         raise ValueError(
-            "over was given total=True, which adds up over batches what a verb returns, for rows of other samples in each "
-            "batch. Leave it out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
+            "over was given total=True, but this verb returns rows, which belong to different samples in each batch. Leave "
+            "total out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
         )
     if verb in _BETWEEN and against is None:
         raise ValueError(
-            "over was given a verb between samples, and would take it within each batch alone; expected against=, the "
-            "batches of the other samples. For those of the same data give the loader again: over(..., against=loader)"
-            + ON_DATA_SETS
+            "over was given a verb that compares samples, without against=, so it would compare samples of the same batch "
+            "only. Give the other samples' batches. To compare the data with itself give the loader again: over(..., "
+            "against=loader)" + ON_DATA_SETS
         )
     if not is_number(budget):
         raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
         raise ValueError(
-            f"over was given against={kind_of(against)}, which can be taken once; expected a list or a DataLoader, which is "
-            "taken again for each batch" + ON_DATA_SETS
+            f"over was given against={kind_of(against)}, which can be iterated only once; expected a list or a DataLoader, "
+            "because it is iterated again for each batch" + ON_DATA_SETS
         )
 
 
 def _check_alike(pieces: list[dict[str, Tensor]], piece: dict[str, Tensor], total: bool) -> None:
-    """Raises ValueError where a verb returns something else for one batch than for the first."""
+    """Raises ValueError if a verb's result has another shape than for the first batch."""
     first, now = ({name: tuple(x.shape[not total :]) for name, x in each.items()} for each in ([*pieces, piece][0], piece))
     if now != first:
         raise ValueError(
             f"over: verb returned {'sums' if total else 'rows'} of shape {now.get(_ALONE, now)} for one batch, and of "
-            f"{first.get(_ALONE, first)} for the first; expected the same for all. What depends on the other samples of a "
-            "batch can't be had batch by batch; inner products with samples of another data set are, by against="
-            + ON_DATA_SETS
+            f"{first.get(_ALONE, first)} for the first; expected the same for all. A row must not depend on the other "
+            "samples of its batch. For inner products with samples of another data set use against=" + ON_DATA_SETS
         )
 
 
 @dataclass
 class _Step:
-    """One batch by one model's weights."""
+    """One batch, by the model's current weights."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
@@ -194,22 +195,25 @@ class _Step:
     against: Iterable[Any] | None
     only: str | Iterable[str] | None
     budget: int
-    is_brought: bool  # whether the model is brought to checkpoints; else its weights may change meanwhile
+    is_brought: bool  # whether checkpoints are loaded; otherwise the caller may change the weights meanwhile
 
     def __post_init__(self) -> None:
-        self._kept: dict[int, list[PerSampleGrads]] = {}  # of the other data's first batches, by checkpoint
+        self._kept: dict[int, list[PerSampleGrads]] = {}  # gradients of the other data's first batches, by checkpoint
         self._left = self.budget
-        self._weights: object = None  # by which they were taken
-        self._seen: list[str] = []  # what tells the other data's batches from others
+        self._weights: object = None  # the weights of the kept gradients
+        self._seen: list[str] = []  # digests of the other data's batches
 
     def rows(self, batch: Any, total: bool, checkpoint: int) -> dict[str, Tensor]:
-        """What the verb returns, by name; by `_ALONE` what has none.  checkpoint: which weights the model has"""
+        """The verb's result by name, or by `_ALONE` if it is one tensor.
+
+        checkpoint: the number of the checkpoint that the model has
+        """
         grads = self._grads(batch)
         if self.against is None:
             return _by_name(self.verb(grads), None if total else grads.samples)
         blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
         if not blocks:
-            raise ValueError("over was given against without batches" + ON_DATA_SETS)
+            raise ValueError("over: against has no batches" + ON_DATA_SETS)
         return {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
 
     def _others(self, against: Iterable[Any], checkpoint: int) -> Iterator[PerSampleGrads]:
@@ -220,7 +224,7 @@ class _Step:
         kept = self._kept.setdefault(checkpoint, [])
         yield from kept[:]
         first = len(kept)
-        if first and first == len(self._seen):  # all of them
+        if first and first == len(self._seen):  # all are kept
             return
         for number, batch in enumerate(against):
             if number < first:
@@ -230,8 +234,8 @@ class _Step:
                 self._seen.append(seen)
             elif self._seen[number] != seen:
                 raise ValueError(
-                    "over was given against with other batches, or in another order, each time that it is gone through. It "
-                    "must not shuffle, or draw: DataLoader(data, shuffle=False)" + ON_DATA_SETS
+                    "over: against returned other batches, or another order, when it was iterated again. It must not "
+                    "shuffle or sample: DataLoader(data, shuffle=False)" + ON_DATA_SETS
                 )
             grads = self._grads(batch)
             if number == len(kept) and (size := _size_copied(grads)) <= self._left:
@@ -245,7 +249,7 @@ class _Step:
         hooks = [(table, dict(table)) for table in of_all if table]
         ours = recorder_of(self.model).backward.own_hooks()
         try:
-            for table, _ in hooks:  # of an optimizer, say, that steps in the backward pass
+            for table, _ in hooks:  # for example of an optimizer that steps in the backward pass
                 for key in table.keys() - ours:
                     del table[key]
             for p, _ in parameters:
@@ -260,7 +264,7 @@ class _Step:
                 table.update(before)
 
     def _chosen(self) -> list[Tensor] | None:
-        """The parameters that the pass is to go as far as; None for all, for which processes wait for each other."""
+        """The parameters that the pass must reach; None for all.  Processes need all, because they wait for each other."""
         if self.only is None or has_processes():
             return None
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -268,7 +272,10 @@ class _Step:
 
 
 def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
-    """What a verb has returned, on the CPU.  samples: how many rows there are to be; None for sums"""
+    """A verb's result by name, on the CPU.
+
+    samples: the expected number of rows; None for sums
+    """
     given = dict(returned) if isinstance(returned, Mapping) else {_ALONE: returned}
     named: dict[str, Any] = {}
     for name, x in given.items():
@@ -278,13 +285,13 @@ def _by_name(returned: Any, samples: int | None) -> dict[str, Tensor]:
         if not isinstance(x, Tensor) or (samples is not None and x.shape[:1] != (samples,)):
             rows = "sums" if samples is None else f"{samples} rows, one for each sample"
             raise ValueError(
-                f"over: verb returned {kind_of(x)}; expected {rows}, in a tensor or a dictionary of tensors" + ON_DATA_SETS
+                f"over: verb returned {kind_of(x)}; expected {rows}, as a tensor or a dictionary of tensors" + ON_DATA_SETS
             )
     return {name: x.detach().cpu() for name, x in named.items()}
 
 
 def _look_of(model: nn.Module) -> object:
-    """What changes where a model's numbers do, also where they are written to by ``.data``, of which torch doesn't hear."""
+    """A fingerprint of a model's numbers.  It also changes with writes through ``.data``, which torch doesn't notice."""
     parts = [part_of(x).detach() for x in (*model.parameters(), *model.buffers())]
     by_device: dict[torch.device, list[Tensor]] = {}
     for x in parts:
@@ -301,19 +308,19 @@ def _of_process(out: str | os.PathLike[str]) -> str:
     path, rank = os.fspath(out), torch.distributed.get_rank() if has_processes() else 0
     if has_processes() and "{rank}" not in path and torch.distributed.get_world_size() > 1:
         raise ValueError(
-            f"out is {path!r} on each of several processes; expected a name with {{rank}} in it: rows-{{rank}}.npy"
+            f"over: out={path!r} is the same on several processes; expected a name that contains {{rank}}: rows-{{rank}}.npy"
             + ON_DATA_SETS
         )
     return path.replace("{rank}", str(rank))
 
 
-# Weights of training, to which a model is brought one after the other.
+# Checkpoints of training, which the model loads one after the other.
 
-_EXPECTED = "expected [(state, weight), ...], of state dictionaries, or their files, and numbers"
+_EXPECTED = "expected [(state, weight), ...], where a state is a state dictionary or its file, and a weight is a number"
 
 
 def _load(model: nn.Module, state: State) -> None:
-    """Brings the model to a checkpoint."""
+    """Loads a checkpoint into the model."""
     loaded: Any = state
     if isinstance(state, str | os.PathLike):
         loaded = torch.load(state, map_location="cpu", weights_only=True)
@@ -321,8 +328,8 @@ def _load(model: nn.Module, state: State) -> None:
         what = list(loaded)[:5] if isinstance(loaded, Mapping) else kind_of(loaded)
         raise ValueError(
             f"over was given {'a checkpoint' if isinstance(state, Mapping) else state} with {what}; expected the "
-            f"state dictionary of this {type(model).__name__}: torch.load(path)['model'] say, where more was saved "
-            "with it" + ON_DATA_SETS
+            f"state dictionary of this {type(model).__name__}. If more was saved with it, select it: "
+            "torch.load(path)['model']" + ON_DATA_SETS
         )
     model.load_state_dict(loaded)
 
@@ -332,7 +339,7 @@ def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[State, float]] | None:
-    """The checkpoints as a list, in which none is overwritten as others are loaded.  Raises ValueError for other things."""
+    """The checkpoints as a list of copies that loading others doesn't overwrite.  Raises ValueError for anything else."""
     if checkpoints is None:
         return None
     if isinstance(checkpoints, Mapping | str) or not isinstance(checkpoints, Iterable):
@@ -353,8 +360,8 @@ def _listed(model: nn.Module, checkpoints: Checkpoints | None) -> list[tuple[Sta
             states[number] = state if places.isdisjoint(memory) else _cloned(state), weight
     if live > 1:
         raise ValueError(
-            f"{live} of the checkpoints given to over are the model's weights of now: model.state_dict() holds no copies, "
-            "and training overwrites what it returned before. Save copies, copy.deepcopy(model.state_dict())" + ON_DATA_SETS
+            f"over: {live} of the checkpoints are the model's current weights. model.state_dict() holds no copies, so "
+            "training overwrote them. Save copies: copy.deepcopy(model.state_dict())" + ON_DATA_SETS
         )
     return states
 
@@ -364,12 +371,12 @@ def _memory_of(x: Tensor) -> object:
     return part.untyped_storage().data_ptr() if part.layout == torch.strided and part.numel() else object()
 
 
-# Rows that outlive what they were made of.
+# Rows that outlive their activations.
 
 
 def _copied(grads: PerSampleGrads) -> PerSampleGrads:
     """The same rows in memory of their own: products as copies of their factors, all others written out."""
-    every = torch.arange(grads.samples, device="cpu")  # to take rows by their numbers copies them
+    every = torch.arange(grads.samples, device="cpu")  # indexing by numbers copies
     with grads.reading():
         forms = {n: form[every.to(form.like.device)] if _stays(form) else Dense(form.dense()) for n, form in grads.items()}
         made = grads.with_forms(forms, grads.samples)
@@ -378,7 +385,7 @@ def _copied(grads: PerSampleGrads) -> PerSampleGrads:
 
 
 def _size_copied(grads: PerSampleGrads) -> int:
-    """How many bytes `_copied` takes."""
+    """The number of bytes that `_copied` takes."""
     return sum(
         sum(x.nbytes for leaf in form.leaves() for x in leaf.held) if _stays(form) else written_bytes(form)
         for form in grads.values()
@@ -386,5 +393,5 @@ def _size_copied(grads: PerSampleGrads) -> int:
 
 
 def _stays(form: Form) -> bool:
-    """Whether a form is cheap as it is."""
+    """Whether a form's factors are cheap to keep."""
     return all(isinstance(leaf, Outer | Lookup) for leaf in form.leaves())

@@ -1,5 +1,4 @@
-"""What the last backward pass has left: a matrix for each parameter, lazily; rows written out next to ``param.grad``; and
-``.grad`` as these rows make it."""
+"""The last backward pass's per-sample gradients: as lazy matrices, as ``param.grad1``, and as a new ``.grad``."""
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,16 +47,17 @@ def per_sample_grads(
     process_group: Where = None,
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:
-    """The per-sample gradients of the last backward pass, lazily: nothing of size N × P until it is asked for.
+    """The per-sample gradients of the last backward pass, lazily.  Nothing of size N × P is written until you ask for it.
 
-    loss_type, scale: as in `compute_grad1`    process_group: the processes that have the other samples of the batch, a
-    ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; None for those of DistributedDataParallel or ``fully_shard``, False
-    for this process alone
-    only: names of some parameters, or patterns: ``'8.*'``, ``['*.weight', 'head.bias']``; 'norms' for those of norm layers
-    and all biases. Verbs are then of these alone
+    loss_type: as in `compute_grad1`
+    scale: as in `compute_grad1`
+    process_group: the processes that share the batch, a ``torch.distributed.ProcessGroup`` or ``DeviceMesh``. None, the
+    default, means those of DistributedDataParallel or ``fully_shard``; False means this process only
+    only: names or patterns of the parameters to read: ``'8.*'``, ``['*.weight', 'head.bias']``. 'norms' means all biases
+    and the parameters of norm layers. Verbs then cover these parameters only
 
-    Raises what `compute_grad1` raises, and ValueError for a group beside ``fully_shard``, and for a pattern that matches no
-    parameter that trains.
+    Raises what `compute_grad1` raises, and ValueError for a process group together with ``fully_shard``, and for a pattern
+    that matches no trainable parameter.
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, process_group)
@@ -72,11 +72,14 @@ def grads_of(
     scale: float | Tensor = 1.0,
     only: str | Iterable[str] | None = None,
 ) -> PerSampleGrads:
-    """What `per_sample_grads` returns.  spread: the processes that have samples"""
+    """The result of `per_sample_grads`.
+
+    spread: the processes that share the batch
+    """
     record = recorder.record
     parameters = record.parameters_of(model)
     with spread.reading():
-        forms = read(model, parameters, recorder, loss_type, scale)  # and checks, of all
+        forms = read(model, parameters, recorder, loss_type, scale)  # reads and checks all parameters
     samples = _samples(forms.values())
     names = list(forms)
     if only is not None:
@@ -89,8 +92,8 @@ def grads_of(
     if tokens := next((d for d in map(attrgetter("documents"), _uses(record)) if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             raise NothingRecorded(
-                f"rows of tokens are of one batch, and {len(record.segments)} were accumulated. Read each by itself, or "
-                "call add_hooks(model) again, without segments." + ON_SEGMENTS
+                f"rows of tokens need a single batch, but {len(record.segments)} were accumulated. Read after each batch, "
+                "or call add_hooks(model) again without segments." + ON_SEGMENTS
             )
         samples, *entries_of = tokens.ids.shape
         entries, of = tuple(entries_of), (*of[:2], [samples])
@@ -102,7 +105,7 @@ def grads_of(
 
 
 def _uses(record: Record) -> Iterator[Use]:
-    """All uses that passes came by."""
+    """All uses that received gradients."""
     return (use for segment in record.segments for recorded in segment.passes for use in recorded.received)
 
 
@@ -115,13 +118,13 @@ def _read_tokens(
     names: Sequence[str],
     model: nn.Module,
 ) -> PerSampleGrads:
-    """The rows of positions, from the record that rows were read from."""
+    """The rows of positions, from the same record as the rows of samples."""
     recorder = of()
-    known = [own() for own in segments]  # freed with the record
+    known = [own() for own in segments]  # None once the record is freed
     if recorder is None or len(known) != 1 or recorder.record.segments != known:
         raise NothingRecorded(
-            "tokens: the record of the backward pass was freed, or is of several batches; expected that of the last batch "
-            "alone. Call tokens() before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
+            "tokens: the record of the backward pass was freed, or holds several batches; expected the record of one batch. "
+            "Call tokens() before the next forward pass, or hook the model by add_hooks(model, segments='tokens')."
         )
     uses = list(dict.fromkeys(_uses(recorder.record)))
     if all(use.documents is not None and use.documents.is_of_tokens for use in uses):
@@ -129,16 +132,15 @@ def _read_tokens(
     shape = next((x for x, at in recorder.record.returned if at == Layout() and len(x) > 1), None)
     if shape is None:
         raise BatchSizeError(
-            "tokens: the model has no output of shape (N, T, ...), so positions are not known; expected samples on axis 0, "
-            "positions on axis 1. Say where the positions are before the forward: add_hooks(model, segments=...)."
-            + ON_SEGMENTS
+            "tokens: the model has no output of shape (N, T, ...), so the positions are unknown; expected samples on axis 0 "
+            "and positions on axis 1. Name the positions before the forward: add_hooks(model, segments=...)." + ON_SEGMENTS
         )
     documents = tokens_of(shape[0], shape[1])
     for use in uses:
         if isinstance(use, NodeUse):
             raise UnsupportedLayer(
                 f"tokens: {use.place}, was read for whole samples during the backward pass. Ask for positions before the "
-                "forward, add_hooks(model, segments='tokens'), or leave the parameter out, add_hooks(model, only=...)."
+                "forward: add_hooks(model, segments='tokens'). Or leave the parameter out: add_hooks(model, only=...)."
                 + ON_SEGMENTS
             )
     before = [use.documents for use in uses]
@@ -154,21 +156,21 @@ def _read_tokens(
 def compute_grad1(
     model: nn.Module, loss_type: str | None = None, scale: float | Tensor = 1.0, set_grad: bool = False
 ) -> None:
-    """Sets ``param.grad1``, of shape ``(N, *param.shape)``, on every parameter that trains, from the last backward pass.
+    """Sets ``param.grad1``, the per-sample gradients ``(N, *param.shape)``, on every trainable parameter.
 
-    Row n is the gradient of sample n's loss ℓₙ, where the batch loss was the mean or the sum of ℓ₁ … ℓ_N with the batch's
-    own denominators held fixed.  So ``grad1.mean(0) == grad`` for 'mean' and ``grad1.sum(0) == grad`` for 'sum', after one
-    backward pass into a cleared ``grad``.  It is detached, of the parameter's dtype and device; None where the loss did not
-    reach the parameter; and not there where the parameter is frozen.
+    Row n is the gradient of sample n's loss ℓₙ in the last backward pass.  The batch loss is the mean or the sum of
+    ℓ₁ … ℓ_N, with the batch's own denominators held fixed.  So ``grad1.mean(0) == grad`` for 'mean' and ``grad1.sum(0) ==
+    grad`` for 'sum', if ``grad`` was cleared before the backward pass.  ``grad1`` is detached and has the parameter's dtype
+    and device.  It is None if the loss did not reach the parameter.  A frozen parameter has no ``grad1``.
 
-    loss_type: 'mean' or 'sum', how the loss was reduced over the batch; None for what `backward` was told, else 'mean'
-    scale: what the loss was multiplied by, to be divided out: ``GradScaler.get_scale()``
-    set_grad: whether to set ``.grad`` too, to the rows' mean or sum, for ``add_hooks(param_grad=False)``; without ``scale``;
-    over the samples of all processes that DistributedDataParallel or ``fully_shard`` has spread the batch over
+    loss_type: 'mean' or 'sum', how the loss was reduced over the batch. By default the one given to `backward`, or 'mean'
+    scale: the factor of a scaled loss, ``GradScaler.get_scale()``; the rows are divided by it
+    set_grad: also set ``.grad`` to the mean or sum of the rows, for ``add_hooks(param_grad=False)``. It covers the samples
+    of all processes that share the batch by DistributedDataParallel or ``fully_shard``. Leave ``scale`` out then
 
     Raises NothingRecorded, UnsupportedLayer, SamplesMixed, BatchSizeError, StaleRecord, UnseenGradient, HigherOrderError
-    (see `autograd_hacks.errors`), ValueError for another loss_type; and with ``set_grad`` ValueError for a scale, and
-    ProcessesDisagree where another process has failed.
+    (see `autograd_hacks.errors`), and ValueError for an unknown loss_type.  With ``set_grad`` it also raises ValueError for
+    a scale, and ProcessesDisagree if another process has failed.
 
     Source: Goodfellow 2015, "Efficient per-example gradient computations" (arXiv:1510.01799).
     """
@@ -181,7 +183,7 @@ def compute_grad1(
         return [_samples(here.values()), *(here[name] is not None for name in names)]
 
     def write() -> dict[str, Form | None]:
-        """Sets ``grad1``, and returns the forms that it was made of."""
+        """Sets ``grad1`` and returns its forms."""
         try:
             check_ordinary(recorder.record, "grad1")
             if set_grad:
@@ -192,7 +194,7 @@ def compute_grad1(
                 with switches_kept(), torch.no_grad(), without_autocast(parameters.values()):
                     for name, parameter in parameters.items():
                         write_rows(name, parameter, seen[name], name in forms, forms.get(name), recorder.pool)
-        except BaseException:  # an earlier step's rows must not be taken for this one's, nor some of both be there
+        except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(parameters.values())
             raise
         return forms
@@ -214,37 +216,40 @@ def _samples(forms: Iterable[Form | None]) -> int:
 
 
 def _check_unscaled(scale: float | Tensor) -> None:
-    """Raises where ``scaler.step`` would divide by the scale twice."""
+    """Raises ValueError if ``scaler.step`` would divide by the scale twice."""
     check_scale(scale)
     if scale != 1:
         raise ValueError(
-            f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True: scaler.step() would divide .grad by "
-            "the scale a second time. Leave scale out: rows and .grad then contain the scale, and scaler.step() divides "
-            ".grad by it." + ON_SCALERS
+            f"compute_grad1: scale={float(scale)} doesn't go with set_grad=True, because scaler.step() would divide .grad "
+            "by the scale again. Leave scale out: rows and .grad then contain the scale, and scaler.step() divides .grad "
+            "by it." + ON_SCALERS
         )
 
 
 def write_rows(name: str, parameter: Tensor, like: Tensor, trains: bool, form: Form | None, pool: Pool) -> None:
-    """Writes a parameter's rows, into the memory of the last step's where nobody else holds that.  like: of their kind"""
+    """Sets a parameter's ``grad1``, in the memory of the last step's rows if nothing else refers to that.
+
+    like: the parameter, or the whole one that it is a shard of
+    """
     key, attributes, out = f"grad1 of {name}", vars(parameter), None
     if form is not None and form.writes_in_place:
         pool.give_back(key, attributes.pop("grad1", None))
-        # A tensor of its own, not a view, to be used again.
+        # Not a view, so that the pool can reuse the memory.
         out = pool.take(key, (form.samples, *form.shape), part_of(like))
-    attributes.pop("grad1", None)  # the old rows make room before the new ones come
+    attributes.pop("grad1", None)  # free the old rows before writing new ones
     if trains:
         attributes["grad1"] = None if form is None else joined(form.dense(out).to(parameter.dtype), like)
 
 
 def drop_rows(parameters: Iterable[Tensor]) -> None:
-    """Takes off ``grad1``."""
+    """Deletes ``grad1``."""
     for parameter in parameters:
         vars(parameter).pop("grad1", None)
 
 
 def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
-    """The gradient of the whole batch's loss: by the factors, where that is less than to read the rows."""
-    if form is None:  # other processes' samples have some
+    """The gradient of the whole batch's loss, from the form's factors if that is cheaper than reading the rows."""
+    if form is None:  # only other processes' samples reached the parameter
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     rows = part_of(vars(parameter)["grad1"])
     if form.sums_cheaply:
@@ -256,43 +261,49 @@ def _total(form: Form | None, parameter: Tensor, share: float) -> Tensor:
 
 
 def check_may_set(recorder: Recorder, what: str, add: bool = False, once: bool = False) -> None:
-    """Raises where ``.grad`` would not be what the rows of the record make.  what: sets it, for people
+    """Raises if ``.grad`` can't be set from the rows of the record.
 
-    add: whether it is to be added to    once: whether rows may be taken once alone, since that spends a budget
+    what: the function that sets it, for the message
+    add: whether it adds to ``.grad``
+    once: whether rows may be used only once, because each use spends privacy budget
     """
     record = recorder.record
     if record.left_out:
         raise ValueError(
-            f"{what}: there are no rows of {len(record.left_out)} parameters, {min(record.left_out)!r} among them, because "
-            "the model was hooked with only=...; expected rows of all, since .grad of all is set. Call add_hooks(model) "
-            "again, without only." + ON_HOOKS
+            f"{what}: {len(record.left_out)} parameters have no rows, {min(record.left_out)!r} among them, because the "
+            "model was hooked with only=...; expected rows of all, because .grad of all is set. Call add_hooks(model) "
+            "again without only." + ON_HOOKS
         )
     check_ordinary(record, "gradient to clip")
     check_sets_all(record, what)
     if once and any(segment.replaced for segment in record.segments):
         raise NothingRecorded(
-            f"{what}: there was no backward pass since the last step. To use its rows again would spend privacy budget that "
-            "the accountant doesn't count. Run another forward and backward pass, for an empty batch too."
+            f"{what}: there was no backward pass since the last step. Using its rows again would spend privacy budget that "
+            "the accountant doesn't count. Run another forward and backward pass, also for an empty batch."
         )
     if add and (recorder.backward.wants_grad or any(p.fills_grad for p in record.passes)):
         raise ValueError(
-            f"{what}: add=True finds the unclipped gradient in .grad already, from the backward pass. Hook the model by "
-            "add_hooks(model, param_grad=False), with which backward() leaves .grad alone; or run all micro-batches within "
+            f"{what}: add=True, but .grad already holds the unclipped gradient of the backward pass. Hook the model by "
+            "add_hooks(model, param_grad=False), so that backward() leaves .grad alone; or run all micro-batches within "
             "accumulate(model) and clip once." + ON_PASSES
         )
     if add and any(segment.replaced for segment in record.segments):
         raise NothingRecorded(
             f"{what}: add=True would add the last backward pass to .grad a second time. Run another forward and backward "
-            "pass first. Within accumulate(model), which keeps all passes, clip once, at its end." + ON_PASSES
+            "pass first. Within accumulate(model), which keeps all passes, clip once at its end." + ON_PASSES
         )
 
 
 def check_alone(grads: PerSampleGrads, what: str, instead: str) -> None:
-    """Raises NotImplementedError where processes share the batch, or a layer.  instead: what to do then"""
+    """Raises NotImplementedError if processes share the batch or a layer.
+
+    what: what needs all samples, for the message
+    instead: what to do then, for the message
+    """
     if grads.spread.mesh is not None or grads.spread.cuts:
         raise NotImplementedError(
-            f"{what}: the model shares its batches, or its layers, with other processes, and this sum would be of one "
-            f"process alone. {instead}" + ON_PROCESSES
+            f"{what}: the model shares its batches, or its layers, with other processes, and this sum would cover one "
+            f"process only. {instead}" + ON_PROCESSES
         )
 
 
@@ -303,11 +314,15 @@ def set_grads(
     add: bool = False,
     recorder: Recorder | None = None,
 ) -> None:
-    """Sets ``param.grad`` of each parameter that trains; to None where the loss did not reach it.  What is a part of more
-    memory, a flat buffer of gradients say, is written in place, and zeros where the loss did not reach.
+    """Sets ``param.grad`` of each trainable parameter; to None if the loss did not reach it.
 
-    sums: {name: shape}, in memory of their own    reached: the names of those that it reached
-    add: whether to add to what is there    recorder: whose passes ``.grad`` is then known to be set from
+    A ``.grad`` that is a view of larger memory, such as a flat buffer of gradients, is written in place, with zeros if the
+    loss did not reach the parameter.
+
+    sums: {name: shape}, in memory of their own
+    reached: the names of the parameters that the loss reached
+    add: add to the old ``.grad``
+    recorder: its passes are marked as used for ``.grad``
     """
     for name, parameter in parameters_of(model).items():
         total, before = sums.get(name), parameter.grad
@@ -326,20 +341,20 @@ def set_grads(
 
 
 def drop_grads(model: nn.Module) -> None:
-    """Frees the gradients that `set_grads` would put others in the place of."""
+    """Frees the gradients that `set_grads` would replace."""
     for parameter in parameters_of(model).values():
         if parameter.requires_grad and parameter.grad is not None and not _is_part(parameter.grad):
             parameter.grad = None
 
 
 def mark_set(recorder: Recorder) -> None:
-    """Notes that ``.grad`` was set from the rows of the passes that are recorded."""
+    """Notes that ``.grad`` was set from the recorded passes."""
     for segment in recorder.record.segments:
         segment.replaced = True
 
 
 def _is_part(grad: Tensor) -> bool:
-    """Whether a gradient is a view of memory that has more in it, and that may be written: not that of a graph."""
+    """Whether a gradient is a view of larger memory and may be written in place, which a tensor of a graph may not."""
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
         return False
     base = grad._base

@@ -1,6 +1,7 @@
-"""The noise of a batch's rows: each function takes the forms of this process's samples, and sums over those of all.
+"""The noise of a batch's rows.
 
-All processes call them at once.  samples: how many all of them have, two at the least
+Each function takes the forms of this process's samples and sums over the samples of all processes, which must call it
+together.  ``samples`` is their number over all processes, at least 2.
 """
 
 from collections.abc import Mapping
@@ -18,33 +19,39 @@ from autograd_hacks.verbs.matrix import Forms, own_parts, second_moments
 
 
 class NoiseScale(NamedTuple):
-    """How noisy a batch's mean gradient is.  Both are unbiased: over steps take the means of each, and then the ratio."""
+    """The noise and signal of a batch's gradient.
+
+    Both estimates are unbiased.  Over several steps average each of them first, and then take the ratio.
+    """
 
     noise: Tensor
-    """tr Σ, the variance of single samples' gradients, added up over all numbers"""
+    """tr Σ: the variance of a single sample's gradient, summed over all its numbers."""
     signal: Tensor
-    """‖G‖², the squared length of the gradient that they scatter about; noise may bring it below 0"""
+    """‖G‖²: the squared length of the mean gradient.  The estimate can be negative."""
 
     @property
     def scale(self) -> Tensor:
-        """tr Σ / ‖G‖², a number of samples: batches much smaller are noise in the main, much larger ones gain little."""
+        """tr Σ / ‖G‖², a number of samples.  Much smaller batches are mostly noise; much larger ones gain little."""
         return self.noise / self.signal
 
 
 def means(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:
-    """ḡ, {name: shape}."""
+    """The mean gradient ḡ, {name: shape}."""
     shares = {name: form.new_sums(form.samples) + 1 / samples for name, form in forms.items()}
     return spread.settled((name, form.weighted_sum(shares[name], budget)) for name, form in forms.items())
 
 
 def variances(forms: Forms, about: Mapping[str, Tensor], spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:
-    """Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.  about: ḡ"""
+    """The variance Σₙ (gₙ - ḡ)² / (N - 1), elementwise, {name: shape}.
+
+    about: ḡ
+    """
     totals = spread.settled(second_moments(forms, None, own_parts(about, spread.cuts), budget).items())
     return {name: total / (samples - 1) for name, total in totals.items()}
 
 
 def signal_to_noise(forms: Forms, spread: Spread, samples: int, budget: int) -> dict[str, Tensor]:
-    """ḡ² over `variances`, {name: shape}."""
+    """ḡ² / `variances`, {name: shape}."""
     about = means(forms, spread, samples, budget)
     squares = {name: mean.abs().square() for name, mean in about.items()}
     noise = variances(forms, about, spread, samples, budget)
@@ -63,7 +70,7 @@ def signal_to_noise(forms: Forms, spread: Spread, samples: int, budget: int) -> 
 
 
 def _out_of_range(forms: Forms, sums: Mapping[str, Tensor]) -> list[str]:
-    """Where squares have left the range of numbers.  The same on all processes, since sums are."""
+    """The names whose squares overflow or underflow.  They are the same on all processes, because sums are."""
     sizes = torch.stack([whole_of(x.double().sum()).cpu() for x in sums.values()]).tolist() if sums else []
     least = [form.shape.numel() * smallest(form.sum_dtype) for form in forms.values()]
     return [name for name, size, low in zip(forms, sizes, least) if not low <= size < inf]
@@ -83,8 +90,8 @@ def noise_scales(forms: Forms, spread: Spread, samples: int, budget: int) -> dic
 
 
 def _without_digits(forms: Forms, noise: Mapping[str, Tensor], squares: Mapping[str, Tensor], samples: int) -> list[str]:
-    """Where next to nothing is left of a difference of sums.  The same on all processes, since sums are."""
-    shares = [(noise[name] / squares[name]).cpu() for name in forms]  # no number where all are zero
+    """The names whose difference of sums has lost its digits.  They are the same on all processes, because sums are."""
+    shares = [(noise[name] / squares[name]).cpu() for name in forms]  # NaN where all are zero
     digits = [1e4 * torch.finfo(form.sum_dtype).eps / (samples - 1) for form in forms.values()]
     return [name for name, share, least in zip(forms, torch.stack(shares).tolist(), digits) if share <= least]
 

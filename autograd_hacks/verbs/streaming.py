@@ -1,4 +1,4 @@
-"""Quantities that add over parameters, taken while a backward pass runs: each layer's record is freed at once."""
+"""Quantities that add over parameters, computed while a backward pass runs, which frees each layer's record at once."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from autograd_hacks.verbs.matrix import added, along_own, check_map, joint_norms
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 BUDGET = 16 * 2**20
-"""Bytes to use beside the results, unless told another number."""
+"""The default number of bytes to use beside the results."""
 
 
 WHAT = ("grad1", "norms", "gram")
-"""What `during_backward` takes by name."""
+"""The quantities that `during_backward` computes by name."""
 
 
 def streaming(
@@ -60,13 +60,15 @@ def streaming(
     kind: str = "signs",
     entries: int = 1,
 ) -> AbstractContextManager[Streamed]:
-    """`during_backward` for what adds over parameters: the norms, and whatever else is asked for::
+    """`during_backward` with the norms and any other quantities::
 
         with autograd_hacks.streaming(model) as streamed:
             loss.backward(retain_graph=True)
         weights = (max_norm / streamed.norms).clamp(max=1)
 
-    gram: whether to take the inner products of all pairs    others: see `during_backward`
+    gram: also compute the inner products of all pairs, (N, N)
+
+    The other arguments are those of `during_backward`.
     """
     what = ("norms", "gram") if gram else ("norms",)
     return during_backward(
@@ -97,34 +99,40 @@ def during_backward(
     kind: str = "signs",
     entries: int = 1,
 ) -> Iterator[Streamed]:
-    """A context for one backward pass, during which quantities are taken: a layer's input and the gradient at its output are
-    freed as soon as its parameters' gradients are known, and not kept until somebody reads::
+    """A context that computes quantities during one backward pass and frees each layer's activations early.
+
+    A layer's input and output gradient are freed as soon as its parameters' gradients are known::
 
         with autograd_hacks.during_backward(model, "grad1", "norms") as found:
             loss.backward()
         found.norms                              # and param.grad1, as compute_grad1 sets it
 
-    ``.grad`` is filled as by any backward pass.  Nothing is left to be read by `compute_grad1`.
+    ``.grad`` is filled as by any backward pass.  Afterwards there is nothing left for `compute_grad1` to read.
 
     what: "grad1", rows of shape ``(N, *param.shape)`` in ``param.grad1``; "norms", N; "gram", the inner products of all
     pairs, (N, N)
-    dot: {name: shape}, a direction for ``PerSampleGrads.dot``; or N weights w, for the direction Σₘ wₘ gₘ of samples of this
-    very pass, held-out ones say
-    weights: N; sets ``.grad`` to Σₙ wₙ gₙ.  After ``add_hooks(param_grad=False)`` it costs what ordinary gradients do, and 0
-    leaves held-out samples out of it
-    project: how many coordinates to project to    seed, kind, entries: as in ``PerSampleGrads.project``
-    loss_type, scale: as in `compute_grad1`    budget: bytes to use beside the results
+    dot: a direction for ``PerSampleGrads.dot``, {name: shape}; or N weights w for the direction Σₘ wₘ gₘ, a sum over
+    samples of the same pass, for example held-out ones
+    weights: N weights; sets ``.grad`` to Σₙ wₙ gₙ. After ``add_hooks(param_grad=False)`` it costs as much as ordinary
+    gradients. Give held-out samples weight 0
+    project: the number of coordinates to project to
+    seed: as in ``PerSampleGrads.project``
+    kind: as in ``PerSampleGrads.project``
+    entries: as in ``PerSampleGrads.project``
+    loss_type: as in `compute_grad1`
+    scale: as in `compute_grad1`
+    budget: bytes to use beside the results
 
-    Raises as `per_sample_grads` and the verbs of `PerSampleGrads` do, ValueError where nothing is asked for or another word
-    than these, RuntimeError for a second backward pass inside, and NotReduced for weights where processes share the batch or
+    Raises what `per_sample_grads` and the verbs of `PerSampleGrads` raise; ValueError if nothing is requested, or an unknown
+    quantity; RuntimeError for a second backward pass inside; and NotReduced for ``weights`` if processes share the batch or
     its layers.
     """
     asked = what or any(own is not None for own in (dot, project, weights))
     if (unknown := [word for word in what if word not in WHAT]) or not asked:
-        given = f"was given {unknown[0]!r}" if unknown else "was asked for nothing"
+        given = f"was given {unknown[0]!r}" if unknown else "was given nothing to compute"
         raise ValueError(
-            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, or dot=, project=, "
-            "or weights=." + ON_STREAMING
+            f"during_backward {given}; expected one or several of {', '.join(map(repr, WHAT))}, dot=, project= and "
+            "weights=." + ON_STREAMING
         )
     recorder = recorder_of(model)
     record = recorder.record
@@ -145,7 +153,7 @@ def during_backward(
     if weights is not None:
         _weights_of("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
-        if not isinstance(dot, Mapping):  # or else `along` adds up, too
+        if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
             verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
     check_scale(scale)
     if project is not None:
@@ -155,19 +163,21 @@ def during_backward(
         )
     check_no_tokens(recorder.segments == TOKENS, "during_backward")
     if record.on_arrival is not None:
-        raise RuntimeError("during_backward is open already for this model; leave that context first" + ON_STREAMING)
+        raise RuntimeError("during_backward is already open for this model; leave that context first" + ON_STREAMING)
     if record.accumulating:
         raise RuntimeError(
-            "during_backward and streaming are for one backward pass, and this model is accumulating several; leave that "
-            "context first" + ON_PASSES
+            "during_backward and streaming are for one backward pass, but this model is accumulating several; leave "
+            "accumulate(model) first" + ON_PASSES
         )
     record.clear()
     streamed, stream = Streamed(), _Stream(model, recorder, verbs, loss_type, scale, weights is not None)
 
     def undo() -> None:
         record.on_arrival = None
-        record.clear("its rows were taken as they arrived; run a forward and a backward pass outside of `during_backward`")
-        if not stream.has_ended:  # an earlier step's rows must not be taken for this one's, nor some of both be there
+        record.clear(
+            "its rows were read during the backward pass; run a forward and a backward pass outside of `during_backward`"
+        )
+        if not stream.has_ended:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(model.parameters() if "grad1" in what else ())
 
     with restored(undo):
@@ -177,7 +187,10 @@ def during_backward(
 
 
 def _weights_of(what: str, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Which samples' weights are not zero, and these, K each.  w: N"""
+    """The numbers of the K samples with nonzero weights, and these weights.
+
+    w: N
+    """
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
             f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor" + ON_STREAMING
@@ -187,26 +200,29 @@ def _weights_of(what: str, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Streamed(Shown):
-    """What `during_backward` has found, after the context's end.
+    """The results of `during_backward`, available after the context's end.
 
-    norms: N    dot: N    gram: (N, N)    projection: (N, dim)    (``weights`` sets ``.grad``)
+    * ``norms``: N
+    * ``dot``: N
+    * ``gram``: (N, N)
+    * ``projection``: (N, dim)
     """
 
     def _table(self) -> Table:
         found = [f"{name} of shape {tuple(x.shape)}" for name, x in vars(self).items()]
-        return Table(f"<during the backward pass were taken: {', '.join(found) or 'nothing yet'}>")
+        return Table(f"<computed during the backward pass: {', '.join(found) or 'nothing yet'}>")
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ("norms", "dot", "gram", "projection"):
             raise NothingRecorded(
-                f"there are no {name}: no backward pass has ended inside the context, the context has not ended, "
-                "or it was not asked for."
+                f"there is no {name!r}: no backward pass has ended inside the context, or the context has not ended, or "
+                f"{name!r} was not requested."
             )
         raise AttributeError(name)
 
 
 class _Stream:
-    """The gate taken one parameter at a time, when the last gradient for it has arrived."""
+    """Reads one parameter at a time, as soon as its last gradient has arrived."""
 
     def __init__(
         self,
@@ -226,9 +242,9 @@ class _Stream:
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
-        self._told: tuple[int, str] | None = None  # N, and which layer has told
-        self._sums: dict[str, Tensor] = {}  # what ``.grad`` is set to
-        # What each verb has found of parameters, by the first that is cut alike; '' for those that all processes have.
+        self._told: tuple[int, str] | None = None  # N, and the layer that it came from
+        self._sums: dict[str, Tensor] = {}  # the new ``.grad``
+        # Each verb's results, by the first parameter that is cut alike; '' for parameters that all processes have.
         self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
 
     @cached_property
@@ -239,23 +255,25 @@ class _Stream:
         return self.cuts[name].own(x) if name in self.cuts else x
 
     def arrived(self, current: Pass, name: str, grad: Tensor | None) -> None:
-        """Hears that a pass has brought all it will bring to a parameter.  grad: its ordinary gradient, where that is
-        computed"""
+        """Takes a parameter to which a pass has brought all its gradients.
+
+        grad: its ordinary gradient, if that is computed
+        """
         if current.is_hess:
             raise RuntimeError(
-                "backprop_hess has begun inside during_backward, which is for one ordinary backward pass" + ON_STREAMING
+                "backprop_hess was called inside during_backward, which is for one ordinary backward pass" + ON_STREAMING
             )
         if self._gate is None:
             self._gate = Gate(Segment([current]), self.loss_type)
         if self._gate.segment.passes[0] is not current:
-            raise RuntimeError("a second backward pass has begun inside during_backward, which is for one" + ON_PASSES)
+            raise RuntimeError("a second backward pass began inside during_backward, which is for one pass" + ON_PASSES)
         if current.higher_order:
-            raise HigherOrderError("during_backward takes no quantities of a backward pass with create_graph=True")
+            raise HigherOrderError("during_backward does not support a backward pass with create_graph=True")
         if name in self._taken:
             raise RuntimeError(
-                f"gradient has come to {self.names.get(name, name)} a second time in one backward pass, from a layer that "
-                "reentrant checkpoints share, and its rows were taken already. Use use_reentrant=False, or read after the "
-                "pass." + ON_STREAMING
+                f"{self.names.get(name, name)} received gradient a second time in one backward pass, because reentrant "
+                "checkpoints share its layer; its rows were already read. Use use_reentrant=False, or read after the pass."
+                + ON_STREAMING
             )
         self._taken.add(name)
         calls = current.calls_of.get(name, [])
@@ -279,13 +297,13 @@ class _Stream:
             current.received.pop(call)
 
     def _check_size(self, call: Use, grads: OutputGrads | None) -> None:
-        if grads is None:  # it was read already
+        if grads is None:  # already read
             return
         size, place = call.batch_size(grads), call.place
         self._told = self._told or (size, place)
         if size != self._told[0]:
             raise BatchSizeError(
-                f"the numbers of samples disagree, so that rows can't be matched: {self._told[1]}: {self._told[0]}; "
+                f"layers disagree on the number of samples, so rows can't be matched: {self._told[1]}: {self._told[0]}; "
                 f"{place}: {size}."
             )
 
@@ -295,10 +313,10 @@ class _Stream:
         place = "" if own is None else next(n for n, cut in self.cuts.items() if cut.groups == own.groups)
         for what, verb in self.verbs.items():
             value = verb(name, form)
-            if value is None:  # written where it is to be
+            if value is None:  # the verb has written its result
                 continue
             found = self._found[what].setdefault(place, [])
-            if what == "norms" or not found:  # norms are of a part of the row each; all else adds up
+            if what == "norms" or not found:  # norms of a row's parts are combined later; all else adds up
                 found.append(value)
             else:
                 found[0] = found[0] + value.to(found[0].device)
@@ -310,16 +328,16 @@ class _Stream:
         self._unwritten.discard(name)
 
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
-        """The form, where there is a weight for each of its samples."""
+        """The form.  Raises ValueError unless there is one weight for each of its samples."""
         if len(w) != form.samples:
             raise ValueError(
-                f"during_backward was given {what} of shape {tuple(w.shape)}, and {name!r} has {form.samples} samples; "
-                f"expected ({form.samples},), a weight for each" + ON_STREAMING
+                f"during_backward was given {what} of shape {tuple(w.shape)}; expected ({form.samples},), because {name!r} "
+                f"has {form.samples} samples" + ON_STREAMING
             )
         return form
 
     def along(self, name: str, form: Form, v: Tensor, w: Tensor | None, budget: int) -> Tensor:
-        """J v; and if there are weights, notes what they make of ``.grad``, in the same pass over the form."""
+        """J v.  With weights it also computes the new ``.grad`` in the same pass over the form."""
         v = self.own(name, v).to(form.like.device).conj().resolve_conj()
         if w is None:
             return form.dot(v, budget)
@@ -328,30 +346,31 @@ class _Stream:
         return found
 
     def add_up(self, name: str, form: Form, w: Tensor, budget: int) -> None:
-        """Notes what a parameter's ``.grad`` is to be."""
+        """Computes a parameter's new ``.grad``."""
         self._sums[name] = form.weighted_sum(self._weights(name, form, w), budget).to(form.like.dtype)
 
     def _weights(self, name: str, form: Form, w: Tensor) -> Tensor:
-        """The weights in the dtype that a form adds up in, or better."""
+        """The weights in the form's accumulation dtype, or a wider one."""
         if not self._sums:
-            drop_grads(self.model)  # before there are others: two sets of gradients are never alive together
+            drop_grads(self.model)  # first, so that two sets of gradients never exist at once
         own = self.checked(name, form, w, "weights")
         return w.to(own.like.device, torch.promote_types(w.dtype, own.sum_dtype))
 
     def _set_grads(self) -> None:
         if self.cuts or spread_of(self.model, self._recorder).mesh is not None:
             raise NotReduced(
-                "during_backward was given weights, and this process has a part of the samples, or of layers: .grad would "
-                "hold that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) adds up over processes."
+                "during_backward was given weights, but this process has only a part of the samples or of the layers, and "
+                ".grad would hold that part's sum. Read after the pass: per_sample_grads(model).weighted_sum(w) sums over "
+                "processes."
             )
         set_grads(self.model, {name: self._sums.get(name) for name in self._parameters}, self._sums)
 
     def end(self) -> dict[str, Tensor]:
-        """The results, if the pass can be trusted."""
+        """The results.  Raises if the pass is not complete."""
         check_known(self.model, self.record)
         readable_segments(dict(self._parameters), self.record)
         self.record.plan.unread = False
-        for name in self._unwritten if "grad1" in self.verbs else ():  # as `compute_grad1` has it
+        for name in self._unwritten if "grad1" in self.verbs else ():  # None or no grad1, as `compute_grad1` does
             parameter = self._parameters[name]
             write_rows(name, parameter, parameter, parameter.requires_grad, None, self.pool)
         if self._sets_grads:

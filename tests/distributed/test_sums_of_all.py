@@ -147,7 +147,7 @@ def private(way: str, groups: list[int] | None) -> None:
     dist.all_gather(theirs, found)
     assert_close(theirs[0], theirs[1], rtol=0, atol=0)
     squares(model(x[own(SIZES)]), y[own(SIZES)]).mean().backward()
-    with pytest.raises(ValueError, match=r"several processes have samples of groups \[0\]"):
+    with pytest.raises(ValueError, match=r"the samples of groups \[0\] are on several processes"):
         autograd_hacks.clip_and_noise_(model, BOUND, 1.0, 4, torch.zeros(SIZES[dist.get_rank()], dtype=torch.long))
     some = torch.zeros(SIZES[0], dtype=torch.long) if dist.get_rank() == 0 else None
     with pytest.raises(ValueError, match="groups on 1 of 2 processes"):

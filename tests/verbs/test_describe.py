@@ -81,7 +81,7 @@ def test_it_says_whether_samples_are_independent(independent: bool) -> None:
     with autograd_hacks.add_hooks(model, independent=independent):
         assert autograd_hacks.describe(model).independence == ""
         model(torch.randn(3, 2)).sum().backward()
-        told = "Independent by analysis: " if independent else "Independent as far as there are gradients"
+        told = "Independent by analysis: " if independent else "Independent along gradients"
         description = autograd_hacks.describe(model)
         assert description.independence.startswith(told)
         assert description.independence in str(description)

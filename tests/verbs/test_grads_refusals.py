@@ -55,7 +55,7 @@ def test_directions_that_do_not_fit() -> None:
     v = {name: torch.zeros(form.shape) for name, form in grads.items()}
     with pytest.raises(ValueError, match=r"^dot: the direction has no entry for '0\.bias'; expected one for each of the 4"):
         grads.dot({name: x for name, x in v.items() if name != "0.bias"})
-    with pytest.raises(ValueError, match=r"^dot: the direction has an entry for 'more', which is no parameter"):
+    with pytest.raises(ValueError, match=r"^dot: the direction has an entry for 'more', which is not a trainable parameter"):
         grads.dot(v | {"more": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"entry for '2\.weight' is .*\(5, 3\); expected.*\(3, 5\)"):
         grads.dot(v | {"2.weight": torch.zeros(5, 3)})
@@ -156,10 +156,10 @@ def test_forms_by_name_and_by_parameter() -> None:
             assert grads[p] is grads[name]
             assert grads.get(p) is grads[name]
     for given, words in [
-        ("weight", "there is no parameter 'weight' that trains.*'0.weight', '2.weight'"),
-        ("0.wieght", "expected the name.*: '0.weight'"),
+        ("weight", "there is no trainable parameter 'weight'.*'0.weight', '2.weight'"),
+        ("0.wieght", "expected a trainable parameter.*: '0.weight'"),
         (model[2].bias, "'2.bias' is frozen; expected"),
-        (nn.Parameter(torch.ones(2)), r"tensor of shape \(2,\) is none of the model's"),
+        (nn.Parameter(torch.ones(2)), r"tensor of shape \(2,\) is not a parameter of the model"),
         (0, r"select\(index\)"),
         ("nowhere", "'0.weight', '0.bias', '2.weight'"),
     ]:

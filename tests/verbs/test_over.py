@@ -199,7 +199,7 @@ def test_refusals(net: nn.Module, tmp_path: Path) -> None:
         autograd_hacks.over(net, [], loss, PerSampleGrads.norms)
     with pytest.raises(ValueError, match=r"shape \(20,\); expected 4 rows"):
         autograd_hacks.over(net, X.split(4), loss, lambda g: g.weighted_sum(torch.ones(4))["0.weight"].flatten())
-    with pytest.raises(ValueError, match="out for sums"):
+    with pytest.raises(ValueError, match="out= is for rows"):
         autograd_hacks.over(net, X.split(4), loss, PerSampleGrads.second_moment, total=True, out=tmp_path / "a.npy")
     with pytest.raises(ValueError, match="returned a dictionary"):
         autograd_hacks.over(net, X.split(4), loss, lambda g: g.norms(per_parameter=True), out=tmp_path / "a.npy")

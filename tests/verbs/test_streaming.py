@@ -44,7 +44,7 @@ def test_the_same_as_afterwards(name: str, loss_type: str, param_grad: bool) -> 
             assert_close(streamed.projection, projection)
             for p, g in zip(model.parameters(), kept):
                 assert_close(p.grad, g)
-            with pytest.raises(NothingRecorded, match="as they arrived"):
+            with pytest.raises(NothingRecorded, match="read during the backward pass"):
                 autograd_hacks.compute_grad1(model)
             model.zero_grad()
 
@@ -96,11 +96,11 @@ def test_what_it_refuses() -> None:
             pass
         with pytest.raises(NothingRecorded), autograd_hacks.streaming(model) as streamed:
             pass
-        with pytest.raises(NothingRecorded, match="no norms"):
+        with pytest.raises(NothingRecorded, match="no .norms"):
             _ = streamed.norms
         with autograd_hacks.streaming(model) as streamed:
             squares(model(x)).sum().backward()
-        with pytest.raises(NothingRecorded, match="no gram"):
+        with pytest.raises(NothingRecorded, match="no .gram"):
             _ = streamed.gram
 
         def twice() -> None:
@@ -176,5 +176,5 @@ def test_reading_inside() -> None:
         for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
             with pytest.raises(NothingRecorded, match="Read after that context"):
                 read(model)
-        with pytest.raises(RuntimeError, match="open already"), autograd_hacks.streaming(model):
+        with pytest.raises(RuntimeError, match="already open"), autograd_hacks.streaming(model):
             pass
