@@ -46,7 +46,7 @@ def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling
 
 
 def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
-    """Torch's update is P M, or M P, with a polynomial P of M Mᵀ, or Mᵀ M, on the smaller side.  P is taken along its steps."""
+    """Torch's update is P M, or M P on the smaller side, for a polynomial P of M Mᵀ or Mᵀ M that its steps give."""
     a, b, c = group["ns_coefficients"]
     buffer = state["momentum_buffer"]
     on_left = buffer.shape[0] <= buffer.shape[1]

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks import Metric, PerSampleGrads
 from autograd_hacks.errors import NothingRecorded, StaleRecord
+from autograd_hacks.forms import Elementwise, InTurn, Sides
 
 Rows = dict[str, Tensor]
 
@@ -181,6 +182,43 @@ def test_sides_and_factors_by_pattern() -> None:
     assert "Metric of 4 parameters" in str(metric)
 
 
+def accumulated() -> tuple[Tensor, Tensor, Tensor]:
+    """Σ G Gᵀ and Σ Gᵀ G over steps of matrices (5, 48), and the last G."""
+    torch.manual_seed(0)
+    steps = torch.randn(50, 5, 48).double()
+    return torch.einsum("sij,skj->ik", steps, steps), torch.einsum("sij,sik->jk", steps, steps), steps[-1]
+
+
+def test_the_metric_of_shampoo() -> None:
+    """A row U of a gradient G solves L^¼ U R^¼ = G."""
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    quarters = []
+    for factor in accumulated()[:2]:
+        values, vectors = torch.linalg.eigh(factor)
+        quarters.append(vectors * values**0.25 @ vectors.mT)
+        assert_close(torch.linalg.matrix_power(quarters[-1], 4), factor)
+    left, right = (torch.linalg.inv(x) for x in quarters)
+    found = grads.preconditioned(Metric({"4.weight": (left, right), "[01].*": None, "4.bias": None}))
+    assert type(next(found["4.weight"].leaves())).__name__ == "Outer"
+    assert_close(quarters[0] @ found["4.weight"].dense() @ quarters[1], rows["4.weight"])
+    solved = torch.linalg.solve(quarters[1], torch.linalg.solve(quarters[0], rows["4.weight"]), left=False)
+    assert_verbs(found, rows | {"4.weight": solved})
+
+
+def test_the_metric_of_soap() -> None:
+    """Q_L ((Q_Lᵀ G Q_R) / (√v + eps)) Q_Rᵀ, one number of the eigenvectors' coordinates after the other."""
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    left, right, last = accumulated()
+    QL, QR = torch.linalg.eigh(left).eigenvectors, torch.linalg.eigh(right).eigenvectors
+    root = (QL.mT @ last @ QR).abs() + 1e-8
+    by = InTurn([Sides(QL.mT, QR), Elementwise(1 / root), Sides(QL, QR.mT)])
+    found = grads.preconditioned(Metric({"4.weight": by, "[01].*": None, "4.bias": None}))
+    expected = torch.einsum("ai,bj,ij,ci,nck,kj->nab", QL, QR, 1 / root, QL, rows["4.weight"], QR)
+    assert_verbs(found, rows | {"4.weight": expected})
+
+
 def test_a_tied_embedding_in_a_metric() -> None:
     model = Language(7, 3).double()
     autograd_hacks.add_hooks(model)
@@ -265,7 +303,7 @@ def test_what_does_not_fit_is_refused() -> None:
         grads.preconditioned(Metric.from_optimizer(theirs))
     with pytest.raises(NothingRecorded, match="has no state"):
         Metric.from_optimizer(torch.optim.Adam(model.parameters()))
-    with pytest.raises(TypeError, match="expected one of Adam"):
+    with pytest.raises(TypeError, match=r"expected one of Adam.*Shampoo's or SOAP's factors"):
         Metric.from_optimizer(torch.optim.Rprop(model.parameters()))
     with pytest.raises(ValueError, match=r"no map for '0\.weight'"):
         grads.preconditioned(Metric({"*.bias": None}))
