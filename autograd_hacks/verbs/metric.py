@@ -111,8 +111,9 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         * RMSprop: g / (√v + eps).  Adagrad: g / (√Σg² + eps)
         * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so that products stay products, but for the
           update's clipping
-        * Muon: (M Mᵀ)^-½ G, or G (Mᵀ M)^-½ on the smaller side, for the momentum M, whose orthogonal factor the update is:
-          Newton and Schulz' iteration is taken for exact
+        * Muon: P G, or G P on the smaller side, where P M is what its Newton-Schulz steps make of the momentum M.  P is
+          finite: in directions that M doesn't have it is aᵏ / max(‖M‖, eps), for k steps with a first coefficient a.
+          With ``nesterov=True`` the update is made of M and the last gradient, which the state doesn't keep; P is of M
         * SGD: g itself
 
         A parameter that no step has changed has no scaling: its rows must be zeros.
@@ -126,8 +127,8 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         if scaling is None:
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of "
-                f"{', '.join(name for names in SCALINGS for name in names)}. Make its map yourself: "
-                "Metric({name: factor, ...})" + ON_METRICS
+                f"{', '.join(name for names in SCALINGS for name in names)}. Make its map yourself, "
+                "Metric({name: factor, ...}), or of Shampoo's or SOAP's factors as shown under 'J M: metrics'" + ON_METRICS
             )
         maps: dict[str | nn.Parameter, Given] = {}
         for group in inner.param_groups:

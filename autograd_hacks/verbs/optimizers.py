@@ -47,12 +47,19 @@ def _of_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling
 
 
 def _of_muon(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:
-    m = state["momentum_buffer"].double()
-    on_left = m.shape[0] <= m.shape[1]
-    values, vectors = torch.linalg.eigh(m @ m.mT if on_left else m.mT @ m)
-    least = values[-1].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
-    root = ((vectors * values.clamp(min=least).rsqrt()) @ vectors.mT).to(state["momentum_buffer"])
-    return (root, None) if on_left else (None, root)
+    """Torch's update is P M, or M P on the smaller side, for a polynomial P of M Mᵀ or Mᵀ M that its steps give."""
+    a, b, c = group["ns_coefficients"]
+    buffer = state["momentum_buffer"]
+    on_left = buffer.shape[0] <= buffer.shape[1]
+    m = (buffer if on_left else buffer.mT).double()
+    size = m.norm().clamp(min=group["eps"])
+    m, p = m / size, torch.eye(len(m), dtype=m.dtype, device=m.device) / size
+    for _ in range(group["ns_steps"]):
+        square = m @ m.mT
+        polynomial = b * square + c * square @ square
+        m, p = a * m + polynomial @ m, a * p + polynomial @ p
+    p = p.to(buffer)
+    return (p, None) if on_left else (None, p)
 
 
 def of_sgd(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scaling:

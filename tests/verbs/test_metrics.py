@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import autograd_hacks
 from autograd_hacks import Metric, PerSampleGrads
 from autograd_hacks.errors import NothingRecorded, StaleRecord
+from autograd_hacks.forms import Elementwise, InTurn, Sides
 
 Rows = dict[str, Tensor]
 
@@ -124,17 +125,45 @@ def test_the_metric_of_adafactor_has_rank_one_and_keeps_products() -> None:
     assert_close(found["4.bias"].dense(), rows["4.bias"] / optimizer.state[model[4].bias]["variance"].sqrt())
 
 
-def test_the_metric_of_muon_makes_its_momentum_orthogonal() -> None:
+@pytest.mark.parametrize("rank", [0, 2, 4])
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_the_metric_of_muon_is_the_map_of_its_own_steps(
+    rank: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Applied to the momentum it is torch's update, also where directions are small or missing."""
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch takes the steps in bfloat16
+    torch.manual_seed(rank)
+    layer = nn.Linear(*shape[::-1], bias=False).double()
+    optimizer = torch.optim.Muon(
+        layer.parameters(), lr=1.0, weight_decay=0, momentum=0, nesterov=False, ns_coefficients=(3.0, -3.2, 1.2), ns_steps=4,
+        eps=1e-3,
+    )  # fmt: skip
+    sizes = torch.tensor([1, 1e-2, 1e-5, 1e-9]).double()[:rank]
+    momentum = torch.linalg.qr(torch.randn(shape[0], rank).double())[0] * sizes @ torch.randn(rank, shape[1]).double()
+    before, layer.weight.grad = layer.weight.detach().clone(), momentum.clone()
+    optimizer.step()
+    update = (before - layer.weight.detach()) / max(1, shape[0] / shape[1]) ** 0.5
+    by = Metric.from_optimizer(optimizer)[layer.weight]
+    assert_close(by(momentum, momentum.shape), update)
+    # On a gradient that the momentum says nothing about: the first coefficient, once a step.
+    left, _, right = torch.linalg.svd(momentum, full_matrices=True)
+    if rank < 4:
+        other = left[:, -1:] @ right[-1:]
+        assert_close(by(other, other.shape), other * 3.0**4 / momentum.norm().clamp(min=1e-3), rtol=1e-5, atol=1e-6)
+
+
+def test_the_metric_of_muon_in_its_own_precision() -> None:
+    """torch's steps as they are, in bfloat16, of a momentum whose singular values span four decades.  These steps don't
+    converge, so that rounding grows: .12 of the update; for an exact orthogonal factor it would be .64."""
     torch.manual_seed(0)
-    for shape in ((4, 6), (6, 4)):
-        layer = nn.Linear(*shape[::-1], bias=False).double()
-        optimizer = torch.optim.Muon(layer.parameters())
-        layer.weight.grad = torch.randn(shape).double()
-        optimizer.step()
-        by = Metric.from_optimizer(optimizer)[layer.weight]
-        made = by(optimizer.state[layer.weight]["momentum_buffer"], torch.Size(shape))
-        small = made @ made.mT if shape[0] < shape[1] else made.mT @ made
-        assert_close(small, torch.eye(4).double())
+    layer = nn.Linear(32, 32, bias=False)
+    optimizer = torch.optim.Muon(layer.parameters(), lr=1.0, weight_decay=0, nesterov=False)
+    made = torch.linalg.qr(torch.randn(32, 32))[0] * torch.logspace(0, -4, 32) @ torch.linalg.qr(torch.randn(32, 32))[0]
+    before, layer.weight.grad = layer.weight.detach().clone(), made
+    optimizer.step()
+    momentum, by = optimizer.state[layer.weight]["momentum_buffer"], Metric.from_optimizer(optimizer)[layer.weight]
+    update = before - layer.weight.detach()
+    assert float((by(momentum, made.shape) - update).norm() / update.norm()) < 0.2
 
 
 def test_sides_and_factors_by_pattern() -> None:
@@ -151,6 +180,43 @@ def test_sides_and_factors_by_pattern() -> None:
     }
     assert_verbs(found, {name: by_hand.get(name, x) for name, x in rows.items()})
     assert "Metric of 4 parameters" in str(metric)
+
+
+def accumulated() -> tuple[Tensor, Tensor, Tensor]:
+    """Σ G Gᵀ and Σ Gᵀ G over steps of matrices (5, 48), and the last G."""
+    torch.manual_seed(0)
+    steps = torch.randn(50, 5, 48).double()
+    return torch.einsum("sij,skj->ik", steps, steps), torch.einsum("sij,sik->jk", steps, steps), steps[-1]
+
+
+def test_the_metric_of_shampoo() -> None:
+    """A row U of a gradient G solves L^¼ U R^¼ = G."""
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    quarters = []
+    for factor in accumulated()[:2]:
+        values, vectors = torch.linalg.eigh(factor)
+        quarters.append(vectors * values**0.25 @ vectors.mT)
+        assert_close(torch.linalg.matrix_power(quarters[-1], 4), factor)
+    left, right = (torch.linalg.inv(x) for x in quarters)
+    found = grads.preconditioned(Metric({"4.weight": (left, right), "[01].*": None, "4.bias": None}))
+    assert type(next(found["4.weight"].leaves())).__name__ == "Outer"
+    assert_close(quarters[0] @ found["4.weight"].dense() @ quarters[1], rows["4.weight"])
+    solved = torch.linalg.solve(quarters[1], torch.linalg.solve(quarters[0], rows["4.weight"]), left=False)
+    assert_verbs(found, rows | {"4.weight": solved})
+
+
+def test_the_metric_of_soap() -> None:
+    """Q_L ((Q_Lᵀ G Q_R) / (√v + eps)) Q_Rᵀ, one number of the eigenvectors' coordinates after the other."""
+    model = hooked()
+    grads, rows = grads_and_rows(model, *batch())
+    left, right, last = accumulated()
+    QL, QR = torch.linalg.eigh(left).eigenvectors, torch.linalg.eigh(right).eigenvectors
+    root = (QL.mT @ last @ QR).abs() + 1e-8
+    by = InTurn([Sides(QL.mT, QR), Elementwise(1 / root), Sides(QL, QR.mT)])
+    found = grads.preconditioned(Metric({"4.weight": by, "[01].*": None, "4.bias": None}))
+    expected = torch.einsum("ai,bj,ij,ci,nck,kj->nab", QL, QR, 1 / root, QL, rows["4.weight"], QR)
+    assert_verbs(found, rows | {"4.weight": expected})
 
 
 def test_a_tied_embedding_in_a_metric() -> None:
@@ -237,7 +303,7 @@ def test_what_does_not_fit_is_refused() -> None:
         grads.preconditioned(Metric.from_optimizer(theirs))
     with pytest.raises(NothingRecorded, match="has no state"):
         Metric.from_optimizer(torch.optim.Adam(model.parameters()))
-    with pytest.raises(TypeError, match="expected one of Adam"):
+    with pytest.raises(TypeError, match=r"expected one of Adam.*Shampoo's or SOAP's factors"):
         Metric.from_optimizer(torch.optim.Rprop(model.parameters()))
     with pytest.raises(ValueError, match=r"no map for '0\.weight'"):
         grads.preconditioned(Metric({"*.bias": None}))
