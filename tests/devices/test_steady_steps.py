@@ -1,0 +1,251 @@
+"""What a steady step asks of the host: nothing, for on a GPU each question waits for all kernels before it.
+
+Without a GPU, on the pretend accelerator: no step mixes devices, rows are right, and a step that proves nothing asks for no
+number, copies nothing and makes no tensor on the CPU, but for what KNOWN lists.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn as nn
+from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, vectors
+from pretend import PACKAGE, Far, MixedDevices, Note, near, noted, placed, pretending
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+
+
+class Text(nn.Module):
+    """Tied embeddings with padding, attention with dropout, a parameter by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scale = nn.Embedding(11, 8, padding_idx=0), nn.Parameter(torch.ones(8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block(self.token(x)) * self.scale) @ self.token.weight.t()
+
+
+def words() -> Tensor:
+    return torch.randint(11, (SAMPLES, 7))
+
+
+def untied() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Linear(8, 3))
+
+
+def wide() -> nn.Module:
+    """Norms of its layers are taken from products between positions."""
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+
+def padded_bag(mode: str) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode=mode, padding_idx=0), nn.Tanh(), nn.Linear(5, 3))
+
+
+MODELS = FAMILIES | {
+    "padded text": Family(Text, words),
+    "untied embedding": Family(untied, words),
+    "wide": Family(wide, vectors(4, 256)),
+    "padded bag": Family(padded_bag("sum"), words),
+    "largest of a bag": Family(padded_bag("max"), words),
+}
+DRAWS = {"padded text"}
+"""Models with dropout, whose rows are another step's."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a steady step asks for all the same.  families: the models whose steps do"""
+
+    what: str
+    where: str
+    why: str
+    families: tuple[str, ...]
+
+
+KNOWN: list[Known] = [
+    Known("_local_scalar_dense", "forms/composite.py:_cancels", "not mended yet", ("causal language model", "padded text")),
+    Known("index by a mask", "forms/composite.py:_cancels", "not mended yet", ("causal language model", "padded text")),
+    Known(
+        "_unique2",
+        "forms/lookup.py:_touched",
+        "not mended yet",
+        ("causal language model", "padded text", "untied embedding", "embedding bag", "padded bag", "largest of a bag"),
+    ),
+    Known("copy to the device", "forms/projection.py:_hashes", "not mended yet", (*MODELS,)),
+    Known("tensor on the CPU", "forms/projection.py:_hashes", "not mended yet", (*MODELS,)),
+    Known("nonzero", "verbs/streaming.py:_weights_of", "not mended yet", (*MODELS,)),
+    Known("_local_scalar_dense", "rules/rule.py:<genexpr>", "not mended yet", ("lstm", "gru", "largest of a bag")),
+    Known("_local_scalar_dense", "forms/composite.py:__init__", "not mended yet", ("embedding bag", "padded bag")),
+    Known(
+        "_local_scalar_dense",
+        "forms/composite.py:_beside",
+        "not mended yet",
+        ("embedding bag", "padded bag", "routed experts"),
+    ),
+    Known("bincount", "forms/composite.py:_beside", "not mended yet", ("embedding bag", "padded bag", "routed experts")),
+    Known("_local_scalar_dense", "forms/composite.py:held_size", "not mended yet", ("embedding bag", "padded bag")),
+    Known("bincount", "forms/composite.py:held_size", "not mended yet", ("embedding bag", "padded bag")),
+    Known("_unique2", "forms/lookup.py:second_moment", "not mended yet", ("embedding bag", "padded bag")),
+    Known("bincount", "forms/lookup.py:_sizes", "not mended yet", ("embedding bag", "padded bag")),
+    Known("repeat_interleave", "forms/lookup.py:__getitem__", "not mended yet", ("embedding bag", "padded bag")),
+    Known(
+        "copy to the device",
+        "rules/embedding.py:embedding_bag",
+        "not mended yet",
+        ("embedding bag", "padded bag", "largest of a bag"),
+    ),
+    Known("index by a mask", "rules/embedding.py:embedding_bag", "not mended yet", ("embedding bag", "padded bag")),
+    Known(
+        "repeat_interleave",
+        "rules/embedding.py:embedding_bag",
+        "not mended yet",
+        ("embedding bag", "padded bag", "largest of a bag"),
+    ),
+    Known(
+        "tensor on the CPU",
+        "rules/embedding.py:embedding_bag",
+        "not mended yet",
+        ("embedding bag", "padded bag", "largest of a bag"),
+    ),
+    Known("_local_scalar_dense", "probe/routes.py:_order", "not mended yet", ("routed experts",)),
+    Known("copy to the device", "forms/composite.py:gathered", "not mended yet", ("routed experts",)),
+    Known("copy to the host", "probe/routes.py:_above", "not mended yet", ("routed experts",)),
+    Known("tensor on the CPU", "probe/routes.py:_above", "not mended yet", ("routed experts",)),
+    Known("tensor on the CPU", "probe/routes.py:_reshaped", "not mended yet", ("routed experts",)),
+    Known("tensor on the CPU", "support/layout.py:rows", "not mended yet", ("routed experts",)),
+]
+
+Step = Callable[[nn.Module, Tensor], None]
+
+
+def rows(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def verbs(model: nn.Module, x: Tensor) -> None:
+    losses(model(x)).mean().backward()
+    grads, w = autograd_hacks.per_sample_grads(model), ones(SAMPLES)
+    grads.norms()
+    grads.norms(per_parameter=True)
+    grads.dot(direction(model))
+    grads.gram()
+    grads.weighted_sum(w)
+    grads.second_moment()
+    grads.variance()
+    grads.project(5)
+    grads.project(rank=2, per_parameter=True)
+    grads.project(16, kind="sjlt")
+
+
+def clip(model: nn.Module, x: Tensor) -> None:
+    autograd_hacks.backward(losses(model(x)))
+    autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+def arriving(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.during_backward(model, "grad1", "norms", "gram", dot=direction(model), project=4):
+        losses(model(x)).mean().backward()
+
+
+def summing(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.during_backward(model, dot=direction(model), weights=ones(SAMPLES)):
+        losses(model(x)).mean().backward()
+
+
+def streamed(model: nn.Module, x: Tensor) -> None:
+    with autograd_hacks.streaming(model, gram=True):
+        losses(model(x)).mean().backward()
+
+
+STEPS: tuple[Step, ...] = (rows, verbs, clip, arriving, summing, streamed)
+
+
+def ones(*shape: int) -> Tensor:
+    return Far(torch.ones(shape))
+
+
+def direction(model: nn.Module) -> dict[str, Tensor]:
+    return {name: ones(*p.shape) for name, p in model.named_parameters()}
+
+
+def asked(name: str, param_grad: bool, steps: tuple[Step, ...] = STEPS) -> Counter[Note]:
+    """What steps 20 to 31 ask.  Plans are proven in forwards 1, 2, 4, 16 and 32."""
+    model, x = MODELS[name].on("cpu", torch.float32)
+    expected = {} if name in DRAWS else rows_of(model, x)
+    with pretending():
+        placed(model)
+        x = Far(x)
+        with autograd_hacks.add_hooks(model, param_grad=param_grad):
+            for number in range(19):
+                (steps[number // 2] if number % 2 and number // 2 < len(steps) else rows)(model, x)
+                model.zero_grad()
+            for parameter, right in expected.items():
+                own = model.get_parameter(parameter).grad1
+                assert_close(torch.zeros_like(right) if own is None else near(own), right, rtol=1e-4, atol=1e-5)
+            with noted() as found:
+                for step in steps:
+                    step(model, x)
+                    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_steady_step_asks_for_what_is_known_alone(name: str, param_grad: bool) -> None:
+    found = asked(name, param_grad)
+    known = {(own.what, own.where) for own in KNOWN if name in own.families}
+    assert set(found) - known == set(), "the host waits for the device, or copies"
+    assert known - set(found) == set(), "this is asked no more: take it from KNOWN and from docs/performance.rst"
+
+
+def test_families_of_known_questions_are_some() -> None:
+    assert {name for own in KNOWN for name in own.families} <= set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("question", "what"),
+    [
+        ("bool((x > 0).any())", "_local_scalar_dense"),
+        ("x[x > 0]", "index by a mask"),
+        ("x.cpu()", "copy to the host"),
+        ("torch.ones(3).to(x.device)", "copy to the device"),
+        ("x.new_tensor([1.0])", "copy to the device"),
+        ("x * torch.tensor(2.0)", "copy to the device"),
+        ("torch.ones(3)", "tensor on the CPU"),
+        ("x.tolist()", "tolist"),
+        ("x.long().unique()", "_unique2"),
+        ("x[0].long().repeat_interleave(x[0].long())", "repeat_interleave"),
+    ],
+)
+def test_questions_of_the_package_are_seen(question: str, what: str) -> None:
+    """Those of the user's own code are none of its concern."""
+    found = {}
+    for file in (f"{PACKAGE}asking.py", __file__):
+        namespace = {"torch": torch}
+        exec(compile(f"def ask(x):\n    {question}", file, "exec"), namespace)
+        with pretending(), noted() as found[file]:
+            namespace["ask"](ones(6, 5))
+    assert [(what, "asking.py:ask") in own for own in found.values()] == [True, False]
+    assert not found[__file__]
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x + torch.ones(6, 5),
+        lambda x: torch.cat([x, torch.ones(1, 5)]),
+        lambda x: torch.ones(6)[Far(torch.tensor([1]))],
+        lambda x: torch.empty(3, device=x.device).normal_(generator=torch.Generator()),
+    ],
+)
+def test_devices_that_mix_are_an_error(mix: Callable[[Tensor], Tensor]) -> None:
+    with pretending(), pytest.raises(MixedDevices):
+        mix(ones(6, 5))
