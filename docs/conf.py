@@ -69,6 +69,8 @@ exclude_patterns = ["_build", "_generated", "examples", "gallery/*.ipynb"]
 # The notebook is run by every build, and fails it where a cell fails.
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_show_tb = "force", True, True
 nb_execution_timeout = 120
+# Formulas between dollar signs, in notebooks.
+myst_enable_extensions = ["dollarmath"]
 nitpicky = False
 
 
