@@ -1,8 +1,8 @@
-"""What other tools do without a word: small models, their numbers, and what `autograd_hacks.check_rows` says of these.
+"""What other tools do without a word: small models, their numbers, and the findings of `autograd_hacks.check_rows`.
 
     python benchmarks/knock_outs.py          writes docs/benchmark/knock_outs/*.txt, which docs/knock_outs.rst shows
 
-All of the tools must be installed for that, in the versions that are to be named.
+All of the tools must be installed for that, in the versions that the page will name.
 """
 
 from __future__ import annotations
