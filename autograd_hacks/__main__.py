@@ -22,6 +22,7 @@ from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.pages import explained
 from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.verbs.comparisons import percent
 
 TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
 TOOLS += ["laplace-torch"]
@@ -60,6 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="checks another engine's numbers: of (model, batch, loss), returns what check_rows takes: rows by parameter, "
         "norms, or a Gram matrix",
     )
+    doctor.add_argument(
+        "--coverage",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="with --engine: the least share of the parameters that it must give, 1 for all; below it the exit status is 1",
+    )
     explain = commands.add_parser("explain", help="more about an error: the section that its last line names")
     explain.add_argument(
         "name", nargs="?", metavar="NAME", help="of a section or of an error's class; without it all are listed"
@@ -77,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         doctor.error(str(error))
     print("\n".join(_machine()), end="\n\n")
     if engine is not None:
-        return _check_engine(engine, given, options.engine, options.model or "a small model")
+        return _check_engine(engine, given, options.engine, options.model or "a small model", options.coverage)
     return _check(given.model, given.args, given.kwargs, options.model or "a small model")
 
 
@@ -191,8 +199,18 @@ def _tried(function: Callable[..., Any], *args: Any, what: str, expected: str) -
         raise ValueError(f"{what} has raised {type(error).__name__}: {error}; {expected}") from error
 
 
-def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) -> int:
-    """An engine's numbers against one plain backward pass for each sample.  name, of: of the engine and the model"""
+def share(text: str) -> float:
+    """Raises ValueError for what is no share, which argparse tells."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str, coverage: float) -> int:
+    """An engine's numbers against one plain backward pass for each sample.
+
+    name, of: of the engine and the model    coverage: the least share of the parameters
+    """
     model, batch = given.model, given.kwargs or given.args
     loss = given.loss or (_squares_by_name if given.kwargs else _squares)
     state = random_state(cuda_devices_of(model))  # for dropout: both draw the same
@@ -200,15 +218,17 @@ def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) 
         with with_random_state(state):
             numbers = engine(copy.deepcopy(model), batch, loss)  # engines hook and wrap what they are given
         with with_random_state(state):
-            print(autograd_hacks.check_rows(model, batch, loss, numbers))
+            checked = autograd_hacks.check_rows(model, batch, loss, numbers)
     except VerificationFailed as error:
         print(f"{of}: the numbers of {name} are wrong. {error}")
         return 1
     except Exception as error:  # whatever an engine or a model raises: that is what the doctor is to say
         print(f"{of}: nothing was checked of {name}. {type(error).__name__}: {error}")
         return 1
-    print(f"\n{of}: the numbers of {name} are autograd's")
-    return 0
+    is_enough = checked.share >= coverage
+    found = f"the numbers of {name} are autograd's, for {percent(checked.share)} of the parameters"
+    print(checked, f"\n\n{of}: {found}", "" if is_enough else f", where {percent(coverage)} are asked for", sep="")
+    return 0 if is_enough else 1
 
 
 def _squares(model: nn.Module, *batch: Any) -> Tensor:
