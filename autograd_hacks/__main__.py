@@ -22,6 +22,7 @@ from autograd_hacks.support.contexts import cuda_devices_of, random_state, with_
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.pages import explained
 from autograd_hacks.support.trees import tensors_of
+from autograd_hacks.verbs.comparisons import percent
 
 TOOLS = ["einops", "numpy", "scipy", "tqdm", "opacus", "transformers", "lightning", "accelerate", "skorch", "torchjd"]
 TOOLS += ["laplace-torch"]
@@ -60,6 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="check another engine's numbers: a function of (model, batch, loss) that returns rows by parameter, norms, or "
         "a Gram matrix, as check_rows accepts them",
     )
+    doctor.add_argument(
+        "--coverage",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="with --engine: the smallest share of the parameters to accept, 1 for all; below it the exit status is 1",
+    )
     explain = commands.add_parser("explain", help="print more about an error: the section that its last line names")
     explain.add_argument("name", nargs="?", metavar="NAME", help="a section or an error class; without it, all are listed")
     options = parser.parse_args(arguments)
@@ -75,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         doctor.error(str(error))
     print("\n".join(_machine()), end="\n\n")
     if engine is not None:
-        return _check_engine(engine, given, options.engine, options.model or "a small model")
+        return _check_engine(engine, given, options.engine, options.model or "a small model", options.coverage)
     return _check(given.model, given.args, given.kwargs, options.model or "a small model")
 
 
@@ -195,11 +203,19 @@ def _tried(function: Callable[..., Any], *args: Any, what: str, expected: str) -
         raise ValueError(f"{what} raised {type(error).__name__}: {error}; {expected}") from error
 
 
-def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) -> int:
+def share(text: str) -> float:
+    """A number from 0 to 1.  Raises ValueError otherwise, which argparse reports."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str, coverage: float) -> int:
     """Compares an engine's numbers with one plain backward pass for each sample.
 
     name: the engine's name
     of: the model's name
+    coverage: the smallest share of the parameters to accept
     """
     model, batch = given.model, given.kwargs or given.args
     loss = given.loss or (_squares_by_name if given.kwargs else _squares)
@@ -208,15 +224,17 @@ def _check_engine(engine: Callable[..., Any], given: Given, name: str, of: str) 
         with with_random_state(state):
             numbers = engine(copy.deepcopy(model), batch, loss)  # engines hook and wrap the model
         with with_random_state(state):
-            print(autograd_hacks.check_rows(model, batch, loss, numbers))
+            checked = autograd_hacks.check_rows(model, batch, loss, numbers)
     except VerificationFailed as error:
         print(f"{of}: the numbers of {name} are wrong. {error}")
         return 1
     except Exception as error:  # the doctor reports whatever the engine or the model raises
         print(f"{of}: {name} could not be checked. {type(error).__name__}: {error}")
         return 1
-    print(f"\n{of}: the numbers of {name} equal autograd's")
-    return 0
+    is_enough = checked.share >= coverage
+    found = f"the numbers of {name} equal autograd's, for {percent(checked.share)} of the parameters"
+    print(checked, f"\n\n{of}: {found}", "" if is_enough else f"; {percent(coverage)} were asked for", sep="")
+    return 0 if is_enough else 1
 
 
 def _squares(model: nn.Module, *batch: Any) -> Tensor:

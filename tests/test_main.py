@@ -210,11 +210,27 @@ def test_the_doctor_checks_another_engine(
     assert f"the numbers of {models}:{engine} equal autograd's" in out
 
 
-def test_the_doctor_says_what_an_engine_leaves_out(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:some"]) == 0
+@pytest.mark.parametrize(("coverage", "status"), [(None, 0), ("0.53", 0), ("0.54", 1), ("1", 1)])
+def test_the_doctor_says_what_an_engine_leaves_out(
+    models: str, coverage: str | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [] if coverage is None else ["--coverage", coverage]
+    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:some", *asked]) == status
     out = capsys.readouterr().out
     assert "attributed: 53.8 % of 26 parameters" in out
     assert "not given" in out
+    last = out.rstrip().split("\n")[-1]
+    assert last.startswith(f"{models}:with_loss: the numbers of {models}:some are autograd's, for 53.8 % of the parameters")
+    assert ("are asked for" in last) == (status == 1)
+    assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:right", *asked]) == 0
+
+
+@pytest.mark.parametrize("share", ["2", "-1", "much"])
+def test_the_doctor_wants_a_share(models: str, share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--engine", f"{models}:right", "--coverage", share])
+    assert stop.value.code == 2
+    assert f"--coverage: invalid share value: '{share}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

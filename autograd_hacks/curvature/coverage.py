@@ -18,6 +18,7 @@ class Coverage(Shown):
     kinds: Mapping[str, str]  # {parameter: what it has}
     skipped: Mapping[str, str]  # {parameter: why it has none}
     sizes: Mapping[str, int]  # {parameter: how many numbers}
+    frozen: int = 0  # numbers that don't train, of which none is asked for
 
     @property
     def covered(self) -> list[str]:
@@ -36,6 +37,7 @@ class Coverage(Shown):
         title = (
             f"{self.kind}: {len(self.kinds)} of {len(self.sizes)} tensors; attributed: {percent:g} % of {count} parameters"
         )
+        title += f" that train; {self.frozen:,} are frozen" if self.frozen else ""
         rows = [("parameter", "numbers", self.kind)]
         for name, size in self.sizes.items():
             rows.append((name, f"{size:,}", self.kinds.get(name) or f"none: {self.skipped[name]}"))

@@ -52,9 +52,9 @@ def jacobian_descent(
 
     Parameters that the loss didn't reach have ``.grad`` None.  The result is ``aggregator(J)`` for the rows J written out.
 
-    Raises TypeError for an aggregator that needs the rows themselves, ``ConFIG`` say, ValueError for loss_type or losses
-    beside grads, or loss_type beside losses, and for losses of other axes; what `per_sample_grads` and `per_sample_jacobian`
-    raise; NotImplementedError where several processes share the batch.
+    Raises TypeError for an aggregator that needs the rows themselves, ``ConFIG`` say, and for a list of losses; ValueError
+    for loss_type or losses beside grads, or loss_type beside losses, and for losses of other axes; what `per_sample_grads`
+    and `per_sample_jacobian` raise; NotImplementedError where several processes share the batch.
 
     Source: Quinton and Rey 2024, "Jacobian descent for multi-objective optimization" (arXiv:2406.16232), section 6.
     """
@@ -68,6 +68,11 @@ def jacobian_descent(
             + ("grads" if grads is not None else f"loss_type={loss_type!r}")
             + "; expected one of them"
             + ON_TORCHJD
+        )
+    if losses is not None and not isinstance(losses, Tensor):
+        raise TypeError(
+            f"jacobian_descent was given losses of type {type(losses).__name__}; expected one tensor (N, K): "
+            "torch.stack(losses, dim=1), of K tensors with the losses of N samples each" + ON_TORCHJD
         )
     if losses is not None and losses.ndim not in (1, 2):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Anybody's per-sample gradients against the definition: one plain backward pass for each sample's loss."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,9 @@ from autograd_hacks.verbs.comparisons import (
     percent,
 )
 
+_PREFIXES = ("_module.", "module.", "_orig_mod.")
+"""Before the names of parameters that Opacus, DataParallel or torch.compile has wrapped."""
+
 
 def check_rows(
     model: nn.Module,
@@ -53,7 +56,8 @@ def check_rows(
     rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; (N,), norms over all parameters
     that train; or (N, N), their Gram matrix.  A shared parameter may have any of its names.  A parameter without rows, or
     with None, is a line "not given"
-    coverage: the least share of the model's numbers that must be given, 1.0 for all of them
+    coverage: the least share of the model's numbers that must be given, 1.0 for all of them.  Norms and Gram matrices over
+    all parameters are given for those without which they would be wrong; the table names the others: "can't be told"
     tolerance: the largest relative error of a sample's row that is right; unless told 4 ε^(3/4) with ε of the coarsest
     dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
 
@@ -105,13 +109,13 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
     if not isinstance(rows, Mapping | Tensor):
         raise TypeError(
             f"check_rows was given {type(rows).__name__} for the rows; expected a mapping from names of "
-            "parameters to tensors, N norms, or an N × N Gram matrix" + ON_CHECKING
+            f"parameters to tensors, N norms, or an N × N Gram matrix{_from_array(rows)}" + ON_CHECKING
         )
     for name, x in rows.items() if isinstance(rows, Mapping) else ():
         if not isinstance(x, Tensor | None):
             raise TypeError(
-                f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms. Of "
-                "autograd_hacks.per_sample_grads give dense()." + ON_CHECKING
+                f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms"
+                f"{_from_array(x) or '. Of autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
             )
     if not 0 <= coverage <= 1:
         raise ValueError(f"coverage is {coverage}; expected a share of the parameters, from 0 to 1" + ON_CHECKING)
@@ -122,6 +126,10 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
             "check_rows was given a model of which processes hold parts. Give it the whole model, in one process."
             + ON_CHECKING
         )
+
+
+def _from_array(x: Any) -> str:
+    return ". Make a tensor of it: torch.from_numpy(array)" if type(x).__module__ == "numpy" else ""
 
 
 def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -174,13 +182,26 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
         some = ", ".join(map(repr, list(known)[:3]))
-        raise ValueError(f"check_rows was given rows of {name!r}, which the model lacks; it has {some}, ..." + ON_CHECKING)
+        raise ValueError(
+            f"check_rows was given rows of {name!r}, which the model lacks; it has {some}, ...{_prefix_of(name, every)}"
+            + ON_CHECKING
+        )
     if not every[name].requires_grad:
         raise ValueError(
             f"check_rows was given rows of {name!r}, which is frozen. Leave them out, or let it train: requires_grad_()"
             + ON_CHECKING
         )
     return next(place for place, p in enumerate(known.values()) if p is every[name])
+
+
+def _prefix_of(name: str, every: Collection[str]) -> str:
+    """What to do about a name that is one of the model's but for a wrapper's prefix."""
+    for prefix in _PREFIXES:
+        if name.removeprefix(prefix) in every:
+            return f". Give names without the prefix {prefix!r} of a wrapper: name.removeprefix({prefix!r})"
+        if prefix + name in every:
+            return f". Give names with the prefix {prefix!r} of a wrapper, or the model that it wraps"
+    return ""
 
 
 def _look_again(

@@ -19,6 +19,7 @@ Gradients = Sequence[Tensor | None]
 GradientsOf = Callable[[int], Gradients]
 
 WHOLE = "all parameters"
+TOO_SMALL = "can't be told: small enough to be lacking"
 
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
 _BUCKETS = 64
@@ -52,9 +53,9 @@ class CheckedParameter:
 class CheckedRows(Shown):
     """What `check_rows` returns.  It prints as a table, in a terminal and in a notebook.
 
-    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given; all for
-    norms and products over all parameters    numbers: in all parameters that train and that some loss depends on
-    hint: what the errors have in common, or nothing
+    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given; of norms
+    and products over all, in those without which these would be wrong    numbers: in all parameters that train and that some
+    loss depends on    hint: what the errors have in common, or nothing
     """
 
     parameters: Sequence[CheckedParameter]
@@ -65,13 +66,14 @@ class CheckedRows(Shown):
 
     @property
     def share(self) -> float:
-        """The share of the numbers that was given."""
+        """The share of the numbers that was given, or that norms and products over all show to be in them."""
         return self.covered / self.numbers if self.numbers else 1.0
 
     def _table(self) -> Table:
         is_whole = any(line.name == WHOLE for line in self.parameters)
         given = "over all" if is_whole else f"attributed: {percent(self.share)} of"
         title = f"{counted(self.samples, 'sample')}, {given} {_big(self.numbers)} parameters"
+        title += f"; shown to be in it: {percent(self.share)}" if is_whole and self.share < 1 else ""
         return Table(title, [_HEADER, *(line.cells() for line in self.parameters)], self.hint, is_whole=True)
 
     __repr__ = Shown.__str__
@@ -154,6 +156,7 @@ class Comparison(ABC):
     def __init__(self, parameters: Mapping[str, torch.Size], samples: int, tolerance: float, dtype: torch.dtype) -> None:
         self.parameters, self.samples, self.tolerance, self.dtype = dict(parameters), samples, tolerance, dtype
         self.reached = [False] * len(parameters)
+        self.lengths: list[list[float]] = [[]] * samples  # of each sample's gradients, by parameter
         self.length = [0.0] * samples  # of whole gradients
         self.lines: list[_Line] = []
 
@@ -173,7 +176,8 @@ class Comparison(ABC):
     def note(self, n: int, gradients: Gradients) -> None:
         """Takes sample n."""
         self.reached = [known or g is not None for known, g in zip(self.reached, gradients)]
-        self.length[n] = _length(gradients)
+        self.lengths[n] = [0.0 if g is None else float(vector_norm(g)) for g in gradients]
+        self.length[n] = math.hypot(*self.lengths[n])
         self.look(n, gradients)
 
     def doubtful(self) -> list[int]:
@@ -195,17 +199,23 @@ class Comparison(ABC):
         """The table."""
         digits, covered, numbers = str(self.dtype).removeprefix("torch."), 0, 0
         checked = [line.checked(self.tolerance, digits) for line in self.lines if line.index is None]
-        is_whole = bool(checked)
         for index, (name, shape) in enumerate(self.parameters.items()):
             own = [line.checked(self.tolerance, digits) for line in self.lines if line.index == index]
-            numbers += shape.numel() * self.reached[index]
-            covered += shape.numel() * (self.reached[index] and bool(own or is_whole))
-            if not own and not is_whole:
-                verdict = "not given" if self.reached[index] else "not given; no loss depends on it"
-                own = [CheckedParameter(name, tuple(shape), None, None, verdict, True)]
-            checked += own
-        hint = "" if all(line.is_right for line in checked) else self.hint()
+            lacking = "" if own else self.lacking(index)
+            if self.reached[index]:
+                numbers += shape.numel()
+                covered += 0 if lacking else shape.numel()
+            checked += own or ([CheckedParameter(name, tuple(shape), None, None, lacking, True)] if lacking else [])
+        hint = self.advice(covered == numbers) if all(line.is_right for line in checked) else self.hint()
         return CheckedRows(checked, self.samples, covered, numbers, hint)
+
+    def lacking(self, index: int) -> str:
+        """Why a parameter without a line of its own may be lacking in what was given; nothing where it can't be."""
+        return "not given" if self.reached[index] else "not given; no loss depends on it"
+
+    def advice(self, is_all: bool) -> str:
+        """What to do where all is right.  is_all: whether no parameter may be lacking"""
+        return ""
 
     def hint(self) -> str:
         """What all that was given has in common, though it is wrong."""
@@ -289,7 +299,28 @@ class NormsByParameter(Rows):
         return _squares(self.lines) or super().hint()
 
 
-class Norms(Comparison):
+class _Whole(Comparison):
+    """Numbers over all parameters, from which small ones may be lacking unnoticed."""
+
+    @abstractmethod
+    def fits(self, n: int, square: float) -> bool:
+        """Whether what was given of sample n is right for a gradient of this squared length."""
+
+    def lacking(self, index: int) -> str:
+        rest = (self.length[n] ** 2 - self.lengths[n][index] ** 2 for n in range(self.samples))
+        is_small = self.reached[index] and all(self.fits(n, max(0.0, square)) for n, square in enumerate(rest))
+        return TOO_SMALL if is_small else ""
+
+    def advice(self, is_all: bool) -> str:
+        if is_all:
+            return ""
+        return (
+            "Without a parameter that can't be told, no sample's would change by more than the tolerance, "
+            f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
+        )
+
+
+class Norms(_Whole):
     """Norms over all parameters.  given: (N,)"""
 
     what = "norms"
@@ -308,11 +339,15 @@ class Norms(Comparison):
         (line,) = self.lines
         line.noise[n] = self.allowance(n, float(vector_norm(line.sketches[n] - _sketch_of_all(gradients))))
 
+    def fits(self, n: int, square: float) -> bool:
+        allowed = self.tolerance * self.length[n] + self.lines[0].noise.get(n, 0.0)
+        return abs(float(self._given[n]) - math.sqrt(square)) <= allowed
+
     def hint(self) -> str:
         return _squares(self.lines) or super().hint()
 
 
-class Gram(Comparison):
+class Gram(_Whole):
     """All pairs' inner products, over all parameters.  given: (N, N)"""
 
     what, power = "products", "²"
@@ -347,6 +382,11 @@ class Gram(Comparison):
         if len(self._apart) == self.samples:
             self._conclude()
 
+    def fits(self, n: int, square: float) -> bool:
+        """By its product with itself, of which a parameter has no smaller share than of others."""
+        allowed = self.tolerance * self.length[n] ** 2 + 2 * self._apart.get(n, 0.0) * self.length[n]
+        return abs(float(self._given[n, n].real) - square) <= allowed
+
     def doubtful(self) -> list[int]:
         """All samples, since each has products with all others."""
         is_off = any(line.is_off(n, self.tolerance) for line in self.lines for n in range(self.samples))
@@ -370,10 +410,6 @@ def exact(x: Tensor) -> Tensor:
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
     x = x.cpu() if x.device.type == "mps" else x  # which has no such numbers
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _length(gradients: Gradients) -> float:
-    return math.hypot(*(float(vector_norm(g)) for g in gradients if g is not None))
 
 
 def _product(a: Gradients, b: Gradients) -> float:

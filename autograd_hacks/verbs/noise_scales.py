@@ -145,7 +145,10 @@ class NoiseScales(Shown):
             return Table(title + ", no step yet")
         rows = [("layer", "noise", "signal", "noise scale")]
         for place, own in [*self.noise_scale("layer").items(), ("all", self.noise_scale())]:
-            rows.append((place, f"{own.noise.item():.4g}", f"{own.signal.item():.4g}", f"{own.scale.item():.4g}"))
+            # In early steps the mean signal may be below 0, being unbiased: it is lost in the noise.
+            is_seen = own.signal > 0 or own.noise == 0
+            scale = f"{own.scale.item():.4g}" if is_seen else "signal not seen yet"
+            rows.append((place, f"{own.noise.item():.4g}", f"{own.signal.item():.4g}", scale))
         return Table(title, rows)
 
 

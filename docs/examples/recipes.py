@@ -141,7 +141,8 @@ def magic(
 
     data, steps: as in ``in_run``
     Exact.  Each step back takes one pass, and for each of E others ⟨gₙ, λ⟩ of its samples, and λ - rate · Hλ, where Hλ is
-    the derivative of their mean.
+    the derivative of their mean.  A model with attention needs ``sdpa_kernel(SDPBackend.MATH)`` around this and around its
+    training: fused kernels, flash attention on CPUs among them, have no second derivative.
     Source: Ilyas and Engstrom 2025, "MAGIC" (arXiv:2504.16430).
     """
     names, parameters = zip(*model.named_parameters())

@@ -192,3 +192,30 @@ def test_a_layer_that_sees_some_positions(approximation: str, bias: str) -> None
     assert_close(model.some.weight.kfac[0], inputs.T @ inputs / len(inputs))
     # Each of the 6 positions that are sent there has 3 outputs, and each of these a pass with a gradient of one.
     assert_close(model.some.weight.kfac[1], torch.eye(3) * 6 / 4)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diag"])
+def test_all_that_trains_is_counted(kind: str) -> None:
+    """Also what ``add_hooks(only=...)`` leaves out, which has no curvature; what is frozen is said."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2)), torch.randn(5, 3)
+    model[3].weight.requires_grad_(False)
+    autograd_hacks.add_hooks(model, only=["0.*"])
+    table = autograd_hacks.compute_hess_over(model, [x], kind)
+    assert table.covered == ["0.weight", "0.bias"]
+    assert table.skipped == dict.fromkeys(["2.weight", "2.bias", "3.bias"], "it was left out by add_hooks(only=...)")
+    assert table.share == 16 / 28
+    assert f"{kind}: 2 of 5 tensors; attributed: 57.1 % of 28 parameters that train; 4 are frozen" in str(table)
+    with pytest.raises(ValueError, match=r"parameters: '2\.\*' was left out by add_hooks\(only="):
+        autograd_hacks.compute_hess_over(model, [x], kind, parameters=["0.*", "2.*"])
+    with pytest.raises(ValueError, match="matches frozen parameters alone"):
+        autograd_hacks.compute_hess_over(model, [x], kind, parameters="3.weight")
+
+
+def test_only_is_the_name_that_reading_has_for_parameters() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    autograd_hacks.add_hooks(model)
+    autograd_hacks.backprop_hess(model(x))
+    assert autograd_hacks.compute_hess(model, kind="diag", only=["0.*"]).covered == ["0.weight", "0.bias"]
+    assert autograd_hacks.compute_hess_over(model, [x], kind="diag", only="2.bias").covered == ["2.bias"]
+    with pytest.raises(ValueError, match=r"only=.* and parameters=.*one of them"):
+        autograd_hacks.compute_hess_over(model, [x], kind="diag", only="2.bias", parameters="2.bias")

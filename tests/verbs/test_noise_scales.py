@@ -64,6 +64,18 @@ def test_means_of_noise_and_signal_are_those_by_hand() -> None:
         assert f"\n{line} " in repr(scales)
 
 
+def test_a_signal_below_zero_is_no_scale_of_the_table() -> None:
+    scales = NoiseScales(BETA)
+    scales.take({"0.weight": (4.0, -0.5), "2.weight": (1.0, 0.1), "4.weight": (0.0, 0.0)})
+    table = str(scales)
+    lines = {line.split("  ")[0].strip(): line for line in table.split("\n")}
+    assert lines["0"].rstrip().endswith("signal not seen yet")
+    assert lines["all"].rstrip().endswith("signal not seen yet")
+    assert lines["2"].rstrip().endswith(" 10")
+    assert "not seen" not in lines["4"]
+    assert scales.noise_scale("layer")["0"].scale == -8  # as it is for who asks
+
+
 def test_one_step_is_that_steps_own_whatever_the_smoothing() -> None:
     scales = NoiseScales(0.999)
     (rows,) = trained(scales, steps=1)

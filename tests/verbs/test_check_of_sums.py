@@ -1,0 +1,132 @@
+"""`check_rows` of whole norms and Gram matrices: it certifies no parameter that could be lacking; and what it is given."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import one_loss_at_a_time
+from torch import Tensor
+
+from autograd_hacks import check_rows
+from autograd_hacks.errors import VerificationFailed
+from autograd_hacks.verbs.comparisons import WHOLE, percent
+
+Rows = dict[str, Tensor]
+N = 6
+
+
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+class Scaled(nn.Module):
+    """A linear layer whose gradient is small."""
+
+    def __init__(self, by: float, *sizes: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(*sizes)
+        self.by: float | Tensor = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by * self.inner(x)
+
+
+def case(dtype: torch.dtype, by: float) -> tuple[nn.Module, tuple[Tensor, Tensor], Rows]:
+    """Two heads that are added up, of which one has small gradients.  by: how small"""
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small, self.smaller = nn.Linear(5, 3), Scaled(by, 5, 3), Scaled(by / 2, 5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.large(x) + self.small(x) + self.smaller(x)
+
+    model = Both().to(dtype)
+    batch = torch.randn(N, 5, dtype=dtype), torch.arange(N) % 3
+    return model, batch, rows_of(model, batch)
+
+
+def rows_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Rows:
+    found = one_loss_at_a_time(model, lambda: losses_of(model, *batch))
+    return {name: rows for name, rows in found.items() if rows is not None}
+
+
+def norms(rows: Rows) -> Tensor:
+    return torch.cat([x.double().flatten(1) for x in rows.values()], 1).norm(dim=1)
+
+
+def gram(rows: Rows) -> Tensor:
+    whole = torch.cat([x.double().flatten(1) for x in rows.values()], 1)
+    return whole @ whole.T
+
+
+@pytest.mark.parametrize("made", [norms, gram])
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_what_could_be_lacking_is_not_certified(made: Callable[[Rows], Tensor], dtype: torch.dtype, by: float) -> None:
+    """Numbers with and without small parameters are both right, so that neither says that they are there."""
+    model, batch, rows = case(dtype, by)
+    for left_out in ("nothing", "smaller", "small"):  # 'small' is in both names
+        given = made({name: x for name, x in rows.items() if left_out not in name})
+        checked = check_rows(model, batch, losses_of, given)
+        lines = {line.name: line.verdict for line in checked.parameters}
+        assert lines.pop(WHOLE) == "right"
+        assert set(lines) >= {f"{layer}.inner.{what}" for layer in ("small", "smaller") for what in ("weight", "bias")}
+        assert all(verdict == "can't be told: small enough to be lacking" for verdict in lines.values())
+        assert checked.covered == sum(x[0].numel() for name, x in rows.items() if name not in lines)
+        text = str(checked)
+        assert f"over all 54 parameters; shown to be in it: {percent(checked.share)}\n" in text
+        assert "by name, or compute in float64" in text
+        with pytest.raises(VerificationFailed, match=r"too few.*coverage=1\.0"):
+            check_rows(model, batch, losses_of, given, coverage=1.0)
+    assert check_rows(model, batch, losses_of, rows, coverage=1.0).share == 1
+
+
+@pytest.mark.parametrize("made", [norms, gram])
+def test_with_more_digits_all_is_told(made: Callable[[Rows], Tensor]) -> None:
+    model, batch, rows = case(torch.float64, 1e-3)
+    checked = check_rows(model, batch, losses_of, made(rows), coverage=1.0)
+    assert [line.name for line in checked.parameters] == [WHOLE]
+    for left_out in rows:
+        with pytest.raises(VerificationFailed, match="wrong"):
+            check_rows(model, batch, losses_of, made({name: x for name, x in rows.items() if name != left_out}))
+
+
+@pytest.mark.parametrize("made", [norms, gram])
+def test_one_sample_is_enough_to_tell(made: Callable[[Rows], Tensor]) -> None:
+    """A parameter that only sample 2 reaches, such as an expert's."""
+    model, batch, _ = case(torch.float32, 0.0)
+    model.small.by = (torch.arange(N) == 2).float()[:, None]
+    rows = rows_of(model, batch)
+    lines = [line.name for line in check_rows(model, batch, losses_of, made(rows)).parameters]
+    assert lines == [WHOLE, "smaller.inner.weight", "smaller.inner.bias"]
+
+
+@pytest.mark.parametrize("made", [norms, gram])
+def test_a_gradient_of_zero_is_not_told_by_sums(made: Callable[[Rows], Tensor]) -> None:
+    model, batch, rows = case(torch.float64, 0.0)
+    checked = check_rows(model, batch, losses_of, made(rows))
+    assert checked.covered == 18
+    assert [line.name for line in checked.parameters][1:] == list(rows)[2:]
+    assert check_rows(model, batch, losses_of, rows, coverage=1.0).share == 1
+
+
+def test_arrays_are_refused_with_the_way_to_tensors() -> None:
+    model, batch, rows = case(torch.float64, 1.0)
+    for given in (norms(rows).numpy(), {name: x.numpy() for name, x in rows.items()}):
+        with pytest.raises(TypeError, match=r"ndarray.*torch\.from_numpy"):
+            check_rows(model, batch, losses_of, given)
+
+
+@pytest.mark.parametrize("prefix", ["_module.", "module.", "_orig_mod."])
+def test_names_of_a_wrapped_model_are_recognised(prefix: str) -> None:
+    model, batch, rows = case(torch.float64, 1.0)
+    given = {prefix + name: x for name, x in rows.items()}
+    with pytest.raises(ValueError, match=rf"without the prefix '{prefix}' of a wrapper.*removeprefix"):
+        check_rows(model, batch, losses_of, given)
+    wrapped = nn.ModuleDict({prefix[:-1]: model})
+    with pytest.raises(ValueError, match=rf"with the prefix '{prefix}' of a wrapper"):
+        check_rows(wrapped, batch, lambda wrapped, x, y: losses_of(wrapped[prefix[:-1]], x, y), rows)
