@@ -38,17 +38,17 @@ def check_ordinary(record: Record, what: str) -> None:
     check_no_tokens(any(use.documents is not None and use.documents.is_of_tokens for use in uses), what)
     if record.hess_type is not None:
         raise NothingRecorded(
-            f"{what}: the record holds the passes of backprop_hess, whose rows are not samples' gradients. Run "
+            f"there is no {what}: the record holds the passes of backprop_hess, whose rows are not samples' gradients. Run "
             "loss.backward() first, on a new forward or after clear_backprops(model). Or read the recorded passes: "
             "compute_hess(model), per_sample_grads(model)."
         )
 
 
 def check_no_tokens(is_of_tokens: bool, what: str) -> None:
-    """Raises if rows belong to tokens, N T, and the function has only one axis for rows.  what: the function"""
+    """Raises if rows belong to tokens, N T, and the function has only one axis for rows.  what: what there is none of"""
     if is_of_tokens:
         raise ValueError(
-            f"{what}: not available for rows of tokens (segments='tokens'). Use per_sample_grads(model), whose verbs have "
+            f"there is no {what} for rows of tokens (segments='tokens'). Use per_sample_grads(model), whose verbs have "
             "an axis for samples and one for positions; or call add_hooks(model) again, without segments." + ON_SEGMENTS
         )
 

@@ -119,7 +119,7 @@ def test_mixed_with_an_ordinary_backward_pass(hess_first: bool) -> None:
 def test_rows_of_passes_are_no_gradients() -> None:
     model, x = network()
     autograd_hacks.backprop_hess(model(x))
-    with pytest.raises(NothingRecorded, match="grad1: the record holds"):
+    with pytest.raises(NothingRecorded, match="no grad1"):
         autograd_hacks.compute_grad1(model)
     with pytest.raises(NothingRecorded, match="no gradient to clip"):
         autograd_hacks.clip_grad1_norm_(model, 1.0)

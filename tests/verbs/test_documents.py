@@ -168,7 +168,7 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
         with pytest.raises(ValueError, match=match):
             losses(model, *given)
     model = hooked("position_ids")
-    with pytest.raises(ValueError, match="goes on at position 2"):
+    with pytest.raises(ValueError, match="has 2 at the start of a document"):
         losses(model, given[0], given[1] + 2, given[2])
     model = Packed()
     model.forward = lambda ids, cu_seqlens: model.head(model.words(ids))  # type: ignore[method-assign]

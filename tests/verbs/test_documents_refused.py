@@ -93,7 +93,7 @@ def test_what_is_of_samples_entries_or_private_is_refused() -> None:
 
     model, given = hooked(ids_of), batch(2, [2, 2])
     each = losses(model, *given)[:, :2] * torch.tensor([[1.0], [0.0]])
-    with pytest.raises(BatchSizeError, match="per_sample_jacobian has rows of samples' entries"):
+    with pytest.raises(BatchSizeError, match="per_sample_jacobian gives rows of samples' entries"):
         autograd_hacks.per_sample_jacobian(model, each)
     each = losses(model, *given)[0].sum()
     each.backward()
