@@ -220,8 +220,10 @@ def test_the_doctor_says_what_an_engine_leaves_out(
     assert "attributed: 53.8 % of 26 parameters" in out
     assert "not given" in out
     last = out.rstrip().split("\n")[-1]
-    assert last.startswith(f"{models}:with_loss: the numbers of {models}:some are autograd's, for 53.8 % of the parameters")
-    assert ("are asked for" in last) == (status == 1)
+    assert last.startswith(
+        f"{models}:with_loss: the numbers of {models}:some equal autograd's, for 53.8 % of the parameters"
+    )
+    assert ("were asked for" in last) == (status == 1)
     assert main(["doctor", f"{models}:with_loss", "--engine", f"{models}:right", *asked]) == 0
 
 

@@ -1,1 +1,1 @@
-"""What hooks leave behind: the calls of a forward pass, and the gradients that backward passes bring.  No mathematics."""
+"""What the hooks record: the layer calls of a forward pass, and the gradients of backward passes.  No mathematics."""

@@ -1,4 +1,4 @@
-"""Several backward passes whose rows are appended.  No mathematics."""
+"""Collects the rows of several backward passes.  No mathematics."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from autograd_hacks.support.display import Shown, Table
 
 
 def accumulate(model: nn.Module) -> Accumulation:
-    """A context in which the rows of several forward and backward passes are appended, for micro-batches::
+    """Returns a context that appends the rows of several forward and backward passes, for micro-batches::
 
         with autograd_hacks.accumulate(model):
             for x, y in micro_batches:
                 loss_fn(model(x), y).backward()
         autograd_hacks.compute_grad1(model)
 
-    With ``loss_type='mean'`` each loss is taken for the mean over its own micro-batch, so that a row is the gradient of
-    its sample's loss however large the micro-batch was.  An exception throws the rows away.
+    With ``loss_type='mean'`` each loss is assumed to be the mean over its own micro-batch.  A row is then the gradient of
+    its sample's loss, for any size of micro-batch.  If an exception leaves the context, the rows are discarded.
 
-    Where the passes are not in one block, in a trainer's callbacks say, call ``accumulate(model).start()`` before them and
-    ``accumulate(model).stop()`` behind; the rows can be read after that.
+    If the passes are not in one block, for example in a trainer's callbacks, call ``accumulate(model).start()`` before them
+    and ``accumulate(model).stop()`` after them.  Then read the rows.
 
-    Both raise NothingRecorded where the model has no hooks, and RuntimeError to start while the model accumulates already.
+    Raises NothingRecorded if the model has no hooks.  ``start`` raises RuntimeError if the model is accumulating already.
     """
     return Accumulation(model)
 
 
 class Accumulation(Shown):
-    """What `accumulate` returns: a context, which can also be started and stopped by hand, any number of times."""
+    """What `accumulate` returns: a context, which can also be started and stopped explicitly, any number of times."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -48,23 +48,23 @@ class Accumulation(Shown):
         return Table(f"<accumulate of a {kind}, {says}>", [("what", "so far"), *record.cells()] if begun else ())
 
     def start(self) -> None:
-        """From here on rows are appended.  What was recorded before is thrown away.
+        """Starts to append rows.  Discards what was recorded before.
 
-        Raises RuntimeError where the model accumulates already, NothingRecorded where it has no hooks.
+        Raises RuntimeError if the model is accumulating already, and NothingRecorded if it has no hooks.
         """
         record = recorder_of(self._model).record
         if record.accumulating:
             raise RuntimeError(
-                "accumulate: this model is accumulating already. Leave that context first, or end it: "
+                "accumulate: this model is accumulating already. Leave the other context first, or call "
                 "autograd_hacks.accumulate(model).stop()." + ON_PASSES
             )
         record.clear()
         record.accumulating, self._record = True, record
 
     def stop(self) -> None:
-        """Ends it, whichever object has started it.  The rows can be read until the next backward pass.
+        """Stops, whichever object started it.  The rows stay readable until the next backward pass.
 
-        Raises RuntimeError where it was not started, NothingRecorded where the model has no hooks.
+        Raises RuntimeError if the model is not accumulating, and NothingRecorded if it has no hooks.
         """
         record = recorder_of(self._model).record
         if not record.accumulating:
@@ -83,5 +83,6 @@ class Accumulation(Shown):
         self._record.accumulating = False
         if error is not None:
             self._record.clear(
-                f"accumulate(model) was left by {type(error).__name__} and its rows were thrown away; run it again"
+                f"accumulate(model): {type(error).__name__} left the context, so the rows were discarded. Run the passes "
+                "again"
             )

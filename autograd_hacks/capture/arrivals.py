@@ -1,4 +1,4 @@
-"""Hooks on the graph's nodes: what arrives at uses, what a pass does at parameters, and what it was announced as."""
+"""Hooks on nodes of the graph: gradients at uses, what a pass does at parameters, and what `backward` announced."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +20,27 @@ from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
-"""What a backward pass does at a parameter's node; torch.autograd.grad takes the gradient in front of it."""
+"""What a backward pass does at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 Receive = Callable[[Use, int, Sequence[Tensor | None], "Node | None", "AtOutput | None"], None]
-"""``receive(use, slot, grads, node, hook)`` gets the gradients at some of a use's tensors, from the number ``slot`` on.
+"""``receive(use, slot, grads, node, hook)`` gets the gradients at some of a use's tensors, starting at number ``slot``.
 
-node: where the hook is; None for a call in a pass of which no graph is made    hook: the one at a call's output
+node: the node that has the hook; None for a layer call in a pass that makes no graph
+hook: the `AtOutput` of a layer call; None for a `NodeUse`
 """
 
 ANNOUNCED: dict[int, Announcement] = {}
-"""What is known beforehand of the passes that run now, by graph task: hooks may run in another thread than `backward`."""
+"""What `backward` announced about the passes that run now, by graph task.  Hooks may run in another thread."""
 
 
 def node_of(parameter: Tensor) -> Node:
-    """Where a parameter ends the graph."""
+    """The node at which a parameter ends the graph."""
     if type(parameter) is Parameter and parameter.requires_grad and torch.is_grad_enabled():
-        # What get_gradient_edge does, without its context, which takes two thirds of 3 µs.
+        # The same as get_gradient_edge, without its context manager, which takes two thirds of 3 µs.
         function = parameter.view_as(parameter).grad_fn
         if function is not None and (node := function.next_functions[0][0]) is not None:
             return node
-    with without_subclasses():  # which would put a node for the subclass in between
+    with without_subclasses():  # a subclass would put its own node in between
         return get_gradient_edge(parameter).node
 
 
@@ -48,18 +49,18 @@ def reach_of(node: Node) -> str:
     try:
         return EXECUTED if will_execute(node) else NOT_REACHED
     except RuntimeError as error:
-        # autograd.grad captures this leaf: the engine raises instead of answering.
+        # torch.autograd.grad captures this leaf: the engine raises instead of answering.
         if "A leaf node was passed to _will_engine_execute_node" in str(error):
             return CAPTURED
         raise
 
 
 class AtOutput:
-    """A hook on the node of a layer's output, or of the base that the output is a view of.
+    """A hook on the node of a layer's output.  If the output is a view, the hook is on its base's node.
 
-    On the node and not on the tensor, since it so sees the gradient that the layer's own backward will use, after the
-    user's hooks on the tensor, and since in-place operations after the layer can't move it: they give a view another node,
-    but leave its base's in the graph.
+    The hook is on the node and not on the tensor for two reasons.  It sees the gradient that the layer's own backward will
+    use, after the user's tensor hooks.  And in-place operations after the layer can't move it: they give a view another
+    node but leave its base's node in the graph.
     """
 
     __slots__ = ("call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
@@ -68,9 +69,9 @@ class AtOutput:
         self, call: LayerCall, graph: Graph, receive: Receive, slot: int, output: Tensor, live: Any, inputs: frozenset[Node]
     ) -> None:
         self.receive, self.slot, self.shape = receive, slot, output.shape
-        self.number = (output if output._base is None else output._base).output_nr  # which of what the node made it is
-        self.live = live  # the call's arguments in their graph, where rows may be differentiated
-        self.inputs = inputs  # what made these
+        self.number = (output if output._base is None else output._base).output_nr  # the number of this output at its node
+        self.live = live  # the call's arguments with their graph, if rows may be differentiated
+        self.inputs = inputs  # the nodes that made the arguments
         self.call: LayerCall | None = call
         self.graph: Graph | None = graph
 
@@ -84,13 +85,13 @@ class AtOutput:
             node = current_node()
         self.receive(self.call, self.slot, (grad,), node, self)
         if not (keeps_graph() if keeps is None else keeps):
-            # Autograd frees what it saved, and a loss that is kept must not keep the inputs.
+            # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
             self.call = self.graph = self.live = None
             self.inputs = frozenset()
 
 
 class AtNode:
-    """A hook on a node at which values of parameters meet the batch.  It doesn't hold the node, which holds it."""
+    """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
     __slots__ = ("graph", "receive", "use")
 
@@ -104,16 +105,18 @@ class AtNode:
 def attach(
     call: LayerCall, graph: Graph, output: Any, receive: Receive, is_compared: bool, live: Any, inputs: frozenset[Node]
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
-    """Has the gradients at a call's outputs sent to ``receive``.  Returns the output, and the hooks with their nodes.
+    """Sends the gradients at a call's outputs to ``receive``.  Returns the output, and the hooks with their nodes.
 
-    graph: the one that the call refers to    is_compared: whether the call keeps its output, to compare a later one with
-    it    live: the arguments in their graph    inputs: what made these
+    graph: the object that the call refers to
+    is_compared: whether the call keeps its output, to compare a later one with it
+    live: the arguments with their graph
+    inputs: the nodes that made the arguments
     """
     outputs = tensors_of(output)
     if len(outputs) > 1 or is_compared or not all(x._base is None or keeps_its_node(x) for x in outputs):
-        # One output may be computed from another, as an LSTM's h from its c.  The gradient at a copy is that of the
-        # uses outside the layer alone; and the user may overwrite the copy, where the result is to be compared or a
-        # view's node would be lost.
+        # An output may be computed from another one, as an LSTM's h from its c.  The gradient at a copy comes from uses
+        # outside the layer only.  A copy is also needed if the user may overwrite an output that is compared later, or a
+        # view, whose node would be lost.
         output = map_tensors(lambda x: cloned(x) if x.grad_fn is not None else x, output)
         outputs = tensors_of(output)
     hooked = []
@@ -127,7 +130,7 @@ def attach(
 
 
 def keeps_its_node(output: Tensor) -> bool:
-    """Whether an output is no view, or its base reshaped and nothing else: the gradients at both are the same numbers."""
+    """Whether the output is not a view, or only a reshaped base, so that both gradients have the same numbers."""
     if output._base is None or output.grad_fn is None:
         return True
     is_reshaped = output.grad_fn.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -136,9 +139,9 @@ def keeps_its_node(output: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """An output of a model; held by the node that made it."""
+    """An output of a model.  The node that made the output holds it."""
 
-    edge: int  # which of the node's outputs it is
+    edge: int  # the output's number at its node
     layout: Layout  # where its samples are
     samples: int  # N
     plan: Plan
@@ -148,20 +151,20 @@ class Returned:
 
 
 RETURNED: weakref.WeakSet[Returned] = weakref.WeakSet()
-"""Those whose graphs are there and which losses are asked for: of forwards that were just proven, or return parameters."""
+"""The outputs whose losses are checked: their graphs exist, and the forward was just proven or returns parameters."""
 
 
 def mark_returned(output: Tensor, mark: Returned) -> None:
-    """Has `returned_in` find an output of a model."""
+    """Marks an output of a model, so that `returned_in` finds it."""
     if output.grad_fn is not None:
         if mark.is_proven or mark.plan.returns_parameters:
             RETURNED.add(mark)
-        notes: Any = output.grad_fn.metadata  # which torch has as a method in its types
+        notes: Any = output.grad_fn.metadata  # torch's types declare it as a method
         notes.setdefault(Returned, {})[mark.edge] = mark
 
 
 def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
-    """The marked outputs that a tensor follows from."""
+    """The marked outputs from which a tensor was computed."""
     found: list[tuple[GradientEdge, Returned]] = []
     waiting = [] if x.grad_fn is None else [x.grad_fn]
     seen = set(waiting)
@@ -178,8 +181,8 @@ def returned_in(x: Tensor) -> list[tuple[GradientEdge, Returned]]:
 
 @contextmanager
 def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
-    """A context in which the hooks know what a backward pass is for, that begins at the tensor which it gives."""
-    # A node of its own in front of all others, which tells the recorders about this pass before any of them records.
+    """A context that announces the backward pass to the hooks.  Start the pass at the tensor that it gives."""
+    # This node comes before all others, so the recorders know about the pass before any of them records.
     with torch.enable_grad():
         root = output.view_as(output)
     tasks: list[int] = []

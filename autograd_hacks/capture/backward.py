@@ -1,4 +1,4 @@
-"""What backward passes bring, and to which uses and parameters.  No mathematics."""
+"""Files the gradients of backward passes under uses and parameters.  No mathematics."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,40 +29,40 @@ from autograd_hacks.support.trees import version_of
 
 @dataclass
 class Inner:
-    """A pass within a pass, by which gradients come to uses and not to parameters: see `capture/lean.py`."""
+    """A pass inside another pass.  It brings gradients to uses and not to parameters: see `capture/lean.py`."""
 
-    task: int  # of the pass around it
-    ways: Mapping[str, str]  # what that does at parameters, by name: see `reach_of`
-    left: dict[str, int] = field(default_factory=dict)  # by parameter how many gradients at its uses are still to come
-    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients come too, after all at their uses
-    filed: set[tuple[Use, int]] = field(default_factory=set)  # those that have come, by use and the number of its tensor
+    task: int  # of the outer pass
+    ways: Mapping[str, str]  # what the outer pass does at parameters, by name: see `reach_of`
+    left: dict[str, int] = field(default_factory=dict)  # by parameter, how many gradients at its uses are still missing
+    arriving: frozenset[str] = frozenset()  # the parameters whose own gradients are computed too, after those at their uses
+    filed: set[tuple[Use, int]] = field(default_factory=set)  # arrived gradients, by use and tensor number
 
 
 class Backward:
-    """Hears of gradients, at uses and at parameters, and files them in a record."""
+    """Receives gradients, at uses and at parameters, and files them in a record."""
 
-    # Handed down by `verbs/hooking.py`.  settle: whether rows add up to what has arrived at a parameter, so that it need
-    # not be kept; created: a pass of which a graph is made has come to a node.
+    # Set by `verbs/hooking.py`.  settle: whether the rows add up to the gradient that arrived at a parameter, which then
+    # need not be kept.  created: called when a pass that makes a graph arrives at a node.
     settle: Callable[[Record, Pass, str, Tensor], bool]
     created: Callable[[Use, Node, AtOutput | None], None]
 
     def __init__(self, record: Record, reduction: Reduction) -> None:
         self.record, self.reduction = record, reduction
         self.wants_grad = True  # whether backward passes fill .grad, as add_hooks(param_grad=...) says
-        self.attached = True  # whether the hooks are there; graphs may outlive them
-        self.is_behind = False  # whether parameters have hooks also behind the accumulation of ``.grad``
+        self.attached = True  # whether the hooks are on the model; graphs may outlive them
+        self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.running: Pass | None = None
-        self.answered = False  # whether a pass has come since the last forward began
-        self.unanswered = 0  # forwards since the last pass
-        self.called: set[int] = set()  # layers (id) that were called since the last forward or pass
+        self.answered = False  # whether a pass has arrived since the last forward began
+        self.unanswered = 0  # how many forwards there were since the last pass
+        self.called: set[int] = set()  # the layers (id) that were called since the last forward or pass
         self._left: tuple[str, tuple[int, int] | None] | None = None  # a parameter, and the state of its .grad
-        self.is_silent = False  # whether passes leave nothing in the record
-        self._keeps: dict[str, Tensor | None] = {}  # what .grad is to be again, by the parameter's name
-        self.inner: Inner | None = None  # the pass within a pass that runs, without ordinary gradients
+        self.is_silent = False  # whether passes record nothing
+        self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
+        self.inner: Inner | None = None  # the running inner pass, without ordinary gradients
 
     def hears(self) -> bool:
-        """Whether passes are noted."""
+        """Whether passes are recorded."""
         return Switch.on() and self.attached and not self.is_silent
 
     def detach(self) -> None:
@@ -73,32 +73,32 @@ class Backward:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context in which other passes come, and leave this as it is."""
+        """A context for other passes, which leaves this object unchanged."""
         with kept(self):
             self.running, self._left, self.called, self.inner = None, None, set(), None
-            self.settle = lambda *_: True  # who runs them compares
+            self.settle = lambda *_: True  # the caller compares
             yield
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """A context whose passes leave nothing in the record."""
+        """A context whose passes record nothing."""
         with kept(self, "is_silent"):
             self.is_silent = True
             yield
 
     def own_hooks(self) -> set[int]:
-        """The numbers that torch knows this one's hooks on parameters by."""
+        """The numbers under which torch stores the hooks of this object on parameters."""
         return {handle.id for pair in self.watched.values() for handle in pair}
 
     def watch(self, parameter: Tensor) -> None:
-        """Asks for word of each gradient that arrives at the parameter, whichever way it came."""
+        """Puts a hook on the parameter, which sees every gradient that arrives there."""
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
-            # Weakly: a parameter's hooks are held in C++, where no garbage collector looks.
+            # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
             self.watched[parameter] = (parameter.register_hook(_Arrival(self, parameter)),)
             self._watch_behind(parameter)
 
     def watch_behind(self) -> None:
-        """Asks for word of each gradient that is in its ``.grad``, where something has to be done with it there."""
+        """Puts hooks on parameters that run after ``.grad`` is set, if something must be done there."""
         if not self.is_behind:
             self.is_behind = True
             for parameter in list(self.watched.keys()):
@@ -110,7 +110,7 @@ class Backward:
             self.watched[parameter] = (*handles, hook)
 
     def watch_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Asks the graph for word of gradient that comes by an output of the model in which samples mix."""
+        """Puts hooks on the outputs of the model in which samples mix, to notice gradients that arrive through them."""
         for slot in self.record.plan.mixed_outputs:
             node = outputs[slot].grad_fn if slot < len(outputs) else None
             if node is not None:
@@ -121,7 +121,7 @@ class Backward:
             self.enter(current_task()).mixed_output = True
 
     def enter(self, task: int) -> Pass:
-        """The pass that runs now; a task within another one is part of that one's pass."""
+        """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, forwards_before=self.unanswered)
@@ -135,12 +135,12 @@ class Backward:
 
     def _finish(self, ended: Pass) -> None:
         ended.finished, ended.reader = True, None
-        # backprop_hess has other passes to come, and so has `accumulate`.
+        # Other passes of backprop_hess, or of `accumulate`, follow.
         self.record.plan.unread |= not ended.is_hess and not self.record.accumulating
         self.running, self.unanswered, self._left = None, 0, None
         self.record.superseded, self.record.superseded_unseen = [], {}
         self.called.clear()
-        # Behind what wrappers do with gradients at a pass's end.
+        # After wrappers have changed the gradients at the end of the pass.
         call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
@@ -151,13 +151,13 @@ class Backward:
         self._left = next(left, None)
 
     def receive(self, use: Use, slot: int, grads: Sequence[Tensor | None], node: Node | None, hook: AtOutput | None) -> None:
-        """Notes the gradients that the running pass brings to a use; see `Receive`."""
+        """Records the gradients that the running pass brings to a use; see `Receive`."""
         if not (Switch.on() and self.attached) or is_transformed():
             return
         if self.is_silent:
             return
         for g in grads:
-            if g is not None and is_batched(g):  # is_grads_batched: many passes in one
+            if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
                 return
         if self.inner is not None:
             if (use, slot) in self.inner.filed:
@@ -178,17 +178,17 @@ class Backward:
                     self.reached(edge.name, None)
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
-        """The forms of a node's values, or what is to be raised when they are read."""
+        """The forms of a node's values, or the exception to raise when they are read."""
         try:
             own = without_autocast([g for g in grads if g is not None])
-            # A user's function may run layers in its backward, which is called once a sample here.
+            # A user's custom function is called here once for each sample, and may run layers in its backward.
             with torch.set_grad_enabled(torch.is_grad_enabled()), own, Switch.paused_here():
                 return use.take(node, grads, reached)
-        except Exception as error:  # the user's own pass goes on
+        except Exception as error:  # the user's own pass must continue
             return error
 
     def _note(self, use: Use, slot: int, grads: Sequence[Tensor | None], live: Any, makes_graph: bool) -> OutputGrads | None:
-        # Autograd is asked, for each parameter: a gradient on its way to an input alone is none of ours.
+        # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
         inner, ways = self.inner, dict[str, str]()
         for local, edge in use.edges.items():
             if way := reach_of(edge.node) if inner is None else inner.ways.get(edge.name):
@@ -198,10 +198,10 @@ class Backward:
         task, captures = current_task() if inner is None else inner.task, CAPTURED in ways.values()
         if captures and use.is_own and inner is None:
             self.check_captured([use.edges[local].parameter for local, way in ways.items() if way == CAPTURED])
-        # A call that checkpointing makes again inside a pass belongs to that pass, in whatever task its gradient comes.
+        # If checkpointing makes the call again inside a pass, the call belongs to that pass, whatever task its gradient has.
         outer = None if use.recomputed_in is None else use.recomputed_in()
         outer = None if outer is None or outer.finished else outer
-        if outer is not None and captures and task != outer.task:  # by a user's function, which brings it to the parameter
+        if outer is not None and captures and task != outer.task:  # a user's function brings it to the parameter
             self.record.unseen |= dict.fromkeys([edge.name for edge in use.edges.values()], self.record.forwards)
             return None
         if outer is None and self.running is not None and self.running.task != task:
@@ -217,7 +217,7 @@ class Backward:
         for number, grad in enumerate(grads, slot):
             if grad is not None:
                 grad = grad.detach() if live is None and not makes_graph else grad
-                # From a graph that an inner pass has made some comes past it, into the same use.
+                # A graph made by an inner pass may bring a part of the gradient around that pass, into the same use.
                 received.at[number] = grad = grad if (before := received.at[number]) is None else before + grad
                 received.versions[number] = version_of(grad)
         received.live = live or received.live
@@ -233,8 +233,8 @@ class Backward:
     def _file(self, current: Pass, call: Use) -> None:
         """Puts the pass into a segment.
 
-        A pass through a forward that a segment holds adds to it.  One through other forwards alone replaces all, or begins
-        a segment of its own while accumulating.
+        A pass through a forward of an existing segment adds to that segment.  A pass through other forwards only replaces
+        all segments, or begins a new one while accumulating.
         """
         record = self.record
         if len(record.segments) == 1 and not record.superseded:  # the usual case
@@ -242,14 +242,14 @@ class Backward:
             if current in only.passes and call.forward in only.forwards:
                 return
         home = next((segment for segment in record.segments if current in segment.passes), None)
-        # 1. Does the call belong to the forward of another segment, one that was replaced included?
+        # 1. Does the call belong to a forward of another segment, including replaced ones?
         target = next((s for s in (*record.segments, *record.superseded) if s is not home and s.takes(current, call)), None)
-        # 2. A second backprop_hess may not replace what the first has left unread.
+        # 2. A second backprop_hess must not replace the unread passes of the first.
         for segment in record.segments if current.is_hess and home is None else ():
             if segment is target or not (record.accumulating or segment.read):
                 segment.check_takes(current)
         if home is not None and target is not None:
-            # 3. The pass has begun elsewhere and comes here too: both are one segment, among those that target was of.
+            # 3. The pass began in another segment and comes here too: join both, at the place of the target.
             target.passes += home.passes
             target.forwards |= home.forwards
             others = record.superseded if target in record.superseded else record.segments
@@ -257,15 +257,15 @@ class Backward:
             record.segments, home = [segment for segment in others if segment is not home], target
             record.unseen = record.superseded_unseen | record.unseen
         elif home is None:
-            # 4. Its first call: it adds to the segment that was found, or begins one.
+            # 4. This is the pass's first call: it adds to the segment that was found, or begins a new one.
             home = target or Segment(forwards={call.forward})
             home.passes.append(current)
             if target is None and record.accumulating:
                 record.add(home)
             elif target is None:
                 current.replaces_unread = not current.is_hess and any(not segment.read for segment in record.segments)
-                # What it replaces is kept until its end where a graph is left by which it may yet come there: several
-                # losses of one forward, some with layers that were called later.
+                # The pass may still reach the segment that it replaces, if a graph leads there: several losses of one
+                # forward, some with layers that were called later.  So keep that segment until the pass ends.
                 if any(s.can_be_run_again() for s in record.segments):
                     record.superseded, record.superseded_unseen = record.segments, record.unseen
                 record.segments = [home]
@@ -273,8 +273,9 @@ class Backward:
         home.forwards.add(call.forward)
 
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """Hears of the gradient that a pass brings to a parameter, after all uses that it came through.  Returns what is
-        to take its place, or None."""
+        """Receives a parameter's gradient, after all uses that it passed through.
+
+        Returns the gradient to use instead, or None."""
         self._note_arrival(parameter, grad)
         if grad is None or grad.grad_fn is None or not torch.is_grad_enabled():
             return None
@@ -309,43 +310,43 @@ class Backward:
             running.fills_grad |= self.wants_grad or not own
             if own and not self.wants_grad and parameter in record.names:
                 self._keeps[name], parameter.grad = parameter.grad, None
-            if name in running.skipped and name not in running.brought:  # past the uses, which bring none
+            if name in running.skipped and name not in running.brought:  # it came around the uses
                 record.unseen[name] = record.forwards
         if grad.is_meta or record.on_arrival is not None or not (record.comparing or record.plan.keeps_arrived(name)):
             return
-        # Shown by the proof: nothing comes past the nodes that it saw, and no call was made within the pass.
+        # The proof showed that nothing comes around the nodes that it saw.  No call was made inside the pass.
         is_shown = self.inner is None and name in record.plan.shown and all(use.recomputed_in is None for use in uses)
         if is_shown and _is_same(grad, running.handed.pop(name, None)):
             running.settled.setdefault(name, set()).update(uses)
             return
-        is_part = self.inner is not None and record.comparing  # of what comes in this pass: see `capture/lean.py`
+        is_part = self.inner is not None and record.comparing  # of the pass's gradient: see `capture/lean.py`
         if is_part or not self.settle(record, running, name, grad):
             so_far = running.arrived.get(name)
             running.arrived[name] = grad.detach().clone() if so_far is None else so_far + grad
 
     def put_back(self, parameter: Tensor) -> None:
-        """Hears that a parameter's gradient is in its ``.grad``, and leaves that as it was where none is wanted."""
+        """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
         if self._keeps and (name := self.record.names.get(parameter)) in self._keeps:
             parameter.grad = self._keeps.pop(name or "")
 
     def check_captured(self, parameters: Sequence[Tensor]) -> None:
-        """Raises where ordinary gradients are asked for.  parameters: those that torch.autograd.grad captures"""
-        # The library's own passes ask for them to leave .grad alone, and take none.
+        """Raises if ordinary gradients are requested.  parameters: those that torch.autograd.grad captures"""
+        # The library's own passes request them only to leave .grad alone, and don't use them.
         if self.wants_grad or current_task() in ANNOUNCED or self.is_silent:
             return
         if any(p in self.record.names and may_skip(p) for p in parameters):
             raise ParamGradSkipped(
-                "torch.autograd.grad was asked for the gradients of parameters, which are not computed: the model was "
-                "hooked by add_hooks(param_grad=False). Take them from per_sample_grads(model).weighted_sum(w), or use "
+                "torch.autograd.grad: parameters' gradients were requested, but add_hooks(param_grad=False) turns them off. "
+                "Take the gradients from per_sample_grads(model).weighted_sum(w), or hook the model with "
                 "param_grad=True."
             )
 
     def reached(self, name: str, grad: Tensor | None) -> None:
-        """Hands a parameter on to who takes its rows while the pass runs."""
+        """Passes a parameter to the function that reads its rows while the pass runs."""
         record, running, inner = self.record, self.running, self.inner
         if record.on_arrival is None or running is None:
             return
-        if name in running.taken and (inner is not None or grad is None):  # as its last use was come by
+        if name in running.taken and (inner is not None or grad is None):  # already done at its last use
             return
         if inner is not None:
             running.taken.add(name)
@@ -357,13 +358,13 @@ def _is_same(grad: Tensor, other: Tensor | None) -> bool:
 
 
 def may_skip(parameter: Tensor) -> bool:
-    """Whether nobody else waits for a parameter's gradient: a hook of the user's, or of another model."""
+    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
     before, after = hooks_before(parameter), hooks_after(parameter)
-    return len(before or ()) <= 1 and len(after or ()) <= 1  # one is the library's own
+    return len(before or ()) <= 1 and len(after or ()) <= 1  # one is this library's own
 
 
 def _sum(before: Any, forms: Any) -> Any:
-    """The forms of a node's values from two parts of its gradient."""
+    """The forms of a node's values, added up from two parts of its gradient."""
     if before is None or isinstance(forms, Exception):
         return forms
     if isinstance(before, Exception):

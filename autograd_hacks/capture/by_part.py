@@ -1,4 +1,4 @@
-"""The way to the rows of layers whose parameters are cut over processes: of this process's part, as its rule says it."""
+"""Rows of layers whose parameters are split over processes: the layer's rule, applied to this process's part."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,16 @@ from autograd_hacks.support.parts import Cut, has_parts, is_part, may_have_parts
 from autograd_hacks.support.trees import map_tensors, modules_of, tensors_of
 
 CUT = (nn.Linear, nn.Embedding)
-"""Layers whose rule is right for a part of their parameters, given the part of x and g that belongs to it."""
+"""Layers whose rule also holds for a part of their parameters, given the matching part of x and g."""
 
 
 @dataclass(eq=False, kw_only=True)
 class PartCall(LayerCall):
     """A call of a layer of which this process holds a part.
 
-    Let a parameter be cut over a mesh.  Where it is cut, the rule gives that part of its rows.  Where processes have it
-    alike and the gradient at the output is cut, along a sequence say, each has rows of its own positions, which add up.
+    A parameter may be split over a mesh: then the rule gives the rows of this process's part.  Or all processes may hold the
+    whole parameter while the gradient at the output is split, for example along the sequence: then each process has rows of
+    its own positions, and these are added up over processes.
     """
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
@@ -41,20 +42,20 @@ class PartCall(LayerCall):
 
 
 def _adds_up(call: LayerCall, parameter: Tensor, g: Tensor) -> bool:
-    """Whether processes that have a parameter alike have rows of different positions."""
+    """Whether the processes hold the same parameter but have rows of different positions."""
     if not is_part(parameter) or not is_part(g):
         return False
     own, out = Cut.of(parameter), Cut.of(g)
     if own.mesh != out.mesh:
         raise ShardedParameters(
-            f"a parameter of {where(call.path, call.layer)} is cut over {own.mesh}, and the gradient at the layer's "
-            f"output over {out.mesh}. Rows can be put together over one mesh alone."
+            f"{where(call.path, call.layer)}: a parameter is split over {own.mesh}, but the gradient at the layer's output "
+            f"is split over {out.mesh}. Expected the same mesh for both."
         )
     return any(mine.is_replicate() and theirs.is_shard() for mine, theirs in zip(own.places, out.places))
 
 
 def _added(forms: Mapping[str, Form], g: Tensor) -> dict[str, Form]:
-    """Rows added up over the processes among which a gradient is cut, at once for all of a layer's parameters."""
+    """Rows added up over the processes that split a gradient, in one step for all parameters of a layer."""
     if not forms:
         return {}
     rows = [form.dense().flatten(1) for form in forms.values()]
@@ -68,47 +69,47 @@ def _added(forms: Mapping[str, Form], g: Tensor) -> dict[str, Form]:
 def check_cut(
     path: str, layer: nn.Module, rule: Rule, parameters: Mapping[str, Tensor], outputs: Sequence[Tensor], at: Layout | None
 ) -> None:
-    """Raises ShardedParameters for a layer whose parts give no rows.  at: where the samples are in its first output"""
+    """Raises ShardedParameters if a layer's parts give no rows.  at: where the samples are in its first output"""
     places: list[Any] = [p for p in parameters.values() if is_part(p)]
     if rule.recomputes or (not isinstance(layer, CUT) and any(x.is_shard() for p in places for x in p.placements)):
         raise ShardedParameters(
-            f"{where(path, layer)} has parameters that are cut over processes ({', '.join(parameters)}), and there are no "
-            "per-sample gradients of its parts: Linear and Embedding may be cut (ColwiseParallel, RowwiseParallel), and "
-            "others' parameters be alike on all processes. Leave this layer whole, or freeze it: requires_grad_(False)."
+            f"{where(path, layer)}: its parameters ({', '.join(parameters)}) are split over processes, and its rule can't "
+            "read parts. Only Linear and Embedding may be split (ColwiseParallel, RowwiseParallel); other layers need the "
+            "same parameters on all processes. Keep this layer whole, or freeze it: requires_grad_(False)."
         )
     axis = 0 if at is None else at.axis
     out: Any = next((x for x in outputs if is_part(x)), None)
     if out is not None and any(place.is_shard(axis) for place in out.placements):
         raise ShardedParameters(
-            f"the output of {where(path, layer)}, of shape {tuple(out.shape)}, is cut along axis {axis}, where the samples "
-            "are, so that each process has the rows of some. Give each process a tensor of its own samples, and use "
-            "DistributedDataParallel or fully_shard; over what cuts layers all processes have the same batch."
+            f"{where(path, layer)}: its output, of shape {tuple(out.shape)}, is split along axis {axis}, which is the "
+            "batch, so each process has the rows of some samples only. Give each process a tensor of its own samples and "
+            "use DistributedDataParallel or fully_shard. With split layers, all processes need the same batch."
         )
 
 
 def check_forward(model: nn.Module, arguments: Any) -> Sequence[tuple[str, Tensor]]:
-    """The parameters that train and that layers have parts of, by name.
+    """The trainable parameters of which layers hold parts, with their names.
 
-    Raises where a forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
-    parameters that no layer's rule covers, UnseenGradient in context parallel.
+    Raises if the forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
+    parameters that no layer's rule covers, UnseenGradient with context parallelism.
     """
     if not may_have_parts():
         return []
     if _is_context_parallel():
         raise UnseenGradient(
-            "torch.distributed.tensor.experimental.context_parallel is on: each process has some positions of every sample, "
-            "and a sample's gradient is a sum over processes of which this one knows a part. Cut layers along their features"
-            " or heads instead (ColwiseParallel, RowwiseParallel, SequenceParallel), or leave the context."
+            "torch.distributed.tensor.experimental.context_parallel is on, so each process has only some positions of "
+            "every sample, and this process sees only a part of a sample's gradient. Leave the context, or split layers "
+            "along their features or heads instead (ColwiseParallel, RowwiseParallel, SequenceParallel)."
         )
     for x in tensors_of(arguments):
         if is_part(x):
             raise TypeError(
-                f"a hooked model was given a DTensor of shape {tuple(x.shape)}; expected what each process holds: call "
-                "x.to_local(), and let the first layer's style say how it is cut (input_layouts=...)."
+                f"the hooked model got a DTensor of shape {tuple(x.shape)}; expected this process's local tensor. Call "
+                "x.to_local(), and give the first layer's style the layout (input_layouts=...)."
             )
     if not has_parts(model):
         return []
-    others = {id(p) for part in gathering(model) for p in part.parameters()}  # whose stand-ins are known later
+    others = {id(p) for part in gathering(model) for p in part.parameters()}  # their whole tensors are known later
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in others)
     parts = [(name, p) for name, p in trained if is_part(p)]
     ruled = {id(p) for module in (modules_of(model) if parts else ()) if rule_for(module) for p in covered(module).values()}
@@ -117,7 +118,7 @@ def check_forward(model: nn.Module, arguments: Any) -> Sequence[tuple[str, Tenso
 
 
 def _is_context_parallel() -> bool:
-    """Whether attention goes around a ring of processes now."""
+    """Whether attention currently exchanges keys and values around a ring of processes."""
     ring = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if ring is None:
         return False
@@ -126,10 +127,10 @@ def _is_context_parallel() -> bool:
 
 
 def refuse_parts(names: Sequence[str]) -> None:
-    """Raises ShardedParameters for parts of parameters that would be read by other ways than layers' rules."""
+    """Raises ShardedParameters for parts of parameters that no layer's rule would read."""
     if names:
         raise ShardedParameters(
-            f"processes hold parts of {', '.join(names)}, which no layer's rule covers, or its rule can't tell the samples "
-            "apart: what functions do with DTensors is not followed. Put it into a layer with a rule (Linear, Embedding, "
-            "norms; see register_rule), keep it whole on each process, or freeze it: requires_grad_(False)."
+            f"{', '.join(names)}: split over processes, and no layer's rule covers it, or its rule can't separate the "
+            "samples. Functions of DTensors are not followed. Use a layer that has a rule (Linear, Embedding, norms; see "
+            "register_rule), keep the parameter whole on each process, or freeze it: requires_grad_(False)."
         )

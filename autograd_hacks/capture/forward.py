@@ -1,4 +1,4 @@
-"""What the hooks on layers note of a running forward.  No mathematics."""
+"""Records the layer calls of the running forward.  No mathematics."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,24 +28,24 @@ _NONE: frozenset[Node] = frozenset()
 
 
 class Noted(NamedTuple):
-    """A call of the running forward, in its graph."""
+    """A layer call of the running forward, with its place in the graph."""
 
     call: LayerCall
     number: int  # how many calls of the layer there were before
-    hooks: list[tuple[Node, AtOutput]]  # at its outputs, and the nodes that hold them
-    inputs: frozenset[Node]  # what made the tensors that it was given
-    place: Place | None = None  # which it is known to have, like the call before
+    hooks: list[tuple[Node, AtOutput]]  # on its outputs' nodes
+    inputs: frozenset[Node]  # the nodes that made its arguments
+    place: Place | None = None  # its place, if the call repeats a known one
 
     @property
     def is_empty(self) -> bool:
-        """Whether it returned no rows, as an expert that nothing was routed to."""
+        """Whether the output has no rows, as for an expert that got no samples."""
         return len(self.hooks) == 1 and self.hooks[0][1].shape[:1] == (0,)
 
 
 class Repeated(NamedTuple):
-    """What stays as it is from forward to forward in a call of a layer: of most calls all but the tensors."""
+    """The parts of a layer call that stay the same from forward to forward: for most calls, all but the tensors."""
 
-    fields: dict[str, Any]  # of `LayerCall`
+    fields: dict[str, Any]  # fields of `LayerCall`
     place: Place
     rule: Rule
     shape: torch.Size  # of its output
@@ -53,7 +53,7 @@ class Repeated(NamedTuple):
 
     @classmethod
     def of(cls, noted: Noted) -> "Repeated | None":
-        """None for a call that has anything out of the ordinary."""
+        """Returns None if anything about the call is unusual."""
         call, place, rule = noted.call, None, rule_for(noted.call.layer)
         if call.plan is not None:
             place = call.plan.place_of(call.path, noted.number)
@@ -72,7 +72,7 @@ class Repeated(NamedTuple):
         return cls(fields, place, rule, noted.hooks[0][1].shape, tuple(owned))
 
     def holds(self, layer: nn.Module, output: Tensor, samples: int | None) -> bool:
-        """Whether a call is of the same kind."""
+        """Whether a new call is of the same kind."""
         fields = self.fields
         if fields["layer"] is not layer or fields["training"] is not layer.training or fields["samples"] != samples:
             return False
@@ -94,14 +94,14 @@ class Forward:
 
     def __init__(self, record: Record, backward: Backward) -> None:
         self.record, self.backward = record, backward
-        self.static = Plan(pending=False)  # of layers that are called by themselves
-        self.running: str | None = None  # the path of what it is a forward of, while it runs
-        self.samples: int | None = None  # N, where the model's arguments have told it
+        self.static = Plan(pending=False)  # for layers that are called by themselves
+        self.running: str | None = None  # the path of the module whose forward runs
+        self.samples: int | None = None  # N, if the model's arguments show it
         self.noted: list[Noted] = []
         self._random_states: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
-        self._task = NO_TASK  # the backward pass in which it began, where checkpointing runs the whole model again
-        self._calls: dict[str, int] = {}  # how many there were of each layer, by path
-        # Of this forward and the one before, by parameter (id): a parameter's end of the graph takes 2 µs to find.
+        self._task = NO_TASK  # the backward pass in which it began, if checkpointing runs the whole model again
+        self._calls: dict[str, int] = {}  # how many calls of each layer there were, by path
+        # By parameter (id), in this forward and the previous one.  Finding a parameter's node takes 2 µs.
         self._edges_now: dict[int, Edge] = {}
         self._edges_before: dict[int, Edge] = {}
 
@@ -109,15 +109,15 @@ class Forward:
         return self.is_on() and torch.is_grad_enabled()
 
     def is_on(self) -> bool:
-        # Inside torch.func's transforms tensors are of one transform's making, and end with it.
+        # Inside torch.func's transforms tensors belong to one transform, and end with it.
         transformed = is_transformed()
         self.record.transformed |= transformed
         return Switch.on() and not transformed and not is_traced()
 
     def begin(self, with_gradients: bool) -> None:
-        """Numbers a forward.  with_gradients: whether a backward pass may come to it"""
+        """Gives a forward its number.  with_gradients: whether a backward pass may go through it"""
         self.restart()
-        if current_task() != NO_TASK:  # checkpointing computes something again, which is no forward
+        if current_task() != NO_TASK:  # checkpointing computes something again: not a forward
             return
         record, backward = self.record, self.backward
         record.comparing &= not backward.answered
@@ -129,23 +129,23 @@ class Forward:
         backward.answered = False
 
     def restart(self) -> None:
-        """Forgets the calls so far, and what a forward that was interrupted has left."""
+        """Forgets the calls so far, and what an interrupted forward has left."""
         self._calls, self.noted, self._task = {}, [], current_task()
         self._edges_before, self._edges_now = self._edges_now, {}
 
     def forget_edges(self) -> None:
-        """Has parameters' names, and ends of the graph, found anew."""
+        """Makes the next forward look up parameters' names and nodes again."""
         self._edges_before, self._edges_now = {}, {}
 
     def begin_layer(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer with dropout inside begins, which its rule will run again."""
+        """Called before a layer.  Keeps the random state if the layer has dropout, because its rule will run it again."""
         if self.records() and layer.training and getattr(layer, "dropout", None):
             self._random_states[layer] = random_state(cuda_devices_of(layer))
 
     def end_layer(
         self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_first: bool
     ) -> Any:
-        """A layer with a rule has run.  Returns what its caller is to get.  output: None where it has failed"""
+        """Called after a layer with a rule.  Returns the output for the caller.  output: None if the layer has failed"""
         drew = self._random_states.pop(layer, None) if len(self._random_states) else None
         if output is None or not self.is_on():
             return output
@@ -153,7 +153,7 @@ class Forward:
             return output
         self._locate(path, layer)
         number, rule = self._count(path), rule_for(layer)
-        # 1. Is there something to note: parameters that train, and a graph that leads to them?
+        # 1. Is there anything to record: trainable parameters, and a graph that leads to them?
         outputs, owned = tensors_of(output), covered(layer)
         if not rule or not torch.is_grad_enabled() or all(x.grad_fn is None for x in outputs):
             return output
@@ -161,12 +161,12 @@ class Forward:
         place = self.record.plan.place_of(path, number)
         if not edges or any(x.is_nested for x in outputs) or (place is not None and place.kind == NOT_OF_BATCH):
             return output
-        # 2. Where samples are is known by the plan, or else when the forward has ended.
+        # 2. Where are the samples?  The plan knows, or else it is known when the forward has ended.
         layouts = self._layouts(place, layer, outputs)
         is_cut = any(map(is_part, owned.values()))
         if is_cut:
             check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
-        # 3. The record, with what its rule will have to read as it was; and hooks in the graph.
+        # 3. Record everything that the rule will read, in its present state, and put hooks on the graph.
         live, graph = (args, kwargs), Graph()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
@@ -200,7 +200,7 @@ class Forward:
         return output
 
     def _note_steadily(self, path: str, layer: nn.Module, args: tuple[Any, ...], output: Any, is_first: bool) -> bool:
-        """Notes a call that is like the one before it, if it is one: the way of most calls, in a third of the time."""
+        """Records a call that repeats a known one, in a third of the time.  Returns False if it doesn't."""
         key = path, self._calls.get(path, -1) + 1
         plan, backward = self.record.plan, self.backward
         steady = plan.steady.get(key)
@@ -209,7 +209,7 @@ class Forward:
         if not torch.is_grad_enabled() or not steady.holds(layer, output, self.samples):
             return False
         self._calls[path] = key[1]
-        backward.running = None  # left by a pass that failed
+        backward.running = None  # left over from a pass that failed
         backward.called.add(id(layer))
         x, graph, call = args[0].detach(), Graph(), LayerCall.__new__(LayerCall)
         own = vars(call)
@@ -227,7 +227,7 @@ class Forward:
         return True
 
     def remember(self, plan: Plan, calls: Sequence[Noted]) -> None:
-        """Keeps of the forward that has ended what the next one is expected to repeat."""
+        """Keeps what the next forward is expected to repeat."""
         for noted in calls:
             if noted.place is None:
                 key = noted.call.path, noted.number
@@ -238,8 +238,8 @@ class Forward:
                     plan.steady.pop(key, None)
 
     def _layouts(self, place: Place | None, layer: nn.Module, outputs: list[Tensor]) -> Layouts:
-        """Where the samples are in what a layer returned, as the plan says, or by sizes."""
-        if not self.samples:  # without any there are no rows to place
+        """Where the samples are in a layer's outputs: as the plan says, or else as sizes suggest."""
+        if not self.samples:  # without samples there are no rows
             return ()
         if place is not None:
             return place.layouts
@@ -247,7 +247,7 @@ class Forward:
         return (likeliest(shape, self.samples, axes_for(layer, len(shape))),)
 
     def _edges(self, path: str, parameters: Mapping[str, Tensor]) -> dict[str, Edge]:
-        """Where those of a module's parameters end the graph that ask for gradients, by their names in it."""
+        """The edges of those parameters that require gradients, by their names in the module."""
         found = {}
         left_out = self.record.left_out
         for local, p in parameters.items():
@@ -257,25 +257,25 @@ class Forward:
                     self.backward.watch(p)
                     edge = Edge(self.record.name_of(p, path, local), p, node_of(p), (p.dtype, p.device))
                 found[local] = edge
-                if p in self.record.names:  # others may get another name
+                if p in self.record.names:  # other tensors may get another name
                     self._edges_now[id(p)] = edge
         return found
 
     def _count(self, path: str) -> int:
-        """How many calls there were before this one in the same forward; `Plan.AGAIN` where checkpointing makes it anew."""
+        """How many earlier calls of the layer this forward had; `Plan.AGAIN` if checkpointing repeats the call."""
         if current_task() not in (NO_TASK, self._task):
             return Plan.AGAIN
         number = self._calls[path] = self._calls.get(path, -1) + 1
         return number
 
     def _locate(self, path: str, layer: nn.Module) -> None:
-        """Finds out which forward, or which backward, a layer is called in."""
+        """Finds the forward, or the backward pass, in which a layer is called."""
         task, backward = current_task(), self.backward
         if task != NO_TASK:
             backward.enter(task)
             return
-        backward.running = None  # left by a pass that failed
-        if self.running is None:  # it is called by itself, a forward of its own
+        backward.running = None  # left over from a pass that failed
+        if self.running is None:  # the layer is called by itself: a forward of its own
             self.record.plan, self.samples = self.static, None
             again = backward.answered or id(layer) in backward.called or not backward.called
             self.begin(torch.is_grad_enabled() and again)

@@ -1,12 +1,12 @@
 """Backward passes without ordinary gradients: ``add_hooks(param_grad=False)``.
 
-What the model returns leaves its graph and stands behind one function, whose backward asks autograd for the gradients at the
-uses alone.  So autograd computes no gradient of a parameter, and parameters stay in the graph all the same: a pass can be
-asked whether it reaches them.
+The model's outputs are replaced by those of one function.  Its backward asks autograd for the gradients at the uses only, so
+autograd computes no gradient of a parameter.  The parameters stay in the graph, and a pass can be asked whether it reaches
+them.
 
-A graph that is made of such a pass leads into the forward's own, past the function.  Passes come there by both ways then,
-and what they bring to a use adds up, as rows are linear in it.  The forwards after that stay in their graph: gradients of
-parameters are computed, and `Backward` leaves ``.grad`` as it was.
+If a pass makes a graph, that graph leads into the forward's own graph, around the function.  Later passes then arrive by
+both ways, and their gradients at a use are added up, because rows are linear in the gradient.  Later forwards keep their
+graph: parameters' gradients are computed, and `Backward` restores ``.grad``.
 """
 
 from collections import Counter
@@ -29,18 +29,18 @@ from autograd_hacks.support.trees import map_tensors
 
 
 class Behind:
-    """The graph of a forward, behind the function that stands for it.
+    """The graph of a forward, behind the function that replaces it.
 
-    keeps: whether passes may come past that, by what the model has not returned
+    keeps: whether passes may come around the function, through tensors that the model has not returned
     """
 
     def __init__(self, backward: Backward, plan: Plan, ran: Ran, off: OffGraph, keeps: bool) -> None:
         self.backward, self.plan, self.outputs = backward, plan, [x for x in ran.outputs if x.grad_fn is not None]
-        self.keeps, self.has_graphs = keeps, False  # whether graphs were made of passes, which lead into this one
+        self.keeps, self.has_graphs = keeps, False  # whether passes made graphs, which lead into this one
         leaves: dict[Any, str] = ran.leaves
         is_own = backward.record.is_parameter
         self.parameters: dict[str, Any] = {name: leaf for leaf, name in leaves.items() if is_own(leaf.variable)}
-        # Leaves that aren't the model's, and what made its arguments: gradients go on from there.
+        # Gradients continue from here: leaves that aren't the model's, and the nodes that made its arguments.
         own = set(self.parameters.values())
         self.others = [leaf for leaf in ran.ends_of_graph if leaf not in own]
         given = {x.grad_fn: x for x in ran.tensors if x.grad_fn is not None and x.grad_fn in ran.graph.nodes}
@@ -55,7 +55,7 @@ class Behind:
         self.lowest = [node for node in self.hooks if not self._leads_on(node)]
 
     def counts(self, roots: Sequence[Tensor]) -> dict[str, int]:
-        """By parameter how many gradients come to its uses, in a pass that begins at some of the outputs."""
+        """By parameter, how many gradients arrive at its uses in a pass that begins at the given outputs."""
         nodes = Graph([x.grad_fn for x in roots if x.grad_fn is not None]).nodes
         return Counter(name for node in self.hooks.keys() & nodes for name in self.names_at(node))
 
@@ -65,7 +65,7 @@ class Behind:
         return [edge.name for use in uses if use is not None for edge in use.edges.values()]
 
     def _leads_on(self, node: Node) -> bool:
-        """Whether a pass to the other uses comes through a node, so that its own hook hears of that."""
+        """Whether every pass to lower uses goes through this node too, so that its own hook notices."""
         waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
         while waiting:
             at = waiting.pop()
@@ -78,16 +78,18 @@ class Behind:
 
 
 def may_stand_behind(plan: Plan, ran: Ran) -> bool:
-    """Whether a forward's outputs may leave their graph: after a first pass, of which no graph was made, and where no loss
-    comes past them and nobody waits for gradients of parameters."""
+    """Whether a forward's outputs may leave their graph.
+
+    They may after a first pass that made no graph, if no loss comes around them and nothing else needs gradients of
+    parameters."""
     leaves: Iterable[Any] = ran.leaves
     if plan.derives is not False or plan.has_doors or not all(may_skip(leaf.variable) for leaf in leaves):
         return False
-    return not ran.checkpoints  # which torch.autograd.grad doesn't come through
+    return not ran.checkpoints  # torch.autograd.grad can't pass through these
 
 
 def without_grad(backward: Backward, plan: Plan, ran: Ran, off: OffGraph, output: Any, keeps: bool) -> Any:
-    """A forward's output, behind a function whose backward computes no gradients of parameters.  keeps: see `Behind`"""
+    """A forward's output, behind a function whose backward computes no parameter gradients.  keeps: see `Behind`"""
     behind = Behind(backward, plan, ran, off, keeps)
     parameters = [leaf.variable for leaf in behind.parameters.values()]
     views = iter(_Behind.apply(behind, *behind.inputs, *parameters))
@@ -108,9 +110,9 @@ class _Behind(torch.autograd.Function):
 
 
 def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Brings gradients to the uses.  Returns those that go on to inputs."""
+    """Brings gradients to the uses.  Returns the gradients of the inputs."""
     backward = behind.backward
-    if backward.inner is not None:  # of a later forward, which hands its gradient on to this one's outputs by itself
+    if backward.inner is not None:  # the inner pass is a later forward's, and passes gradient on to this one itself
         return [None] * len(behind.inputs)
     ways = {name: way for name, leaf in behind.parameters.items() if (way := reach_of(leaf))}
     backward.check_captured([leaf.variable for name, leaf in behind.parameters.items() if ways.get(name) == CAPTURED])
@@ -119,12 +121,12 @@ def _run(behind: Behind, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     keeps = behind.keeps or behind.has_graphs or keeps_graph()
     roots = [(x, g) for x, g in zip(behind.outputs, grads) if g is not None]
     lowest = behind.lowest if ways else []
-    # What is still to be compared with rows.
+    # The gradients that are still to be compared with rows.
     record = backward.record
     names = {name for name in ways if record.comparing or record.plan.keeps_arrived(name)}
     for node in lowest if record.gathered else ():
         is_node = any(isinstance(hook, AtNode) for hook in behind.hooks[node])
-        if record.on_arrival is not None or is_node:  # it needs weights, which are gone after the pass
+        if record.on_arrival is not None or is_node:  # the read needs weights, which are gone after the pass
             names |= {name for name in behind.names_at(node) if name in ways}
     wanted = [*behind.edges, *(GradientEdge(behind.parameters[name], 0) for name in names)]
     numbers = [(node, number) for node in lowest for number in range(len(made(node)))]

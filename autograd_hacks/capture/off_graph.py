@@ -1,4 +1,4 @@
-"""Uses of parameters that no layer's rule covers, read off autograd's graph when a forward has ended."""
+"""Uses of parameters without a layer rule, read from autograd's graph when a forward has ended."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from autograd_hacks.support.trees import is_packed, tensors_of, unpacked
 
 @dataclass(eq=False)
 class Ran:
-    """A forward that has run, in its graph.
+    """A forward that has run, with its graph.
 
-    modules: whose parameters and buffers there are    trained: gives the parameters that train, by name    outputs: the
-    tensors that were returned
+    modules: the modules whose parameters and buffers are used
+    trained: returns the trainable parameters by name
+    outputs: the tensors that were returned
     """
 
     modules: Iterable[nn.Module]
@@ -46,17 +47,17 @@ class Ran:
     arguments: Any
     outputs: Sequence[Tensor]
     noted: Sequence[Noted] = ()
-    ends: frozenset[Node] = frozenset()  # what made its arguments, behind which there is nothing of this forward
-    of_parameters: frozenset[Node] = frozenset()  # nodes that are known to follow from parameters alone
-    roots: Sequence[Node] | None = None  # the nodes that made the outputs, where these are gone
-    labels: Mapping[Any, Tensor] = field(default_factory=dict)  # whose each row is, of calls and nodes, as passes told
-    returned: Any = None  # what the outputs are in
-    documents: Documents | None = None  # that are packed into its samples, where rows are to be theirs
-    off: OffGraph | None = None  # what its plan reads off the graph, once that was looked for
+    ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
+    of_parameters: frozenset[Node] = frozenset()  # nodes that are known to depend on parameters only
+    roots: Sequence[Node] | None = None  # the nodes that made the outputs, if the outputs are gone
+    labels: Mapping[Any, Tensor] = field(default_factory=dict)  # the sample of each row, by call or node, as passes showed
+    returned: Any = None  # the structure that holds the outputs
+    documents: Documents | None = None  # the documents packed into its samples, if rows are per document
+    off: OffGraph | None = None  # what its plan reads from the graph, once found
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Those that train, by name."""
+        """The trainable parameters, by name."""
         return self.trained()
 
     @cached_property
@@ -66,7 +67,7 @@ class Ran:
 
     @cached_property
     def packed(self) -> dict[Any, Tensor]:
-        """Of the outputs that are packed sequences, by number, the sample of each row."""
+        """For outputs that are packed sequences, by number: the sample of each row."""
         sequences = [x for x in tree_leaves(unpacked(self.returned, everything=True), is_packed) if is_packed(x)]
         return {slot: samples_of_rows(p) for slot, x in enumerate(self.outputs) for p in sequences if p.data is x}
 
@@ -77,23 +78,23 @@ class Ran:
 
     @cached_property
     def leaves(self) -> dict[Node, str]:
-        """The parameters' names, by where they end the graph."""
+        """The parameters' names, by the node at which each ends the graph."""
         names = {id(p): name for name, p in self.parameters.items()}
         return {leaf: names[id(leaf.variable)] for leaf in self.ends_of_graph if id(leaf.variable) in names}
 
     @cached_property
     def ends_of_graph(self) -> list[Any]:
-        """All leaves, those of parameters and others."""
+        """All leaves: parameters and others."""
         return self.graph.leaves
 
     @cached_property
     def given(self) -> set[int]:
-        """The memory of the arguments."""
+        """The memory addresses of the arguments."""
         return {memory_of(x) for x in self.tensors}
 
     @cached_property
     def fixed(self) -> set[int]:
-        """The memory of parameters and buffers."""
+        """The memory addresses of parameters and buffers."""
         return {memory_of(x) for module in self.modules for x in (*module.parameters(), *module.buffers())}
 
     @cached_property
@@ -103,35 +104,35 @@ class Ran:
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
-        """What the graph's values are of."""
+        """The dtypes of the graph's values."""
         return {x.dtype for x in self.outputs} | {x.dtype for node in self.graph.nodes for x in made(node)}
 
     @property
     def is_covered(self) -> bool:
-        """Whether layers with rules have all parameters among theirs."""
+        """Whether layers with rules cover all parameters."""
         covered_names = {edge.name for noted in self.noted for edge in noted.call.edges.values()}
         return covered_names >= self.parameters.keys()
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How many nodes were made from one layer's call to the next, and to each output: other numbers, another graph."""
+        """How many nodes lie between one layer call and the next, and each output.  Other numbers mean another graph."""
         ends = [node for noted in self.noted for node, _ in noted.hooks] + [x.grad_fn for x in self.outputs]
         numbers = [sequence_number(node) for node in ends if node is not None and type(node) is not Leaf]
         return tuple([other - number for number, other in pairwise(numbers)])
 
     def value(self, slot: int) -> Value:
-        """An output in the graph."""
+        """An output, as a value of the graph."""
         x = self.outputs[slot]
         assert x.grad_fn is not None
         return Value(x.grad_fn, x.output_nr)
 
     def edge_of(self, name: str) -> Edge:
-        """Where a parameter ends the graph."""
+        """The edge at which a parameter ends the graph."""
         leaf: Any = next(leaf for leaf, own in self.leaves.items() if own == name)
         return Edge(name, leaf.variable, leaf)
 
     def routes(self, plan: Plan, samples: int) -> Routes:
-        """Whose rows are, from where the plan knows it."""
+        """Which sample each row belongs to, starting from the places that the plan knows."""
         known: dict[Node, Layout] = {}
         for x, at in zip(self.outputs, plan.outputs):
             if at is not None and x.grad_fn is not None:
@@ -141,13 +142,13 @@ class Ran:
             for node, hook in noted.hooks if place is not None and place.kind == AXES else ():
                 at = place.layouts[hook.slot] if place is not None else None
                 if at is not None and made(node)[hook.number].shape != hook.shape and not at.axis and not at.fold:
-                    at = Layout(0, "N·T")  # the node made the same, with more axes folded
+                    at = Layout(0, "N·T")  # the node made the same rows, with more axes folded
                 if at is not None:
                     known[node] = at
         return Routes(self.graph, known, samples)
 
     def rows_of(self, noted: Noted, routes: Routes) -> Tensor | None:
-        """Whose the entries of axis 0 of a call's output are, into which its node may have folded other axes."""
+        """The sample of each entry on axis 0 of a call's output, into which its node may have folded other axes."""
         node, hook = noted.hooks[0]
         rows, size = routes.rows(node), hook.shape[0]
         if rows is None or len(rows) == size or not size or len(rows) % size:
@@ -156,9 +157,9 @@ class Ran:
         return folded[:, 0] if bool((folded == folded[:, :1]).all()) else None
 
     def covered(self, open_calls: Collection[Any] = ()) -> dict[Node, set[str]]:
-        """The nodes that belong to calls of layers with rules, and the parameters whose rows these give.
+        """The nodes inside calls of layers with rules, with the parameters whose rows these calls give.
 
-        open_calls: calls that give none
+        open_calls: calls that give no rows
         """
         found: dict[Node, set[str]] = {}
         for noted in self.noted:
@@ -180,13 +181,13 @@ class Ran:
 
 
 class OffGraph:
-    """What a plan reads off the graph of a forward that has run.  key: what uses' keys begin with"""
+    """What a plan reads from the graph of a finished forward.  key: the first part of the uses' keys"""
 
     def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
         self.ran, self.plan, self.samples, self.key = ran, plan, samples, key
         self.is_known = True  # whether the plan knows all uses of parameters
-        self.documents: Documents | None = None  # whose rows are wanted, in the place of samples'
-        self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes them
+        self.documents: Documents | None = None  # whose rows are wanted, instead of samples'
+        self.found: dict[Node, list[tuple[Value, Taker, Place]]] = {}  # by the node that takes the values
         self.hooks: list[tuple[Node, AtNode]] = []
 
     @cached_property
@@ -194,7 +195,7 @@ class OffGraph:
         return Keys(self.ran.leaves)
 
     def find(self) -> OffGraph:
-        """Climbs from each parameter to where the plan says that it meets the batch."""
+        """Climbs from each parameter to the nodes at which the plan says that it meets the batch."""
         graph, plan, covered, counts = self.ran.graph, self.plan, self.ran.covered(), dict[Any, int]()
         waiting = [Value(leaf, 0) for leaf in graph.leaves if self.ran.leaves.get(leaf) in plan.names]
         self.is_known = plan.names.union(plan.by_rule) >= set(self.ran.leaves.values())
@@ -221,7 +222,7 @@ class OffGraph:
         return self
 
     def assume(self) -> OffGraph:
-        """Takes what was given without a graph for the batch, and axis 0 for the samples, where nothing is proven."""
+        """Finds uses without a proof: tensors without a graph are assumed to be the batch, and axis 0 the samples."""
         ran = self.ran
         found = Meetings(
             ran.graph, ran.leaves, ran.given, ran.fixed, self.samples, covered=ran.covered(), ends=ran.ends, assumed=True
@@ -236,7 +237,7 @@ class OffGraph:
     def attach(
         self, edge_of: Callable[[str], Edge], forward: int, receive: Receive, recomputed_in: Pass | None = None
     ) -> None:
-        """Has the gradients at these nodes sent to ``receive``.  recomputed_in: the pass that has made them"""
+        """Sends the gradients at these nodes to ``receive``.  recomputed_in: the pass that made the nodes"""
         for node, use in self.uses(edge_of, forward):
             use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
             graph = Held()
@@ -247,17 +248,17 @@ class OffGraph:
 
     @property
     def is_told(self) -> bool:
-        """Whether it is known whose all rows are."""
+        """Whether the sample of every row is known."""
         return None not in self.labels.values()
 
     @property
     def is_unseen(self) -> bool:
-        """Whether no gradient came to some use when the plan was proven."""
+        """Whether some use had no gradient when the plan was proven."""
         return any(met[0][2].is_unseen for met in self.found.values())
 
     @cached_property
     def labels(self) -> dict[Node, Tensor | None]:
-        """Whose rows are at nodes where no layout says it."""
+        """The sample of each row, at nodes where no layout gives it; None where it is unknown."""
         wanted = [node for node, met in self.found.items() if met[0][2].kind in (ROWS, ENTRIES)]
         routes = self.ran.routes(self.plan, self.samples) if wanted else None
         told = self.ran.labels
@@ -299,7 +300,7 @@ class OffGraph:
 
 
 def fit(layouts: Sequence[Layout | None], node: Node, samples: int) -> bool:
-    """Whether the sizes of what a node made are those of layouts."""
+    """Whether the sizes of a node's outputs fit the layouts."""
     return all(at is None or at.fits_shape(x.shape, samples) for at, x in zip(layouts, made(node)))
 
 
@@ -315,13 +316,13 @@ def _inside(value: Value) -> set[Node]:
 
 
 def _coarsest(nodes: Sequence[Node]) -> torch.dtype | None:
-    """The dtype of the fewest digits that nodes made something of."""
+    """The lowest-precision dtype among the nodes' outputs."""
     dtypes = {x.dtype for node in nodes for x in made(node) if x.dtype.is_floating_point}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 def _steps(value: Value) -> list[Callable[[Form], Form]] | None:
-    """What is done to a value's form, node by node, on a way that is one of views; None for others."""
+    """The changes to a value's form, node by node, if all nodes on the way are views; else None."""
     found = []
     while type(value.node) is not Leaf:
         behind = list(inputs_of(value.node))
@@ -342,9 +343,9 @@ def _stepwise(steps: Sequence[Callable[[Form], Form]], name: str, form: Form) ->
 
 
 class Transposed:
-    """φ's vector-Jacobian product in a graph of its own, which no pass of the user's frees.
+    """φ's vector-Jacobian product, in a graph of its own that the user's passes don't free.
 
-    φ(θ)ᵀ u is linear in u, and so is what a second pass by u makes of that in v: its gradient by v is φ'(θ)ᵀ again.
+    φ'(θ)ᵀ u is linear in u.  Differentiate its product with v by u: the gradient by v of that is φ'(θ)ᵀ again.
     """
 
     def __init__(self, value: Value, leaves: Mapping[str, Any]) -> None:
@@ -352,8 +353,9 @@ class Transposed:
         self._of: tuple[Value, list[Any]] | None = (value, list(leaves.values()))
 
     def make(self) -> bool:
-        """Makes that graph, in a pass that comes to the value: before, weights may not be gathered, and later φ is freed.
-        Returns whether torch has the second derivative."""
+        """Makes the graph, during a pass, when it arrives at the value.
+
+        Before that, weights may not be gathered; afterwards φ is freed.  Returns whether torch has the second derivative."""
         if self._of is None:
             return self.exists
         (value, leaves), self._of = self._of, None
@@ -361,11 +363,11 @@ class Transposed:
         with torch.enable_grad(), Switch.paused_here():
             u = torch.zeros(own.shape, dtype=own.dtype, device=own.device, requires_grad=True)
             edges = [GradientEdge(leaf, 0) for leaf in leaves]
-            # No leaves, into which a derivative may not write.
+            # Not leaves: a derivative must not accumulate into these.
             down = torch.autograd.grad([GradientEdge(value.node, value.number)], edges, [u.clone()], create_graph=True)
             self.v = [torch.zeros_like(p, requires_grad=True) for p in parameters]
             try:
-                # torch divides these gradients by counts, and the gradients of gradients not.
+                # torch divides these gradients by counts, but not the gradients of gradients.
                 self.exists = not any(getattr(node, f"{SAVED}scale_grad_by_freq", False) for node in _inside(value))
                 (self.up,) = torch.autograd.grad(down, u, [v.clone() for v in self.v], create_graph=True)
             except RuntimeError as error:
@@ -388,6 +390,7 @@ class Transposed:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise StaleRecord(
-                f"{', '.join(self.names)}, or what else a value was made of that the forward read, has changed since, and "
-                "per-sample gradients depend on it. Read them before optimizer.step(), and before another forward."
+                f"{', '.join(self.names)}: changed in place after the forward (or another tensor did that its value is made "
+                "of), and per-sample gradients need the old value. Read them before optimizer.step() and before another "
+                "forward."
             ) from error

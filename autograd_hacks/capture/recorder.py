@@ -1,4 +1,4 @@
-"""The records of one hooked model, and how its own forward begins and ends."""
+"""The recorder of one hooked model: how the model's own forward begins and ends."""
 
 from __future__ import annotations
 
@@ -45,45 +45,43 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import made_by, tensors_of, version_of, weakly
 
 SLOW = 2.0
-"""A proof that takes more seconds says so."""
+"""A proof that takes more seconds than this prints a note."""
 
 
 class Recorder:
-    """All that belongs to one hooked model.  `add_hooks` makes it, and it lives in the hooks alone."""
+    """Everything that belongs to one hooked model.  `add_hooks` makes it; only the hooks hold it."""
 
-    planner: Planner  # `add_hooks` makes it anew with each call
+    planner: Planner  # each `add_hooks` makes a new one
 
-    # Handed down by `verbs/hooking.py`.
-    prove: Callable[[Recorder, Known, Ran], int | None] | None  # fills in the plan of a forward that has run; returns N
-    # ``together(model, recorder, is_due, prove)`` proves a forward where that is due, at the end of each with gradients:
-    # other processes may have to be there.
+    # Set by `verbs/hooking.py`.
+    prove: Callable[[Recorder, Known, Ran], int | None] | None  # fills in the plan of a finished forward; returns N
+    # ``together(model, recorder, is_due, prove)`` runs the proof if it is due, at the end of each forward with gradients.
+    # Other processes may have to take part.
     together: Callable[[nn.Module, Recorder, Callable[[], bool], Callable[[], None]], None]
-    look_inside: Callable[[Recorder, Ran, Plan, int], None]  # has what checkpoints compute again read; the number is N
-    # ``why_unshown(model, batch, axis, samples)``: why analysis doesn't show that samples are independent; "" where it does
+    look_inside: Callable[[Recorder, Ran, Plan, int], None]  # reads what checkpoints compute again; the last argument is N
+    # ``why_unshown(model, batch, axis, samples)``: why the analysis can't show that samples are independent; "" if it can
     why_unshown: Callable[[nn.Module, Batch, int | None, int], str]
-    learn: Callable[[nn.Module, Recorder], None]  # as a forward with gradients begins: what stands in the place of shards
+    learn: Callable[[nn.Module, Recorder], None]  # called as a forward with gradients begins: finds the whole parameters
 
     def __init__(self) -> None:
         self.record, self.pool, self.reduction = Record(), Pool(), Reduction()
         self.backward = Backward(self.record, self.reduction)
         self.forward = Forward(self.record, self.backward)
-        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that had their hooks
-        self.said_uncompiled = False  # whether it was said that compiled parts run as they are written
-        self.segments: Segments | None = (
-            None  # what tells documents that are packed into samples, where rows are to be theirs
-        )
-        self.is_aside = False  # whether the library runs forwards and backward passes of its own
-        self._plan: Plan | None = None  # of these, where it is not to be looked for
-        self._known: Known | None = None  # of the forward that runs
-        self._ends: frozenset[Node] = frozenset()  # what made its arguments; later these may hold what it has made itself
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the layers that got hooks
+        self.said_uncompiled = False  # whether the note that compiled parts run uncompiled was printed
+        self.segments: Segments | None = None  # how to separate documents packed into samples, if rows are per document
+        self.is_aside = False  # whether the library runs its own forwards and backward passes
+        self._plan: Plan | None = None  # the plan of these, if it is given
+        self._known: Known | None = None  # the plan of the running forward
+        self._ends: frozenset[Node] = frozenset()  # the nodes that made its arguments, as they were when it began
 
     def plan_by(self, planner: Planner) -> None:
-        """Takes its plans from a planner from now on."""
+        """Uses another planner from now on."""
         self.planner = planner
         self.record.plan = self.forward.static = planner.static
 
     def attach(self) -> None:
-        """Begins to record, and asks torch for word of each optimizer's step where backward passes fill no ``.grad``."""
+        """Starts to record.  If backward passes fill no ``.grad``, also checks each optimizer step."""
         self.backward.attached = True
         if not self.backward.wants_grad:
             self.backward.watch_behind()
@@ -92,9 +90,8 @@ class Recorder:
             hear()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Hears of a step.  Raises where it has moved none of the parameters that a pass has reached, as none has a
-        ``.grad``."""
-        # torch's own pass over parameters without one; others may read something else.
+        """Called after an optimizer's step.  Raises if all parameters that it should have moved have no ``.grad``."""
+        # Only torch's own optimizers are known to skip parameters without .grad; others may read something else.
         if self.backward.wants_grad or not Switch.on() or not type(optimizer).__module__.startswith("torch.optim."):
             return
         ours = [p for group in optimizer.param_groups for p in group["params"] if p in self.record.names]
@@ -104,14 +101,14 @@ class Recorder:
         reached = {name for recorded in passes if not (recorded.is_hess or recorded.captures) for name in recorded.calls_of}
         if missing := [name for p in ours if (name := self.record.names.get(p)) in reached]:
             raise ParamGradSkipped(
-                f"{type(optimizer).__name__}.step() has moved nothing: .grad is None for all that it was to move, "
-                f"{missing[0]} say. The model was hooked by add_hooks(param_grad=False), so that backward() sets no .grad: "
-                "call clip_grad1_norm_(model, max_norm) or compute_grad1(model, set_grad=True) between backward() and "
-                "step(), or use param_grad=True."
+                f"{type(optimizer).__name__}.step() moved nothing: .grad is None for all parameters that had a backward "
+                f"pass, for example {missing[0]}. add_hooks(param_grad=False) means that backward() sets no .grad. Call "
+                "clip_grad1_norm_(model, max_norm) or compute_grad1(model, set_grad=True) between backward() and step(), "
+                "or use param_grad=True."
             )
 
     def detach(self) -> None:
-        """Ends all recording, also by graphs that outlive the hooks."""
+        """Stops recording, including passes through graphs that outlive the hooks."""
         self.backward.detach()
         self.record.clear()
         self.pool.clear()
@@ -119,15 +116,15 @@ class Recorder:
         hear()
 
     def interrupt(self) -> None:
-        """A forward was left by what is no Exception, of which hooks don't hear."""
+        """Cleans up after a forward that ended by an interrupt (not an Exception), for which torch calls no hook."""
         self.forward.running = None
         self.reduction.release()
 
     @contextmanager
     def aside(self, plan: Plan | None = None) -> Iterator[None]:
-        """A context in which the library runs forwards and backward passes of its own, of which nothing is left.
+        """A context for the library's own forwards and backward passes, which leaves the record unchanged.
 
-        plan: theirs; as for any forward unless told
+        plan: the plan to use; by default found as for any forward
         """
         own, theirs = kept(self, "is_aside", "_plan", "_known"), kept(self.forward)
         with own, theirs, kept(self.reduction), self.record.set_aside(), self.backward.aside(), torch.enable_grad():
@@ -145,18 +142,18 @@ class Recorder:
             yield
 
     def begin(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of the model begins, or of a part that is called by itself."""
+        """Called as a forward begins, of the model or of a part that is called by itself."""
         if self.forward.running is not None and path:
             return
         self.forward.running = None
         if not path:
             check_whole(model)
         if is_on := Switch.on():
-            # Checkpointing runs a model without gradients at first, and its input asks for them all the same.
+            # Checkpointing first runs a model without gradients; only its input then requires them.
             self.forward.begin(torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs))))
             if self.forward.records():
                 self._look(path, model, args, kwargs)
-        # The model's own code begins, and its gradients may be reduced over processes.
+        # The model's own code runs next, and its gradients may be reduced over processes.
         self.reduction.begin(model, self.record.forwards, self.backward.wants_grad)
         if self.reduction.reducing:
             self.backward.watch_behind()
@@ -164,10 +161,10 @@ class Recorder:
         self.forward.running = path if is_on else None
 
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the plan of a forward."""
+        """Finds the plan for a forward."""
         parts, self._ends = check_forward(model, (args, kwargs)), made_by((args, kwargs))
         for name, p in parts if not path else ():
-            if p not in self.record.names:  # which was cut since add_hooks
+            if p not in self.record.names:  # it was sharded after add_hooks
                 self.record.names[p] = name
                 self.backward.watch(p)
         if not path and not self.is_aside:
@@ -178,7 +175,7 @@ class Recorder:
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
     def end(self, path: str, model: nn.Module, args: object, kwargs: object, output: Any, is_first: bool) -> Any:
-        """A forward has ended.  Returns what its caller is to get, or None.  output: None where it has failed"""
+        """Called when a forward has ended.  Returns the output for the caller, or None.  output: None if it has failed"""
         if not Switch.on() or self.forward.running != path:
             return None
         self.forward.running = None
@@ -197,7 +194,7 @@ class Recorder:
 
     def _end(self, path: str, model: nn.Module, ran: Ran, output: Any) -> Any:
         known, self._known = self._known, None
-        if known is not None and known.plan is self.planner.static and not ran.is_covered:  # which is known by now
+        if known is not None and known.plan is self.planner.static and not ran.is_covered:  # known by now
             self.planner.is_covered = False
             args, kwargs = ran.arguments
             known = self.planner.look(model, path, args, kwargs, self.is_aside or current_task() != NO_TASK)
@@ -234,7 +231,7 @@ class Recorder:
         return returned
 
     def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
-        """What is read off the graph."""
+        """What is read from the graph."""
         is_assumed = plan is self.planner.static
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)
@@ -243,8 +240,9 @@ class Recorder:
         return off.assume() if is_assumed and samples is not None and not ran.is_covered else off
 
     def _proven(self, model: nn.Module, known: Known | None, ran: Ran) -> tuple[int | None, bool]:
-        """N, of a forward whose plan is proven if that is due, or if something comes that it doesn't know; and whether it
-        was."""
+        """Runs the proof of a forward if it is due, or if the forward has something that the plan doesn't know.
+
+        Returns N, and whether the proof ran."""
         plan, prove, samples, is_proven = self.record.plan, self.prove, self.forward.samples, False
         if known is not None:
             samples = known.samples
@@ -263,15 +261,16 @@ class Recorder:
             if known is None or prove is None:
                 return
             self.pool.clear()
-            plan.steady.clear()  # which may be told other places
+            plan.steady.clear()  # places may change
             plan.graphs.clear()
             began, run = perf_counter(), partial(prove, self, known, ran)
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
             if (took := perf_counter() - began) > SLOW:
                 print(
-                    f"autograd_hacks: {took:.1f} s to prove how {type(model).__name__} is read, in forward {plan.forwards} "
-                    'of its kind; later proofs are rare (add_hooks(probe="once"): none)',
+                    f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
+                    "its "
+                    'kind. Later checks are rare; add_hooks(probe="once") turns them off',
                     file=sys.stderr,
                 )
             plan.packed = max(plan.packed, 0 if ran.documents is None else ran.documents.most)
@@ -288,9 +287,9 @@ class Recorder:
         return samples, is_proven
 
     def place(self, ran: Ran, plan: Plan, samples: int | None) -> bool:
-        """Tells calls where their samples are.  Returns whether the plan knows all of the forward."""
+        """Sets where each call's samples are.  Returns whether the plan knows everything in the forward."""
         routes = None
-        moves_nothing = not any(plan.places_left) and not plan.names and ran.spans == plan.spans  # told without a walk
+        moves_nothing = not any(plan.places_left) and not plan.names and ran.spans == plan.spans  # known without a walk
         is_same = not moves_nothing and recall(ran, plan, samples or 0)
         is_known = bool(plan.mixing) or moves_nothing or is_same or places_left(ran.graph, samples or 0) in plan.places_left
         for noted in ran.noted:
@@ -305,7 +304,7 @@ class Recorder:
                 continue
             call.is_unseen = place.is_unseen
             if place.kind == NOT_OF_BATCH:
-                call.edges = {}  # whose rows come of where its output meets the batch
+                call.edges = {}  # its rows come from where its output meets the batch
             elif place.kind == AXES:
                 call.layouts, call.labels = place.layouts, None
                 at = ((place.layouts[hook.slot], hook.shape) for _, hook in noted.hooks if hook.slot < len(place.layouts))
@@ -322,7 +321,7 @@ class Recorder:
             ran.off = OffGraph(ran, plan, samples or 0).find()
             is_known = is_known and ran.off.is_known and ran.off.is_told
             is_unseen |= ran.off.is_unseen
-        # Where values choose rows each batch may be the first that brings a gradient to some use.
+        # If values select rows, any batch may be the first with a gradient at some use.
         is_known = is_known and not (is_unseen and has_choosing(ran.graph, samples or 0))
         if is_known and routes is None:
             remember(ran, plan, ran.off, samples or 0)
@@ -330,7 +329,7 @@ class Recorder:
 
     def _edge(self, ran: Ran, name: str) -> Edge:
         edge = ran.edge_of(name)
-        self.backward.watch(edge.parameter)  # which may have been put in since `add_hooks`
+        self.backward.watch(edge.parameter)  # it may be new since `add_hooks`
         return edge
 
 
@@ -340,20 +339,20 @@ def _layouts(model: nn.Module, plan: Plan, outputs: Sequence[Tensor]) -> Layouts
         return plan.outputs
     rule = rule_for(model)
     own = rule.axes(model) if rule is not None and rule.axes is not None else ()
-    axes = [*own, *[0] * len(outputs)]  # of a layer by itself, or assumed
+    axes = [*own, *[0] * len(outputs)]  # for a layer by itself, or assumed
     return tuple([Layout(axis) if x.ndim > axis else None for x, axis in zip(outputs, axes)])
 
 
 _HEARING: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""Recorders that hear of each optimizer's step."""
+"""The recorders that check each optimizer step."""
 _HANDLES: list[RemovableHandle] = []
-"""The one hook of torch's by which they do."""
+"""The one global hook of torch through which they do."""
 
 
 def hear() -> None:
-    """Puts the hook on where somebody hears, and takes it off where nobody does.
+    """Registers the global hook if a recorder needs it, and removes it if none does.
 
-    Never as a model is collected, which may be while torch goes through its hooks.
+    Must not run while a model is garbage-collected, because torch may be iterating over its hooks then.
     """
     if _HEARING and not _HANDLES:
         _HANDLES.append(register_optimizer_step_post_hook(_stepped))

@@ -1,4 +1,4 @@
-"""What is recorded, as plain data: backward passes, and which of these add up."""
+"""The recorded backward passes, as plain data, and which of them add up."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ P = TypeVar("P", bound=Tensor)
 
 @dataclass(eq=False)
 class Announcement:
-    """What `backward(losses)` says of its pass beforehand, or `backprop_hess` of all its passes."""
+    """What `backward(losses)` knows about its pass beforehand, or `backprop_hess` about all its passes."""
 
-    shape: torch.Size  # of what it was given, N ...
+    shape: torch.Size  # of the argument, N ...
     loss_type: str
-    what: str  # that was, for people
-    hess_type: str | None = None  # of `backprop_hess`
+    what: str  # the argument, as text for messages
+    hess_type: str | None = None  # set by `backprop_hess`
     complete: bool = True  # whether all its passes have run
     heard_by: list[Record] = field(default_factory=list)
-    arrived: dict[Record, dict[str, Tensor]] = field(default_factory=dict)  # at parameters, over all its passes
+    arrived: dict[Record, dict[str, Tensor]] = field(default_factory=dict)  # parameters' gradients, summed over its passes
 
 
 @dataclass(eq=False)
 class Pass:
-    """One backward pass, with those that checkpointing runs inside it.  Parameters are known by name."""
+    """One backward pass, including the passes that checkpointing runs inside it.  Parameters are known by name."""
 
     task: int  # autograd's number for it
     losses: Announcement | None
     received: dict[Use, OutputGrads] = field(default_factory=dict)
-    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter the calls that lead to it
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the calls that lead to it
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
-    forwards_before: int = 0  # since the pass before it
+    forwards_before: int = 0  # how many forwards ran since the previous pass
     higher_order: bool = False  # whether it makes a graph
-    mixes: bool = False  # whether it came through the gradient of a parameter, a sum over the batch
-    ambiguous: bool = False  # whether its calls are recomputed, and it can't be known which of several forwards' they are
+    mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
+    ambiguous: bool = False  # whether its calls are recomputed, for one of several forwards, and it is unknown which
     finished: bool = False
-    arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, while they are to be compared
-    # By parameter the calls whose rows' sum was compared with the gradient as it arrived, which was not kept.
+    arrived: dict[str, Tensor] = field(default_factory=dict)  # parameters' gradients, until they are compared
+    # By parameter, the calls whose rows were compared with its gradient on arrival, so that the gradient was not kept.
     settled: dict[str, set[Use]] = field(default_factory=dict)
-    handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes hand to it: see `side_doors.py`
-    reader: Any = None  # what settles, while the pass runs
-    taken: set[str] = field(default_factory=set)  # the parameters that were handed on before they were arrived at
-    # Parameters whose gradients uses don't bring, and those that some bring all the same: see `capture/lean.py`.
+    handed: dict[str, Tensor] = field(default_factory=dict)  # by parameter, what nodes pass to it: see `side_doors.py`
+    reader: Any = None  # the object that compares, while the pass runs
+    taken: set[str] = field(default_factory=set)  # the parameters that were passed on before their gradient arrived
+    # Parameters that get no gradient through uses, and those of them that get one anyway: see `capture/lean.py`.
     skipped: set[str] = field(default_factory=set)
     brought: set[str] = field(default_factory=set)
-    replaces_unread: bool = False  # whether the rows of an earlier pass, which nobody has read, made way for its own
-    adds_to_left: bool = False  # whether .grad is as the pass before it has left it
+    replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
+    adds_to_left: bool = False  # whether .grad is as the previous pass left it
     fills_grad: bool = False  # whether some of its gradients are in .grad
-    side_door: str = ""  # what the model keeps and has not returned, and the pass's gradient came by
-    mixed_output: bool = False  # whether it came through an output of the model whose samples mix
+    side_door: str = ""  # an unreturned tensor of the model through which the pass got gradient
+    mixed_output: bool = False  # whether it went through an output of the model whose samples mix
 
     @property
     def is_hess(self) -> bool:
@@ -75,12 +75,12 @@ class Pass:
         return self.losses is not None and self.losses.hess_type is not None
 
     def reduction(self, loss_type: str | None) -> str:
-        """How its loss was made of the samples' losses: 'mean' or 'sum'.  loss_type: what the reader says of it, or None"""
+        """How the loss combines the samples' losses: 'mean' or 'sum'.  loss_type: what the reader said, or None"""
         if self.losses is None:
             return loss_type or "mean"
         if loss_type not in (None, self.losses.loss_type):
             raise ValueError(
-                f"loss_type is {loss_type!r}, but by {self.losses.what} it was {self.losses.loss_type!r}. Leave "
+                f"loss_type={loss_type!r} was given, but {self.losses.what} used {self.losses.loss_type!r}. Leave "
                 "loss_type out: the scale is known." + ON_REDUCTION
             )
         return self.losses.loss_type
@@ -88,49 +88,49 @@ class Pass:
 
 @dataclass(eq=False)
 class Segment:
-    """Passes whose rows are of the same samples and add up, since they come through a forward that others came through."""
+    """Passes through the same forwards.  Their rows belong to the same samples and add up."""
 
     passes: list[Pass] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
     read: bool = False
-    replaced: bool = False  # whether the library has put something else into .grad
+    replaced: bool = False  # whether the library has replaced .grad
 
     def takes(self, current: Pass, call: Use) -> bool:
-        """Whether a pass that comes through a call adds to these.  torch.autograd.grad adds nothing to ``.grad``."""
+        """Whether a pass through a call adds to this segment.  torch.autograd.grad adds nothing to ``.grad``."""
         return call.forward in self.forwards and all(
             other.captures == current.captures or current.is_hess or other.is_hess for other in self.passes
         )
 
     @property
     def hess_type(self) -> str | None:
-        """What `backprop_hess` was told, if it has run these passes.  Raises NothingRecorded where it has run some alone."""
+        """The ``hess_type`` of `backprop_hess`, or None.  Raises NothingRecorded if it ran only some passes."""
         types = {None if recorded.losses is None else recorded.losses.hess_type for recorded in self.passes}
         if len(types) > 1:
             raise NothingRecorded(
-                "the record holds the passes of backprop_hess and an ordinary backward pass of the same forward, whose rows "
-                "mean different things. Call autograd_hacks.clear_backprops(model) between the two."
+                "the record has passes of backprop_hess and an ordinary backward pass, of the same forward. Their rows mean "
+                "different things. Call autograd_hacks.clear_backprops(model) between them."
             )
         return next(iter(types), None)
 
     def check_takes(self, current: Pass) -> None:
-        """Raises where a second `backprop_hess` begins before what the one before has left is read, or cleared."""
+        """Raises if a second `backprop_hess` begins before the passes of the first are read or cleared."""
         for other in self.passes:
             if current.is_hess and other.is_hess and other.losses is not current.losses:
                 raise NothingRecorded(
-                    "backprop_hess has run before, and its passes are still in the record, not read yet or of this very "
-                    "forward. Call clear_backprops(model) to throw them away; or read them (compute_hess, per_sample_grads) "
-                    "and run the model anew; or, for several batches, run them within accumulate(model)."
+                    "backprop_hess: the passes of an earlier call are still in the record, unread or from this forward. To "
+                    "discard them, call clear_backprops(model). To keep them, read them (compute_hess, per_sample_grads) "
+                    "and run the model again. For several batches, use accumulate(model)."
                 )
 
     def batch_size(self) -> int:
-        """The number of samples that all calls and loss vectors share.  Raises BatchSizeError with all of them otherwise."""
+        """The number of samples, if all calls and losses agree.  Else raises BatchSizeError, which lists all numbers."""
         told: list[tuple[Use | Announcement, int]] = []
         for recorded in self.passes:
             if recorded.is_hess and any(call.documents is not None for call in recorded.received):
                 raise BatchSizeError(
-                    f"{recorded.losses and recorded.losses.what} has rows of samples' entries, and the model was hooked "
-                    "with segments, for rows of documents. Call add_hooks(model), without segments, before the forward."
-                    + ON_SEGMENTS
+                    f"{recorded.losses and recorded.losses.what} gives rows of samples' entries, but "
+                    "add_hooks(segments=...) asks for rows of documents. Call add_hooks(model) without segments before the "
+                    "forward." + ON_SEGMENTS
                 )
             if recorded.losses:
                 told.append((recorded.losses, recorded.losses.shape[0]))
@@ -141,8 +141,8 @@ class Segment:
                 sizes.setdefault(teller.what, size)
             listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
             raise BatchSizeError(
-                f"the numbers of samples disagree, so that rows can't be matched: {listing}. Expected one number for all: "
-                "let axis 0 be the batch in every layer's input, and give losses one entry for each sample."
+                f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for "
+                "all. Axis 0 must be the batch in every layer's input, and losses need one entry per sample."
             )
         return told[0][1]
 
@@ -152,84 +152,85 @@ class Segment:
 
 @dataclass(eq=False)
 class Record:
-    """Of one hooked model: the backward passes that there are to read, and what must be known to read them."""
+    """The backward passes of one hooked model that can be read, and everything needed to read them."""
 
     segments: list[Segment] = field(default_factory=list)
-    unseen: dict[str, int] = field(default_factory=dict)  # parameters with gradient by a way not seen: after which forward
-    superseded: list[Segment] = field(default_factory=list)  # which the running pass may yet come through
+    unseen: dict[str, int] = field(default_factory=dict)  # parameters with gradient by an unseen way: after which forward
+    superseded: list[Segment] = field(default_factory=list)  # replaced segments that the running pass may still reach
     superseded_unseen: dict[str, int] = field(default_factory=dict)
-    why_empty: str = ""  # why there is nothing to read, where that isn't plain
-    transformed: bool = False  # whether torch.func has run a layer since the last pass
-    comparing: bool = False  # whether a created graph may lead to the parameters past the hooks
-    # Of the model's last forward with gradients, for `verify`: the arguments, tensors by weak reference.
+    why_empty: str = ""  # why there is nothing to read, if that needs an explanation
+    transformed: bool = False  # whether torch.func ran a layer since the last pass
+    comparing: bool = False  # whether a created graph may lead around the hooks to the parameters
+    # For `verify`: the arguments of the model's last forward with gradients.  Tensors are weak references.
     arguments: tuple[Any, Any] | None = None
     accumulating: bool = False
-    stage: weakref.ref[Any] | None = None  # of a pipeline, which ran the last forward
+    stage: weakref.ref[Any] | None = None  # the pipeline stage that ran the last forward
     forwards: int = 0
-    plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last
-    returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs, and their samples
+    plan: Plan = field(default_factory=Plan)  # of the running forward, or of the last one
+    returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
     # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
     outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
-    others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that stood in a parameter's place
-    documents: Documents | None = None  # that were packed into the last forward's samples, where rows are theirs
-    left_out: frozenset[str] = frozenset()  # names of parameters that nobody asks for: see `add_hooks(only=...)`
-    gathered: dict[str, Tensor] = field(default_factory=dict)  # what stands in the place of shards while layers run, by name
-    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and what is whole
-    mesh: Any = None  # of the processes that hold them
-    read_past: frozenset[str] = frozenset()  # the parameters of shards that some process reads off the graph
-    shards: dict[str, int] = field(default_factory=dict)  # how often these had been overwritten in the last forward
-    # Takes a parameter's rows while the pass runs: gets the pass, the name, and its gradient where that is computed.
+    others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that replaced a parameter
+    documents: Documents | None = None  # the documents packed into the last forward's samples, if rows are per document
+    left_out: frozenset[str] = frozenset()  # names of parameters without rows: see `add_hooks(only=...)`
+    gathered: dict[str, Tensor] = field(default_factory=dict)  # by name, what replaces shards while layers run
+    cut: dict[str, Tensor] = field(default_factory=dict)  # the shards, and the parameters that are whole
+    mesh: Any = None  # of the processes that hold the shards
+    read_past: frozenset[str] = frozenset()  # parameters in shards that some process reads from the graph
+    shards: dict[str, int] = field(default_factory=dict)  # how often the shards had been overwritten in the last forward
+    # Takes a parameter's rows while the pass runs.  Gets the pass, the name, and the gradient if it is computed.
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
 
     def add(self, segment: Segment) -> None:
-        """Has a segment behind the others, or where its forward was: a schedule may come to the last micro-batch first."""
+        """Adds a segment: last, or in the order of forwards, because a schedule may run the last micro-batch first."""
         self.segments = [*self.segments, segment]
         if self.stage is not None:
             self.segments.sort(key=lambda own: min(own.forwards))
 
     def clear(self, why: str = "") -> None:
-        """Throws away what was recorded.  why: there is nothing to read then, for people"""
+        """Discards the record.  why: for messages, why there is nothing to read"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
 
     @property
     def passes(self) -> list[Pass]:
-        """The recorded ones, of all segments."""
+        """The recorded passes of all segments."""
         return [recorded for segment in self.segments for recorded in segment.passes]
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A context that leaves the record as it is."""
+        """A context with an empty record.  Restores the old one afterwards."""
         with kept(self):
             self.clear()
             self.accumulating, self.on_arrival = False, None
             yield
 
     def free_what_was_read(self) -> None:
-        """Makes room for a forward's activations, so that two steps' records are never alive together."""
+        """Frees the activations of passes that were read, so that two steps' records are never alive together."""
         if all(segment.read and not segment.can_be_run_again() for segment in self.segments):
             self.segments = []
             self.why_empty = (
-                "the last backward pass has been read already, and its record was freed when a forward pass with gradients "
-                "began after it. Take all that you need before that, from one per_sample_grads(model); or run the forward "
-                "under torch.no_grad."
+                "the last backward pass was read already, and its record was freed when the next forward pass with "
+                "gradients began. Read everything before that, from one per_sample_grads(model), or run the forward under "
+                "torch.no_grad."
             )
 
     @property
     def hess_type(self) -> str | None:
-        """What `backprop_hess` was told, where it has run all recorded passes; None where ordinary backward passes are
-        recorded.  Raises NothingRecorded for both, or different ones."""
+        """The ``hess_type`` of `backprop_hess` if it ran all passes; None for ordinary backward passes.
+
+        Raises NothingRecorded if the passes differ."""
         found = {segment.hess_type for segment in self.segments}
         if len(found) > 1:
             raise NothingRecorded(
-                f"the accumulated passes are of different kinds, {', '.join(sorted(map(str, found)))} (None for an ordinary "
-                "backward pass), whose rows mean different things. Accumulate them apart."
+                f"the accumulated passes are of different kinds: {', '.join(sorted(map(str, found)))} (None: an ordinary "
+                "backward pass). Their rows mean different things. Accumulate each kind by itself."
             )
         return next(iter(found), None)
 
     def cells(self) -> list[tuple[str, str]]:
-        """What there is to read, for people: in words, and in bytes."""
+        """What there is to read, as pairs of text for messages: what, and how much memory."""
         passes = self.passes
         if not passes:
             why = "no backward pass yet" if self.forwards else "no forward pass yet"
@@ -244,11 +245,11 @@ class Record:
         return [("recorded", f"{size}, {count}"), ("holds", with_unit(bytes_of(held)))]
 
     def reduction(self, loss_type: str | None) -> str:
-        """How all passes' losses were reduced.  Raises ValueError where they differ.  loss_type: what the reader says"""
+        """How the losses of all passes were reduced.  Raises ValueError if they differ.  loss_type: what the reader said"""
         found = {recorded.reduction(loss_type) for recorded in self.passes}
         if len(found) > 1:
             raise ValueError(
-                "some of the accumulated losses were means and some were sums; reduce all in one way" + ON_REDUCTION
+                "some accumulated losses are means and some are sums. Reduce all losses in the same way." + ON_REDUCTION
             )
         return found.pop()
 
@@ -256,35 +257,38 @@ class Record:
         return x in self.names or any(x is other for other in self.gathered.values())
 
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's parameters by name, but for those left out, as layers see them: whole, where processes hold shards."""
+        """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
         own = self.asked(parameters_of(model))
         return {name: self.gathered.get(name, p) for name, p in own.items()}
 
     def trained(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """The same of those that train, of a part at a path too, by the names that they have here."""
+        """The same for trainable parameters.  Also works for a part, at a path, with the names used here."""
         named = {self.name_of(p, path, name): p for name, p in parameters_of(module).items() if p.requires_grad}
         return {name: self.gathered.get(name, p) for name, p in self.asked(named).items()}
 
     def asked(self, named: dict[str, P]) -> dict[str, P]:
-        """Of parameters by name those that aren't left out."""
+        """The parameters that aren't left out, by name."""
         return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of parameters by name, as layers see them, what this process holds now: its shards, where there are any."""
+        """What this process holds now for parameters that layers see whole: its shards, if there are any."""
         if not self.gathered:
             return parameters
         return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
 
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
-        """What tells whether .grad is as it was, a shard's where there is one; None for sparse ones."""
+        """A value that changes when .grad does (or a shard's .grad); None for a sparse .grad."""
         if (grad := self.cut.get(name, parameter).grad) is None:
             return NO_GRAD
         grad = part_of(grad)
         return (grad.data_ptr(), version_of(grad)) if grad.layout == torch.strided else None
 
     def name_of(self, parameter: Tensor, path: str = "", local: str = "") -> str:
-        """A parameter's first name in the model; for a tensor that stands in its place, as in functional_call, or was put
-        there later, a name of its own.  path, local: the layer's, and the parameter's in it"""
+        """A parameter's first name in the model.
+
+        A tensor that replaces a parameter, as in functional_call or by later assignment, gets a name of its own.
+        path: the layer's
+        local: the parameter's name in the layer"""
         name = self.names.get(parameter) or self.others.get(parameter)
         if name is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"

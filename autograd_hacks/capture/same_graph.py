@@ -1,4 +1,4 @@
-"""What was read off a forward's graph, for forwards whose graph is the same: parameters needn't be climbed from again."""
+"""Keeps what was read from a forward's graph for later forwards with the same graph, so that they need no climb."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from autograd_hacks.probe.routes import moved_by
 from autograd_hacks.support.graph import Leaf, Taker, Value
 
 FEW = 4
-"""So many sizes of batches are kept apart."""
+"""How many batch sizes are remembered."""
 
 
 @dataclass(frozen=True)
 class SameGraph:
-    """A graph, and what was found in it; nodes are numbered in the order of `_laid_out`."""
+    """A graph and what was found in it.  Nodes are numbered in the order of `_laid_out`."""
 
     structure: list[object]
-    leaves: list[tuple[int, str | None]]  # all, with the parameters' names
+    leaves: list[tuple[int, str | None]]  # all leaves, with the parameters' names
     moving: list[int]  # nodes that may move samples
-    places_left: list[bool | int]  # as these nodes have it
-    found: list[tuple[int, list[tuple[int, int, int, Place]]]]  # as `OffGraph` has it
+    places_left: list[bool | int]  # what `moved_by` says about these nodes
+    found: list[tuple[int, list[tuple[int, int, int, Place]]]]  # the same as `OffGraph.found`
 
 
 def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
-    """Keeps what was read off a forward's graph, if nothing of it depends on values."""
+    """Keeps what was read from a forward's graph, unless some of it depends on values."""
     met = [use for uses in off.found.values() for use in uses] if off is not None else []
     if plan.checkpoints or any(place.kind != AXES or place.was_empty for _, _, place in met):
         return
@@ -47,7 +47,7 @@ def remember(ran: Ran, plan: Plan, off: OffGraph | None, samples: int) -> None:
 
 
 def recall(ran: Ran, plan: Plan, samples: int) -> bool:
-    """Whether a forward's graph is one that is known, for batches of these sizes; what was read off it then holds here."""
+    """Whether the graph is known for batches of these sizes.  If it is, restores what was read from it."""
     same = plan.graphs.get(_sizes(ran, samples)) if plan.graphs else None
     if same is None:
         return False
@@ -77,11 +77,11 @@ def _sizes(ran: Ran, samples: int) -> Hashable:
 
 
 def _laid_out(ran: Ran) -> tuple[list[Node], list[object]]:
-    """The nodes of a forward's graph, and all that tells it from another graph: kinds, and what each is given."""
+    """The nodes of a forward's graph, and a description that identifies it: kinds of nodes, and what each one takes."""
     names = {id(p): name for name, p in ran.parameters.items()}
     nodes = list(dict.fromkeys([x.grad_fn for x in ran.outputs if x.grad_fn is not None]))
     number_of, structure = {node: number for number, node in enumerate(nodes)}, list[object]()
-    for node in nodes:  # which grows
+    for node in nodes:  # the list grows
         kind = type(node)
         structure.append(kind)
         if kind is Leaf:

@@ -1,5 +1,7 @@
-"""Does gradient come to what a model made past what it returned?  In a proven step what arrives at each node is compared
-with what the forward's own nodes have brought there: the rest came by a side door, an attribute say that the loss reads."""
+"""Detects gradient that reaches the model's graph through tensors that the model did not return.
+
+In a proven step, the gradient that arrives at each node is compared with the gradient that the forward's own nodes passed to
+it.  A difference came by another way, for example through an attribute that the loss reads."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,20 +22,20 @@ from autograd_hacks.support.sweep import fitted
 from autograd_hacks.support.switch import Switch, current_task
 
 OF_MODULE = frozenset(vars(nn.Module()))
-"""The attributes of every module."""
+"""Attributes that every module has."""
 
 ELSEWHERE = "what a hook, a global or a function keeps"
 
 Key = tuple[int, int] | str
-"""The number of a node and that of what it made, or a parameter's name."""
+"""The number of a node and of one of its outputs, or a parameter's name."""
 
 
 def watch(backward: Backward, ran: Ran, samples: int, found: Callable[[], None]) -> None:
-    """Has a forward's graph tell of gradient that comes by a side door, which refuses the pass.  found: is called then"""
+    """Watches a forward's graph for gradient from unreturned tensors, and refuses such a pass.  found: is called then"""
     recorded = frozenset(sequence_number(node) for node in ran.graph.nodes)
     doors = _Doors(backward, [weakref.ref(module) for module in ran.modules], recorded, samples, found)
     outputs = {ran.value(slot) for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
-    # What is written into a view comes back by what it is a view of.
+    # A gradient of a value written into a view arrives through the view's base.
     bases = [x._base for x in ran.outputs if x._base is not None]
     outputs |= {Value(x.grad_fn, x.output_nr) for x in bases if x.grad_fn is not None}
     nodes = list(ran.graph.nodes)
@@ -54,7 +56,7 @@ class _Doors:
         self,
         backward: Backward,
         modules: list[weakref.ref[nn.Module]],
-        recorded: frozenset[int],  # the nodes of the graph, by torch's own count
+        recorded: frozenset[int],  # the graph's nodes, by torch's own numbers
         samples: int,
         found: Callable[[], None],
     ) -> None:
@@ -75,7 +77,7 @@ class _Doors:
         del self.brought[task]
 
     def left(self, ahead: list[Key | None], grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
-        """Hears of what a node hands on."""
+        """Called after a node has run.  Adds up the gradients that it passes on."""
         if not self._hears():
             return
         brought, node = self._of_task(), current_node()
@@ -92,7 +94,7 @@ class _Doors:
                     at[key] = at[key] + grad if key in at else grad
 
     def arrived(self, number: int, own: frozenset[int], grads: tuple[Tensor | None, ...]) -> None:
-        """Hears of what comes to a node.  own: which of its tensors the model has not returned"""
+        """Called before a node runs, with its gradients.  own: the outputs of the node that the model has not returned"""
         if not self._hears():
             return
         brought = self._of_task()
@@ -115,7 +117,7 @@ class _Doors:
         return torch.equal(grad, expected) or not bool(_differ(grad, expected).any())
 
     def _is_hooked(self, node: Node, number: int, grad: Tensor, expected: Tensor) -> bool:
-        """Whether a hook of the user's makes what arrives of what was brought, sample by sample."""
+        """Whether a user's hook explains the difference, and works sample by sample."""
 
         def hooked(x: Tensor) -> Tensor:
             edge = GradientEdge(node, number)
@@ -134,7 +136,7 @@ class _Doors:
         return False
 
     def _name_of(self, node: Node) -> str:
-        """What the model keeps by which the pass came to a node, for people."""
+        """The unreturned tensor through which the pass came to a node, as text for messages."""
         found = ELSEWHERE
         models = (model for own in self.modules if (model := own()) is not None)
         for path, module in (pair for model in models for pair in model.named_modules()):
@@ -147,7 +149,7 @@ class _Doors:
         return found
 
     def _came_by(self, node: Node) -> bool:
-        """Whether the pass that runs comes by a node that the outputs don't follow from."""
+        """Whether the running pass comes through a node on which the outputs don't depend."""
         return sequence_number(node) not in self.recorded and will_execute(node)
 
 

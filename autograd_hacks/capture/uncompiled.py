@@ -1,4 +1,4 @@
-"""What torch.compile has made of a hooked model, or of parts of it: forwards that are recorded run as they are written.
+"""Runs hooked modules uncompiled while they are recorded, if torch.compile has compiled the model or parts of it.
 
 No mathematics.
 """
@@ -23,12 +23,12 @@ Call = Callable[..., Any]
 
 
 class Uncompiled:
-    """Stands around the call of a module that is compiled, or may come to be: what is recorded runs as it is written, and
-    all else compiled.  It also puts back what an interrupt leaves, for which torch calls no hook.
+    """Wraps the call of a module that is, or may become, compiled.  Recorded calls run uncompiled; all others run compiled.
 
-    It is in ``_compiled_call_impl``, which most copies and pickles of a module leave out.
+    It also cleans up after an interrupt, for which torch calls no hook.  It is stored in ``_compiled_call_impl``, which most
+    copies and pickles of a module leave out.
 
-    compiled: what ``module.compile()`` has put in its place, or None
+    compiled: what ``module.compile()`` has stored there, or None
     """
 
     def __init__(self, layer: nn.Module, recorder: Recorder, compiled: Call | None) -> None:
@@ -37,25 +37,25 @@ class Uncompiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.layer()
         if torch.compiler.is_dynamo_compiling():
-            # The compiler follows this, too, so that evaluation is one graph: it runs for as long as these are so.
+            # The compiler traces this too, so that evaluation is one graph.  Its guards hold as long as these values do.
             if Switch.enabled and not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 return _run(self, args, kwargs, True)
-        elif torch.compiler.is_compiling():  # traced in another way, for export or by the library's own analysis
+        elif torch.compiler.is_compiling():  # traced in another way: for export, or by this library's own analysis
             pass
         elif Switch.on() and (torch.is_grad_enabled() or any(x.requires_grad for x in tensors_of((args, kwargs)))):
             return _run(self, args, kwargs, False) if COMPILER in sys.modules else self._call(layer, args, kwargs)
         return (layer._call_impl if self.compiled is None else self.compiled)(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_compiled: bool) -> Any:
-        """The module's call as it is written.  is_compiled: whether compiled code calls it"""
+        """Runs the module's call uncompiled.  is_compiled: whether compiled code calls it"""
         layer: Any = self.layer()
         has_own = _is_wrapped(layer)
         is_said = self.recorder.said_uncompiled
         if not is_said and (is_compiled or has_own or not isinstance(self.compiled, Uncompiled | None)):
             self.recorder.said_uncompiled = True
             warnings.warn(
-                f"{type(getattr(layer, '_orig_mod', layer)).__name__} is compiled, and compiled code has no hooks: forward "
-                "passes that autograd_hacks records run it as it is written. Compiled code runs under torch.no_grad(), "
+                f"{type(getattr(layer, '_orig_mod', layer)).__name__} is compiled, but compiled code has no hooks. Forward "
+                "passes that autograd_hacks records run uncompiled. Compiled code still runs under torch.no_grad(), "
                 "within autograd_hacks.pause_hooks(), and after autograd_hacks.remove_hooks.",
                 stacklevel=2,
             )
@@ -65,29 +65,29 @@ class Uncompiled:
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return layer._call_impl(*args, **kwargs)
-        except Exception:  # which the layer's own hooks hear of
+        except Exception:  # the layer's own hooks see it
             raise
         except BaseException:
             self.recorder.interrupt()
             raise
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # all that is left in a copy of a module
+        return type(None), ()  # a copy of a module gets None instead
 
 
-# Left alone by the compiler, which is imported when it is called first, and which says why it can't go on where it meets it.
+# The compiler skips this function (and is imported at the first call).  If it can't, it shows the message below.
 _run: Any = disable_dynamo(Uncompiled.run)
 _run._torchdynamo_disable = True
 _run._torchdynamo_disable_msg = (
-    "a model that autograd_hacks has hooked runs as it is written where it is recorded, and fullgraph=True asks for one "
-    "graph. Leave fullgraph out, or compile first and hook what torch.compile has returned: add_hooks(compiled)"
+    "a model hooked by autograd_hacks runs uncompiled while it is recorded, but fullgraph=True requires one graph. "
+    "Leave fullgraph out, or compile first and hook what torch.compile returned: add_hooks(compiled)"
 )
 
 
 class Instead:
-    """In the place of a hooked model's methods that overwrite what stands around its calls, or copy it.
+    """Replaces the methods of a hooked model that overwrite the wrapper around its calls, or copy it.
 
-    name: the method's, one of `INSTEAD`
+    name: the method's name, one of `INSTEAD`
     """
 
     def __init__(self, around: Uncompiled, name: str) -> None:
@@ -104,14 +104,14 @@ class Instead:
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[Any, nn.Module]]:
         layer: Any = self.around.layer()
-        return partial, (getattr(type(layer), self.name), layer)  # a copy's own
+        return partial, (getattr(type(layer), self.name), layer)  # the copy's own method
 
 
-INSTEAD = ("compile", "_replicate_for_data_parallel")  # DataParallel's
+INSTEAD = ("compile", "_replicate_for_data_parallel")  # the second is DataParallel's
 
 
 def put_around_all(model: nn.Module, recorder: Recorder) -> None:
-    """Has the model, and what is compiled inside, run as it is written where it is recorded."""
+    """Wraps the model, and compiled modules inside it, so that recorded calls run uncompiled."""
     for module in modules_of(model) if COMPILER in sys.modules else ():
         if not isinstance(module._compiled_call_impl, Uncompiled | None) or _is_wrapped(module):
             put_around(module, recorder)
@@ -127,15 +127,15 @@ def put_around(module: nn.Module, recorder: Recorder) -> None:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether a module is what torch.compile has returned, or its method ``forward`` is."""
+    """Whether torch.compile returned the module, or compiled its method ``forward``."""
     forward = getattr(module, "forward", None)
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 
 
 def take_from_around(module: nn.Module, recorder: Recorder) -> None:
-    """Puts back what is compiled."""
+    """Removes the wrapper and restores the compiled call."""
     holder, key = vars(module), "_compiled_call_impl"
-    while isinstance(around := holder.get(key), Uncompiled):  # several, of hooked models that this one is a part of, too
+    while isinstance(around := holder.get(key), Uncompiled):  # several, if other hooked models contain this one
         if around.recorder is recorder:
             holder[key] = around.compiled
         holder, key = vars(around), "compiled"

@@ -1,4 +1,4 @@
-"""A use of parameters in a forward, as plain data, and what a backward pass brought to it."""
+"""A use of parameters in a forward, as plain data, and the gradients that a backward pass brought to it."""
 
 from __future__ import annotations
 
@@ -27,87 +27,87 @@ from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.trees import holds_numbers, is_packed, map_tensors, version_of
 
 Versions = list[tuple[Tensor, int]]
-"""Tensors with how often they had been overwritten."""
+"""Tensors, each with the number of in-place changes so far."""
 
 Pull = Callable[[str, Form], Form]
-"""``pull(name, form)``: from the rows of a value to those of a parameter that it is made of."""
+"""``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
 
 
 class Graph:
-    """Held by a use's hooks in the graph and by nothing else: dead when no backward pass can come there any more."""
+    """Held only by a use's hooks in the graph: when it is gone, no backward pass can arrive there any more."""
 
 
 class Edge(NamedTuple):
-    """A parameter and its end of the graph."""
+    """A parameter and the node at which it ends the graph."""
 
     name: str  # the parameter's first name in the model
     parameter: Tensor
     node: Node
-    kind: tuple[torch.dtype, torch.device] | None = None  # the parameter's, at another of which it gets another node
+    kind: tuple[torch.dtype, torch.device] | None = None  # the parameter's dtype and device, which determine its node
 
 
 @dataclass(eq=False, slots=True)
 class OutputGrads:
-    """What one backward pass brought to one use."""
+    """The gradients that one backward pass brought to one use."""
 
-    at: list[Tensor | None]  # for each tensor that was made
-    versions: list[int]  # of these
-    reached: tuple[str, ...] = ()  # the parameters that the pass goes on to, by their names in the use
-    # The arguments in their graph, where the gradients are in theirs, too: the rows can be differentiated.
+    at: list[Tensor | None]  # for each tensor that the use made
+    versions: list[int]  # of these gradients
+    reached: tuple[str, ...] = ()  # the parameters that the pass reaches, by their names in the use
+    # The arguments with their graph, if the gradients have one too: then rows can be differentiated.
     live: Any = None
-    kept: Any = None  # what a node kept, taken before the pass frees it
+    kept: Any = None  # what a node saved, taken before the pass frees it
 
     @property
     def first(self) -> Tensor:
-        """That of the first output that the pass came by."""
+        """The gradient at the first output that has one."""
         return next(grad for grad in self.at if grad is not None)
 
     @property
     def length(self) -> float:
-        """The 2-norm of them all."""
+        """The 2-norm of all gradients together."""
         return sum(float(part_of(grad).abs().double().square().sum()) for grad in self.at if grad is not None) ** 0.5
 
 
 @dataclass(eq=False, kw_only=True)
 class Use(ABC):
-    """Where something stands in the graph that gives rows of parameters.  It holds no graph."""
+    """A place in the graph that gives rows of parameters.  It holds no graph."""
 
-    edges: Mapping[str, Edge]  # of the parameters that train and whose rows it gives, by their names in the use
+    edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
-    forward: int  # in which forward of the model
-    key: tuple[Hashable, ...] = ()  # what it is known by, from forward to forward of a kind
-    is_own: bool = True  # whether it was within that, and the layer not called by itself or by another model
-    samples: int | None = None  # N, where the model's own arguments or outputs tell it
-    layouts: Layouts = ()  # where they are in each of the tensors; with N
-    is_unseen: bool = False  # whether no gradient came here when the plan was proven
-    labels: Tensor | None = None  # the sample of each row, where rows of axis 0 belong to samples in no order
-    recomputed_in: weakref.ref[Any] | None = None  # the backward pass that makes it again, for checkpointing
-    versions: Versions = field(default_factory=list)  # of what it was given
+    forward: int  # the number of the model's forward
+    key: tuple[Hashable, ...] = ()  # identifies it in other forwards of the same kind
+    is_own: bool = True  # False if the layer was called by itself or by another model
+    samples: int | None = None  # N, if the model's own arguments or outputs show it
+    layouts: Layouts = ()  # where the samples are in each tensor; set with N
+    is_unseen: bool = False  # whether it had no gradient when the plan was proven
+    labels: Tensor | None = None  # the sample of each row, if axis 0 has samples in no fixed order
+    recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
+    versions: Versions = field(default_factory=list)  # of its arguments
     graph: weakref.ref[Graph]
-    is_first: bool = True  # whether no other forward hook came before ours
+    is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
     plan: Plan | None = field(default=None, repr=False)  # of the forward
-    documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, in the place of samples'
+    documents: Documents | None = field(default=None, repr=False)  # whose rows are wanted, instead of samples'
 
     @property
     @abstractmethod
     def what(self) -> str:
-        """The use, for people."""
+        """The use with its arguments, as text for messages."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where it is, for people."""
+        """Where the use is, as text for messages."""
 
     @abstractmethod
     def batch_size(self, grads: OutputGrads) -> int:
-        """How many samples there were: as many as the model was given, or else as many as there are rows."""
+        """The number of samples: as the model's arguments show, or else the number of rows."""
 
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
 
     def forms(self, grads: OutputGrads, received: Mapping[Use, OutputGrads] | None = None) -> Mapping[str, Form]:
-        """{name in the use: form} for the parameters that a pass has reached, a row for each sample.
+        """{name in the use: form} for the parameters that a pass has reached, with a row for each sample.
 
         received: what the pass has brought to all uses
         """
@@ -120,21 +120,23 @@ class Use(ABC):
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether no gradient came to a use where none had come before, or what rounding leaves of a zero.  Raises
-        ProbeFailed where more came."""
+        """Whether a use without any earlier gradient still has none, or only rounding of zero.
+
+        Raises ProbeFailed if it has more."""
         if not any(bool(part_of(g).any()) for g in grads.at if g is not None) or self._is_rounding(grads, received):
             return True
         if self.plan is not None:
             self.plan.pending = True
         raise ProbeFailed(
-            f"it isn't known to which samples the rows of {self.place} belong: its gradients were zero, or no numbers, when "
-            "the forward pass was proven (a branch times zero, say), and now they are not. The next forward pass is proven "
-            "anew: repeat the step. Calling verify(model) when such a branch opens avoids this error."
+            f"{self.place}: its gradients were zero (or NaN) when the forward was checked, for example in a branch times "
+            "zero, so the samples of its rows are unknown. Now they are not zero. The next forward is checked again: repeat "
+            "the step. To avoid this error, call verify(model) when such a branch opens."
         )
 
     def _is_rounding(self, grads: OutputGrads, received: Mapping[Use, OutputGrads]) -> bool:
-        """Whether what came is no more than rounding for any sample: beside the smallest row that another use brings the
-        parameter, whosever each position is."""
+        """Whether the gradient is no more than rounding, for every sample.
+
+        It is compared with the smallest row that another use gives the same parameter, so the samples needn't be known."""
         eps = torch.finfo(grads.first.dtype).eps
         for local, form in self._forms(grads).items():
             name = self.edges[local].name
@@ -156,7 +158,7 @@ class Use(ABC):
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as rules expect it: in the parameters' dtype, whatever autocast made of it."""
     tensor = part_of(tensor)
-    if type(tensor) is not Tensor and holds_numbers(tensor):  # of a class of the user's
+    if type(tensor) is not Tensor and holds_numbers(tensor):  # of a user's tensor class
         tensor = tensor.as_subclass(Tensor)
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
@@ -166,7 +168,7 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(eq=False, kw_only=True)
 class LayerCall(Use, Call):
-    """A call of a layer with a rule: what its rule reads."""
+    """A call of a layer with a rule: everything that the rule reads."""
 
     @property
     def what(self) -> str:
@@ -178,11 +180,11 @@ class LayerCall(Use, Call):
 
     @property
     def given(self) -> list[Tensor]:
-        """The tensors that the layer was given."""
+        """The tensors among the layer's arguments."""
         return [x for x, _ in self.versions]
 
     def at_place(self, samples: int, layouts: Layouts, labels: Tensor | None, documents: Documents | None) -> LayerCall:
-        """The same call, its samples being at some place."""
+        """The same call, with its samples at a given place."""
         return replace(self, samples=samples, layouts=layouts, labels=labels, documents=documents)
 
     def batch_size(self, grads: OutputGrads) -> int:
@@ -191,7 +193,7 @@ class LayerCall(Use, Call):
         return self._rows(grads) if self.samples is None else self.samples
 
     def _rows(self, grads: OutputGrads) -> int:
-        """The size of axis 0 of the outputs, or what the layer's rule counts where it knows better."""
+        """The size of axis 0 of the outputs, or the count by the layer's rule if it has one."""
         rule = rule_for(self.layer)
         if rule is not None and rule.count is not None:
             return rule.count(self.layer, self.args, self.kwargs)
@@ -221,12 +223,13 @@ class LayerCall(Use, Call):
         return {name: group(form, labels, self.samples or 0) for name, form in forms.items()}
 
     def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
-        """What the layer's rule says, checked against what forms must be.
+        """What the layer's rule returns, checked to be forms of the right shape.
 
-        layout: where the samples are; None where they are where the rule looks for them    rows: how many it must return
+        layout: where the samples are; None if they are where the rule expects them
+        rows: how many rows it must return
         """
         if rule is None:
-            raise UnsupportedLayer(f"{self.place} has lost its rule since the forward pass; repeat the step")
+            raise UnsupportedLayer(f"{self.place}: its rule was removed after the forward pass. Repeat the step")
         dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
 
         def as_expected(tensor: Tensor) -> Tensor:
@@ -261,29 +264,29 @@ class LayerCall(Use, Call):
         return form
 
     def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
-        """Raises where the output has other sizes than its samples would give it."""
+        """Raises if the output's shape doesn't fit the number and place of its samples."""
         size = shape[layout.axis] if layout.axis < len(shape) else None
         if size is None or (size % (self.samples or 1) if layout.fold else size != self.samples):
             raise BatchSizeError(
-                f"the numbers of samples disagree: the model was given {self.samples}, but {self.place} returned a tensor "
-                f"of shape {tuple(shape)}, in which they were to be found as {layout}. Rows can't be matched."
+                f"{self.place}: the numbers of samples disagree. The model got {self.samples}, "
+                f"but this layer returned shape {tuple(shape)}; expected the samples as {layout}."
             )
 
 
 def packed_into(call: Call) -> PackedSequence | None:
-    """The packed sequence that a layer was given."""
+    """The packed sequence among a layer's arguments."""
     return next((x for x in (*call.args, *call.kwargs.values()) if is_packed(x)), None)
 
 
 @dataclass(frozen=True)
 class ValueUse:
-    """A value of parameters, as a node takes it."""
+    """A value computed from parameters, as one input of a node."""
 
-    place: int  # which of the node's inputs it is
+    place: int  # the number of the node's input
     shape: torch.Size
-    parameters: Mapping[str, Pull | None]  # by name, how rows go back there; None where the value is the parameter
+    parameters: Mapping[str, Pull | None]  # by name, how rows go back to it; None if the value is the parameter
     is_complex: bool = False
-    # Makes them, while the graph is there; and says whether that could be done.
+    # Makes the pulls while the graph exists.  Returns whether that was possible.
     make_ways: Callable[[], bool] | None = None
 
 
@@ -291,7 +294,7 @@ class ValueUse:
 class NodeUse(Use):
     """A node of the graph at which values of parameters meet the batch.
 
-    Its forms are made as the gradient arrives there: later a pass has freed what the node kept.
+    Its forms are made when the gradient arrives, because afterwards the pass frees what the node saved.
     """
 
     node: str  # its name
@@ -311,9 +314,9 @@ class NodeUse(Use):
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
     ) -> dict[int, Form | Mapping[str, Form]]:
-        """The values' forms, by place; or those of their parameters, by name, where there is no way back later.
+        """The values' forms, by input number.  If there is no way back later: the forms of their parameters, by name.
 
-        node: the very node, with what it kept
+        node: the node itself, with its saved tensors
         """
         dtype = next(iter(self.edges.values())).parameter.dtype
         found: dict[int, Form | Mapping[str, Form]] = {}
@@ -333,7 +336,7 @@ class NodeUse(Use):
         return found
 
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Form | None:
-        """None where no formula covers it."""
+        """None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
         formula, by_owners, samples = NODES.get(self.node), BY_OWNERS.get(self.node), self.samples or 0
         if not (formula or by_owners) or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
@@ -347,7 +350,7 @@ class NodeUse(Use):
             return None
         rows = samples if self.labels is None else len(g)
         rows = rows if self.documents is None else self.documents.ids.numel()
-        is_live = torch.is_grad_enabled()  # in a pass of which a graph is made
+        is_live = torch.is_grad_enabled()  # the pass makes a graph
         kept = Kept(node, lambda x: ready(x if is_live else x.detach(), dtype))
         met = Met(kept, ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
@@ -361,7 +364,7 @@ class NodeUse(Use):
         return form if form is None or self.labels is None else gathered(form, self.labels, samples)
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
-        """The node called with each sample's part of the gradients."""
+        """The form from calling the node once for each sample's part of the gradients."""
         owners: list[Tensor | None] = []
         if self.documents is not None:
             for slot, g in enumerate(grads):

@@ -1,4 +1,4 @@
-"""Wrappers around a hooked model, or inside it, that reduce its gradients over processes or that hooks can't follow.
+"""Wrappers in or around a hooked model that reduce its gradients over processes, or that hooks can't follow.
 
 No mathematics.
 """
@@ -18,25 +18,26 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import modules_of
 
 LATEST = 1024
-"""How many forwards are remembered, whose gradients are reduced: many more than a record can be of."""
+"""How many forwards are remembered: many more than a record can contain."""
 
 _REDUCES, _COUNTED = "require_backward_grad_sync", "_static_graph_delay_allreduce_enqueued"
 
 
 class Reduction:
-    """Of one hooked model: in which of its forwards DistributedDataParallel runs, and which of these it reduces."""
+    """For one hooked model: which of its forwards DistributedDataParallel runs, and which of these it reduces."""
 
     def __init__(self) -> None:
         self._forwards: list[tuple[int, weakref.ref[DistributedDataParallel]]] = []  # the latest, by number, in order
         self.reducing: list[weakref.ref[DistributedDataParallel]] = []  # the wrappers that reduce the next pass
-        self._task = NO_TASK  # the last pass that has come to parameters since the last forward
-        # The wrappers that leave the running forward's gradients alone, with what they were before.
+        self._task = NO_TASK  # the last pass that reached parameters since the last forward
+        # The wrappers that must not reduce the running forward's gradients, with their former settings.
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
-        """Hears of a forward of the model, by its number, when its plan is made.
+        """Called when the plan of a forward is made.
 
-        param_grad: whether ordinary gradients will come, to be reduced
+        forward: the forward's number
+        param_grad: whether there will be ordinary gradients to reduce
         """
         if not (has_processes() and torch.is_grad_enabled() and current_task() == NO_TASK):
             return
@@ -44,7 +45,7 @@ class Reduction:
             self.release()
         self.reducing, self._task = [], NO_TASK
         for wrapper in _spreading(model):
-            # In the first step with a static graph the reducer but counts, and doesn't tell whether it has finished.
+            # In the first step with a static graph the reducer only counts, and doesn't show whether it has finished.
             is_counting = wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
             if Switch.on():
                 self._forwards = [*self._forwards[-LATEST:], (forward, weakref.ref(wrapper))]
@@ -54,7 +55,7 @@ class Reduction:
                 self.reducing += [] if is_counting else [weakref.ref(wrapper)]
 
     def _hold(self, wrapper: DistributedDataParallel) -> None:
-        """Has a wrapper leave the gradients of the forward that runs alone, as within its ``no_sync()``."""
+        """Makes a wrapper skip the reduction of the running forward, as within its ``no_sync()``."""
         after, own = wrapper._post_forward, vars(wrapper)
         self._held[wrapper] = {name: own[name] for name in (_REDUCES, _COUNTED) if name in own}
         own.update(dict.fromkeys(self._held[wrapper], False) | ({_COUNTED: True} if _COUNTED in own else {}))
@@ -65,39 +66,40 @@ class Reduction:
             finally:
                 self.release()
 
-        vars(wrapper)["_post_forward"] = end  # after which nothing of the forward asks whether to reduce
+        vars(wrapper)["_post_forward"] = end  # after this, the forward no longer asks whether to reduce
 
     def release(self) -> None:
-        """Lets wrappers reduce again."""
+        """Restores the wrappers' settings."""
         while self._held:
             wrapper, before = self._held.popitem()
             vars(wrapper).pop("_post_forward", None)
             vars(wrapper).update(before | {"require_forward_param_sync": True})
 
     def accumulated(self) -> None:
-        """Hears that a gradient has been added to a parameter's.  Raises NotReduced where the pass before this one has been
-        reduced, and this one will not be."""
+        """Called when a gradient was added to a parameter's ``.grad``.
+
+        Raises NotReduced if the previous pass was reduced and this one won't be."""
         before, self._task = self._task, current_task()
         if before in (NO_TASK, self._task):
             return
         if any(_has_reduced(wrapper) for reference in self.reducing if (wrapper := reference()) is not None):
             raise NotReduced(
-                "a second backward pass has come to parameters since the last forward pass of DistributedDataParallel, "
-                "which reduces one after each: .grad would hold what this process's samples give, and replicas would drift "
-                "apart. Run the first forward and backward pass within ddp.no_sync(), and for the second pass another "
-                "forward outside of it; or run all of them within ddp.no_sync(), and reduce .grad yourself "
+                "a second backward pass reached parameters after one forward pass of DistributedDataParallel, which "
+                "reduces only the first. .grad would then hold this process's samples only, and replicas would drift "
+                "apart. Run the first forward and backward pass within ddp.no_sync(), and the second pass after another "
+                "forward outside of it. Or run all of them within ddp.no_sync(), and reduce .grad yourself "
                 "(torch.distributed.all_reduce)."
             )
 
     def wrapper_of(self, forwards: Collection[int]) -> DistributedDataParallel | None:
-        """The wrapper that some forwards ran in, by their numbers; where there are none, the last."""
+        """The wrapper that ran one of the forwards, by number.  If there are no numbers, the last one that ran."""
         ran = [(n, wrapper) for n, wrapper in self._forwards if n in forwards] if forwards else self._forwards[-1:]
         found = (reference() for _, reference in ran)
         return next((wrapper for wrapper in found if wrapper is not None), None)
 
 
 def _has_reduced(wrapper: DistributedDataParallel) -> bool:
-    """Whether no reduction is on its way: heads may have a backward pass each, and be reduced when the last has come."""
+    """Whether no reduction is pending.  Several heads may have a backward pass each, and be reduced after the last one."""
     try:
         wrapper._check_reducer_finalized()
     except RuntimeError:
@@ -106,15 +108,15 @@ def _has_reduced(wrapper: DistributedDataParallel) -> bool:
 
 
 def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    """The wrappers over several processes that the model runs in, or that it consists of."""
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward runs
+    """The wrappers over several processes that run the model or are inside it."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward runs
     for module in (active, *modules_of(model)):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
             yield module
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raises for a forward that hooks can't follow."""
+    """Raises if hooks can't follow a forward of the model."""
     if "_is_replica" in vars(model):
         raise TypeError(_over_devices("this model"))
     if Switch.on() and torch.is_grad_enabled() and current_task() == NO_TASK:
@@ -122,7 +124,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def check_hookable(model: nn.Module) -> None:
-    """Raises TypeError for a model that runs other modules than those that hooks are put on."""
+    """Raises TypeError for a model that runs copies of its modules, which have no hooks."""
     for path, module in model.named_modules():
         if isinstance(module, DataParallel) and len(module.device_ids) > 1:
             raise TypeError(_over_devices(where(path, module)))
@@ -130,30 +132,31 @@ def check_hookable(model: nn.Module) -> None:
 
 def _over_devices(what: str) -> str:
     return (
-        f"{what} runs in torch.nn.DataParallel, as copies on several devices at a time, whose calls the hooks can't put "
-        "together. Use one device, or torch.nn.parallel.DistributedDataParallel." + ON_PROCESSES
+        f"{what} runs in torch.nn.DataParallel, as copies on several devices. Hooks can't combine their calls. Use one "
+        "device, or torch.nn.parallel.DistributedDataParallel." + ON_PROCESSES
     )
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises ShardedParameters where FullyShardedDataParallel holds parameters that train, or ``fully_shard`` does and was
-    called on a model that this one is a part of."""
+    """Raises ShardedParameters if trainable parameters are in shards that can't be read.
+
+    These are shards of FullyShardedDataParallel, or of ``fully_shard`` on a larger model of which this one is a part."""
     if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
         return
     gathered = {id(module) for part in gathering(model) for module in part.modules()}
     managed = [m for m in modules_of(model) if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
-    held = {id(p) for module in managed for p in module._parameters.values()}  # whole ones, while its forward runs
+    held = {id(p) for module in managed for p in module._parameters.values()}  # whole parameters, while its forward runs
     if names := [name for name, p in (model.named_parameters() if held else ()) if id(p) in held and p.requires_grad]:
         raise ShardedParameters(
-            f"processes hold parts of {', '.join(names)}, so that rows would be missing: FullyShardedDataParallel (FSDP1) "
-            "has laid them end to end and cut them anywhere, or fully_shard has cut a model that this is a part of. Use "
-            "torch.distributed.fsdp.fully_shard, and hook the model that it was called on last; keep whole parameters on "
-            "each process (DistributedDataParallel); or freeze them: requires_grad_(False)."
+            f"{', '.join(names)}: split over processes, so rows would be missing. Either FullyShardedDataParallel (FSDP1) "
+            "flattened and split them, or fully_shard split a larger model of which this one is a part. Use "
+            "torch.distributed.fsdp.fully_shard, and hook the model that it was called on last. Or keep whole parameters on "
+            "each process (DistributedDataParallel), or freeze them: requires_grad_(False)."
         )
 
 
 def gathering(model: nn.Module) -> list[Any]:
-    """The modules on which ``fully_shard`` was called (``FSDPModule``), which gather whole parameters as they run."""
+    """The modules on which ``fully_shard`` was called (``FSDPModule``), which gather whole parameters while they run."""
     sharded = sys.modules.get("torch.distributed.fsdp") if has_processes() else None
     return [] if sharded is None else [module for module in modules_of(model) if isinstance(module, sharded.FSDPModule)]
 
@@ -163,7 +166,7 @@ def has_processes() -> bool:
 
 
 def running_stage() -> weakref.ref[Any] | None:
-    """The stage of ``torch.distributed.pipelining`` whose forward runs, if it is one of several."""
+    """The stage of ``torch.distributed.pipelining`` whose forward runs, if there are several stages."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     frame = sys._getframe(1) if module is not None else None
     while frame is not None and frame.f_globals is not vars(module):

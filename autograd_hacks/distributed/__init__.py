@@ -1,1 +1,1 @@
-"""A batch that is spread over processes: who has which samples, what all must do together, and sums over them."""
+"""A batch spread over processes: which processes have samples, what all must do together, and sums over samples."""

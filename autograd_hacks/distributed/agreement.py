@@ -1,7 +1,7 @@
-"""What processes that hold shards of one model do together: proofs of its forwards, and failing.
+"""What processes that hold shards of one model must do together: prove its forwards, and fail.
 
-A process that gathered weights by itself would wait for the others forever.  So one flag is added up as a forward with
-gradients ends: has any process to prove it?  Then all gather their weights, and those that have to prove their forward.
+A process that gathered weights on its own would wait for the others forever.  So at the end of a forward with gradients all
+add up one flag: does any process have to prove its forward?  If so, all gather their weights, and those processes prove it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-READING = "could not read its per-sample gradients, which sums over all need"
+READING = "could not read its per-sample gradients, but sums over samples need all of them"
 
 
 def summed(numbers: Sequence[float], mesh: DeviceMesh) -> list[float]:
-    """Numbers added up over all processes of a mesh."""
+    """Numbers, added up over all processes of a mesh."""
     from torch.distributed.tensor import DTensor, Partial
 
     own = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
@@ -42,7 +42,7 @@ def summed(numbers: Sequence[float], mesh: DeviceMesh) -> list[float]:
 
 
 def from_all(mine: T, mesh: DeviceMesh) -> list[T]:
-    """What each process of a mesh has, in their order."""
+    """The value of each process of a mesh, in the processes' order."""
     found: list[Any] = [mine]
     for axis in range(mesh.ndim - 1, -1, -1):
         group = mesh.get_group(axis)
@@ -55,15 +55,16 @@ def from_all(mine: T, mesh: DeviceMesh) -> list[T]:
 def agreed(
     own: Callable[[], T], counts: Callable[[T], Sequence[float]], size: int, mesh: DeviceMesh, what: str = READING
 ) -> tuple[T, list[float]]:
-    """What a process finds by itself, and counts of that added up over all.  Where one fails all raise, and none waits.
+    """What a process finds by itself, and counts of it, added up over all processes.  If one process fails, all raise.
 
-    size: how many counts there are    what: a process could not do, for people
+    size: the number of counts
+    what: what a process could not do, for messages
     """
     found: Any = None
     failure: Exception | None = None
     try:
         found = own()
-    except Exception as error:  # to be told to the others, which would wait
+    except Exception as error:  # the others must know, because they would wait
         failure = error
     failed, *total = summed([1, *[0] * size] if failure is not None else [0, *counts(found)], mesh)
     if failed:
@@ -75,7 +76,7 @@ def agreed(
 
 
 def begin(model: nn.Module, recorder: Recorder) -> None:
-    """A forward with gradients begins: notes what stands in the place of shards, all processes at once in the first."""
+    """Called when a forward with gradients begins.  In the first one, all processes find the tensors that replace shards."""
     if has_processes() and current_task() == NO_TASK and gathering(model):
         if not recorder.record.gathered:
             learn(model, recorder)
@@ -83,7 +84,7 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
 
 
 def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], prove: Callable[[], None]) -> None:
-    """Proves a forward that has run, if that is due, where all processes that hold shards have run it; see `Together`."""
+    """Proves a finished forward if that is due.  Processes that hold shards decide and gather together."""
     record, what = recorder.record, "could not prove its forward"
     mesh = record.mesh if current_task() == NO_TASK and gathering(model) else None
     if mesh is None:
@@ -94,7 +95,7 @@ def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], p
     if not others:
         return
     _check_settings(from_all(_settings(model, recorder), mesh))
-    # Those that hold parts of layers besides run each pass together.
+    # Processes that also hold parts of layers run each pass together.
     own = own or mesh_of_parts(record.gathered.values()) is not None
     with alone(model):
         agreed(prove if own else lambda: None, lambda _: (), 0, mesh, what)
@@ -102,12 +103,12 @@ def together(model: nn.Module, recorder: Recorder, is_due: Callable[[], bool], p
 
 
 def mesh_of_parts(tensors: Iterable[Tensor]) -> Any:
-    """Of the processes that hold parts of tensors; None where all are whole."""
+    """The mesh of the processes that hold parts of tensors; None if all tensors are whole."""
     return next((Cut.of(x).mesh for x in tensors if is_part(x)), None)
 
 
 def told_by_all(verdicts: Sequence[Verdict], mesh: Any) -> list[Verdict]:
-    """What gradients tell of which processes have parts, or copies: what one of them finds all know."""
+    """Verdicts for gradients of which processes have parts or copies.  What one process finds, all know."""
     return [_joint(own) for own in zip(*from_all(verdicts, mesh))]
 
 
@@ -126,15 +127,15 @@ def _settings(model: nn.Module, recorder: Recorder) -> str:
     planner = recorder.planner
     return (
         f"probe={planner.probes}, independent={planner.independent}, param_grad={recorder.backward.wants_grad}, "
-        f"{len(trained)} parameters that train, {trained[-1:]} the last, {len(recorder.record.left_out)} left out"
+        f"{len(trained)} trainable parameters (last: {trained[-1:]}), {len(recorder.record.left_out)} left out"
     )
 
 
 def _check_settings(said: Sequence[str]) -> None:
-    """Raises on all processes where they have hooked the model in different ways."""
+    """Raises on all processes if they hooked the model in different ways."""
     other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
     if other is not None:
         raise ProcessesDisagree(
-            f"processes have hooked the model they share in different ways: process 0 by {said[0]}; process {other} by "
-            f"{said[other]}. Call add_hooks in the same way on all, and freeze the same parameters."
+            f"processes hooked the model that they share in different ways. Process 0: {said[0]}. Process {other}: "
+            f"{said[other]}. Call add_hooks in the same way on all processes, and freeze the same parameters."
         )

@@ -1,8 +1,8 @@
-"""Sums of each process's own, on their way to what all add up to.  No mathematics.
+"""Reduces the processes' own sums to the sums over all.  No mathematics.
 
-A sum over a process's samples is ``Partial`` on the mesh of those that have the others; DTensor makes of it what the
-parameter is: whole on each process, by an all-reduce, or a shard, by a reduce-scatter.  Many go at once, as in torch's own
-engines: one by one they would take as long as their number.
+A sum over a process's samples is ``Partial`` on the mesh of the processes that have the others.  DTensor turns it into what
+the parameter is: whole on each process, by an all-reduce, or a shard, by a reduce-scatter.  Many sums are sent at once, as
+in torch's own wrappers, because each communication has a fixed cost.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autograd_hacks.support.parts import Cut, part_of
 
 BUCKET = 25 * 2**20
-"""Bytes that are reduced at once, as in DistributedDataParallel."""
+"""How many bytes are reduced at once, as in DistributedDataParallel."""
 
 
 class Own(NamedTuple):
@@ -27,19 +27,19 @@ class Own(NamedTuple):
 
     name: str
     total: Tensor  # shape
-    parameter: Tensor  # that it is of, as the user has it
+    parameter: Tensor  # the user's parameter, to which the sum belongs
 
 
 @dataclass
 class Buckets:
-    """Takes sums one after the other; those before are on their way meanwhile."""
+    """Takes sums one by one, and sends the earlier ones meanwhile."""
 
     found: dict[str, Tensor] = field(default_factory=dict)
     _open: dict[object, list[Own]] = field(default_factory=dict)
     _sent: list[tuple[list[Own], Tensor]] = field(default_factory=list)
 
     def add(self, own: Own, mesh: DeviceMesh | None) -> None:
-        """mesh: of the processes to add up over; None for this one alone"""
+        """Adds a sum.  mesh: of the processes to add up over; None for this process alone"""
         self.found[own.name] = own.total
         if mesh is None:
             return
@@ -54,12 +54,12 @@ class Buckets:
             self._sent.append((bucket, _send(self._open.pop(kind), mesh, placements)))
 
     def end(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """{name: shape} of all, as the parameters are: whole, or a shard.  mesh: as for `add`"""
+        """All sums, {name: shape}, each like its parameter: whole, or a shard.  mesh: as for `add`"""
         for bucket in self._open.values():
-            assert mesh is not None  # or there would be none
+            assert mesh is not None  # else there would be no sums
             self._sent.append((bucket, _send(bucket, mesh, placements_of(bucket[0].parameter, mesh))))
         for bucket, total in self._sent:
-            wait: Any = getattr(total, "wait", None)  # of torch's own kind, views of which don't wait either
+            wait: Any = getattr(total, "wait", None)  # torch's own asynchronous tensors; their views don't wait
             self._unpack(bucket, total if wait is None else wait())
         return self.found
 
@@ -70,13 +70,13 @@ class Buckets:
                 self.found[name], at = total[at : at + own.numel()].view(own.shape), at + own.numel()
                 continue
             shape, ranks = parameter.to_local().shape, parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-            shard = total[at : at + prod(shape)].view(shape).to(part_of(parameter).device)  # where it is offloaded
+            shard = total[at : at + prod(shape)].view(shape).to(part_of(parameter).device)  # the parameter may be offloaded
             at += -(-own.shape[0] // ranks) * prod(own.shape[1:])
             self.found[name] = _placed(shard, parameter)
 
 
 def placements_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """How a parameter lies on a mesh."""
+    """The placements of a parameter on a mesh."""
     return parameter.placements if isinstance(parameter, DTensor) else (Replicate(),) * mesh.ndim
 
 
@@ -98,7 +98,7 @@ def _send(bucket: Sequence[Own], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def _by_rank(total: Tensor, ranks: int) -> Tensor:
-    """What each process is to have, in a row of its own: as many entries of the first axis, and zeros behind the last."""
+    """One row for each process: an equal number of entries of the first axis, with zeros after the last."""
     rows = total.reshape(len(total), -1)
     size = -(-len(total) // ranks)
     if size * ranks > len(rows):
@@ -107,7 +107,7 @@ def _by_rank(total: Tensor, ranks: int) -> Tensor:
 
 
 def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    before = own.total.ndim - own.parameter.ndim  # axes in front of the parameter's, of several sums
+    before = own.total.ndim - own.parameter.ndim  # axes before the parameter's, for several sums
     to = [Shard(at.dim + before) if isinstance(at, Shard) else at for at in placements]
     partial = DTensor.from_local(own.total, mesh, [Partial()] * mesh.ndim, run_check=False)
     settled: Any = partial.redistribute(placements=to).to(part_of(own.parameter).device)
@@ -116,22 +116,23 @@ def _alone(own: Own, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tenso
 
 
 def _placed(shard: Tensor, parameter: DTensor) -> Tensor:
-    """A shard as what it is a shard of."""
+    """A shard as a DTensor like the parameter."""
     layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
 def settled_part(total: Tensor, parameter: Tensor, cut: Cut, mesh: DeviceMesh) -> Tensor:
-    """What the sums of all processes add up to, of a parameter that layers have a part of.
+    """The sum over all processes, for a parameter of which layers have a part.
 
-    total: a process's own, of its part    mesh: of the processes to add up over, which have the same part
+    total: this process's sum, for its part
+    mesh: of the processes to add up over, which have the same part
     """
-    assert isinstance(parameter, DTensor)  # or layers had all of it
+    assert isinstance(parameter, DTensor)  # else layers would have all of it
     before = total.ndim - parameter.ndim
     partial = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
     if parameter.device_mesh == cut.mesh:
         return cut.joined(partial.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
-    # fully_shard has cut the part once more, along the mesh's own axes.
+    # fully_shard has split the part again, along the mesh's own axes.
     names = parameter.device_mesh.mesh_dim_names or ()
     at = [parameter.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
     own = partial.redistribute(placements=[Shard(x.dim + before) if hasattr(x, "dim") else x for x in at])

@@ -1,4 +1,4 @@
-"""Quantities of parameters that are cut over processes, in tensor parallel: each process has its part's, which add up."""
+"""Quantities of parameters split over processes (tensor parallel): each process has its part's, and these are added up."""
 
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -15,23 +15,23 @@ from autograd_hacks.errors import NotReduced, ShardedParameters
 from autograd_hacks.support.parts import Cut, has_parts, is_part
 
 Groups = tuple[Any, ...]
-"""The process groups over which a parameter is cut, one after the other; none for one that all have alike."""
+"""The process groups over which a parameter is split, in order; empty if all processes have the whole parameter."""
 
 T = TypeVar("T")
 
 
 def cuts_of(model: nn.Module, record: Record) -> dict[str, Cut]:
-    """Of a model's parameters those of which layers have parts, or that they have as DTensors that aren't cut, by name."""
+    """By name, the parameters of which layers have parts, or that layers have as unsplit DTensors."""
     if not has_parts(model):
         return {}
-    sharded = {id(p) for part in gathering(model) for p in part.parameters()}  # which layers have something else for
+    sharded = {id(p) for part in gathering(model) for p in part.parameters()}  # layers get whole tensors instead
     return {name: Cut.of(p) for name, p in record.parameters_of(model).items() if is_part(p) and id(p) not in sharded}
 
 
 def over_samples(mesh: Any, seen: Tensor) -> Any:
-    """The mesh over which samples are spread: a parameter's without the axes over which layers have parts of it.
+    """The mesh over which samples are spread: the parameter's mesh without the axes over which layers have parts.
 
-    seen: what layers have in its place
+    seen: the tensor that layers have instead of the parameter
     """
     if not is_part(seen):
         return mesh
@@ -40,19 +40,21 @@ def over_samples(mesh: Any, seen: Tensor) -> Any:
 
 
 def refuse_curvature(is_cut: bool) -> None:
-    """Raises ShardedParameters where parameters are cut."""
+    """Raises ShardedParameters if parameters are split."""
     if is_cut:
         raise ShardedParameters(
-            "some parameters are DTensors, of which this process has a part, and curvature is there for whole parameters "
-            "alone. gram(), dot(v) and weighted_sum(w) after an ordinary backward pass, and per_sample_jacobian, add up "
-            "over processes."
+            "some parameters are DTensors, and this process has only a part of them; curvature needs whole parameters. "
+            "Available over processes: gram(), dot(v) and weighted_sum(w) after an ordinary backward pass, and "
+            "per_sample_jacobian."
         )
 
 
 def whole_sum(found: Mapping[str, T], cuts: Mapping[str, Cut], add: Callable[[Mapping[str, T]], Tensor]) -> Tensor:
-    """What adds up over parameters, by one sum over the processes that have parts; of what all have alike it counts once.
+    """A quantity that is a sum over parameters, with one all-reduce over the processes that have parts.
 
-    found: something of each parameter    add: adds that up over parameters
+    Unsplit parameters count once.
+    found: a value for each parameter
+    add: adds values up over parameters
     """
     if not cuts:
         return add(found)
@@ -61,9 +63,10 @@ def whole_sum(found: Mapping[str, T], cuts: Mapping[str, Cut], add: Callable[[Ma
 
 
 def whole_norms(norms: Mapping[str, T], cuts: Mapping[str, Cut], join: Callable[[Mapping[str, T]], Tensor]) -> Tensor:
-    """The norms of rows, N: squares add up, in double precision, in which they don't overflow.
+    """The norms of rows, N.  Their squares are added up in double precision, in which they don't overflow.
 
-    norms: of the parts, of each parameter    join: the norms of several together
+    norms: of this process's part of each parameter
+    join: the norm over several parameters together
     """
     if not cuts:
         return join(norms)
@@ -79,7 +82,7 @@ def whole_norms(norms: Mapping[str, T], cuts: Mapping[str, Cut], join: Callable[
 
 
 def each_norms(norms: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
-    """The same of each parameter, {name: N}, by one sum for all that are cut in one way."""
+    """The same for each parameter, {name: N}, with one all-reduce for all that are split in the same way."""
     whole = dict(norms)
     for groups, own in _by_groups(norms, cuts).items() if cuts else ():
         if groups:
@@ -89,7 +92,7 @@ def each_norms(norms: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str
 
 
 def _by_groups(found: Mapping[str, T], cuts: Mapping[str, Cut]) -> dict[Groups, dict[str, T]]:
-    """What there is of parameters by name, apart for each way of being cut, in the same order on all processes."""
+    """Values of parameters by name, grouped by the way they are split, in the same order on all processes."""
     apart: dict[Groups, dict[str, T]] = {}
     for name, value in found.items():
         apart.setdefault(cuts[name].groups if name in cuts else (), {})[name] = value
@@ -97,7 +100,7 @@ def _by_groups(found: Mapping[str, T], cuts: Mapping[str, Cut]) -> dict[Groups, 
 
 
 def _over(groups: Groups, part: Tensor) -> Tensor:
-    """The sum of what processes have."""
+    """The sum over the processes of the groups."""
     for group in groups:
         part = part.contiguous()
         dist.all_reduce(part, group=group)
@@ -105,7 +108,7 @@ def _over(groups: Groups, part: Tensor) -> Tensor:
 
 
 def over_stages(norms: Tensor, record: Record) -> Tensor:
-    """The norms of rows over all stages of the pipeline that has run a model, N, by one sum; as they are where none has.
+    """The norms of rows, N, over all stages of the pipeline that ran the model, by one all-reduce.  Else unchanged.
 
     norms: of this stage's parameters
     """
@@ -114,8 +117,9 @@ def over_stages(norms: Tensor, record: Record) -> Tensor:
         return norms
     if stage.num_stages > stage.group_size:
         raise NotReduced(
-            f"this model is one of {stage.num_stages} stages of a pipeline over {stage.group_size} processes, and a "
-            "sample's norm is over all. Add up the squares of per_sample_grads(stage).norms() over the stages here and over "
-            "processes by torch.distributed.all_reduce, and give each clip_grad1_norm_(stage, ...) the root: norms=..."
+            f"this model is one of {stage.num_stages} stages of a pipeline over {stage.group_size} processes, but a "
+            "sample's norm is over all stages. Add up the squares of per_sample_grads(stage).norms() over this process's "
+            "stages, and over processes by torch.distributed.all_reduce. Then pass the root to each "
+            "clip_grad1_norm_(stage, ...): norms=..."
         )
     return _over((stage.group,), norms.double().square()).sqrt().to(norms.dtype)

@@ -1,4 +1,4 @@
-"""Parameters of which processes hold shards, and a model as one process would have it.  No mathematics."""
+"""Parameters of which processes hold shards, and how to run such a model as on one process.  No mathematics."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +21,13 @@ Hooks = dict[int, Callable[..., Any]]
 
 
 def learn(model: nn.Module, recorder: Recorder) -> None:
-    """Gives what stands in the place of shards while layers run their names, one module of ``fully_shard`` after another.
+    """Gives names to the whole tensors that replace shards while layers run, one ``fully_shard`` module at a time.
 
-    All processes at once.  What is gathered is one object for all steps, whose memory comes and goes.
+    All processes must call it at once.  A gathered tensor is the same object in all steps; only its memory is freed.
     """
     record, parts = recorder.record, gathering(model)
     for module in parts:
-        module.reshard()  # a forward without gradients leaves the outermost gathered
+        module.reshard()  # after a forward without gradients the outermost is still gathered
     record.cut = dict(model.named_parameters())
     meshes = [p.device_mesh for part in parts for p in part.parameters() if hasattr(p, "device_mesh")]
     record.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
@@ -49,7 +49,7 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
 
 @contextmanager
 def whole(modules: Sequence[Any]) -> Iterator[None]:
-    """A context in which modules of ``fully_shard`` have their whole parameters.  All processes at once."""
+    """A context in which modules of ``fully_shard`` have whole parameters.  All processes must enter it at once."""
 
     def undo() -> None:
         for module in modules:
@@ -66,16 +66,16 @@ _QUIET = {
     "require_forward_param_sync": False,
     "_static_graph_delay_allreduce_enqueued": True,
 }
-"""What has DistributedDataParallel neither send buffers nor reduce."""
+"""Settings that stop DistributedDataParallel from sending buffers and reducing gradients."""
 
 
 @contextmanager
 def alone(model: nn.Module, sharded: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """A context in which a model runs, forwards and backwards, without a word to other processes.
+    """A context in which a model runs, forwards and backwards, without communication.
 
-    sharded: the modules of ``fully_shard`` that are not gathered yet, all unless told
+    sharded: the modules of ``fully_shard`` that are not gathered yet, by default all
 
-    All processes enter it at once, where shards are to be gathered; each may run the model as often as it likes then.
+    If shards must be gathered, all processes must enter it at once; then each may run the model any number of times.
     """
     parts = gathering(model)
     wrappers = [vars(module) for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
@@ -104,25 +104,25 @@ def alone(model: nn.Module, sharded: Sequence[nn.Module] | None = None) -> Itera
 
 
 def _stand_in(table: Any, hook: Callable[..., Any]) -> None:
-    """Puts a hook in the place of those of ``fully_shard``, which gather parameters and free them."""
+    """Replaces the hooks of ``fully_shard`` that gather parameters and free them."""
     for key, own in table.items():
         if getattr(own, "__module__", "").startswith("torch.distributed.fsdp"):
             table[key] = hook
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """What ``MixedPrecisionPolicy`` makes of what a module is given, or returns."""
+    """Casts a module's arguments or outputs as ``MixedPrecisionPolicy`` does."""
     return map_tensors(lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, tree)
 
 
 def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    """The modules of ``fully_shard`` that hold parameters of which rows need the values: of layers that a rule recomputes,
-    and of those that no rule covers.
+    """The modules of ``fully_shard`` whose parameters' values are needed for rows.
 
-    names: of parameters that are read past their layers
+    They belong to layers that a rule recomputes, or are covered by no rule.
+    names: the parameters that are read from the graph
     """
     parts, needed = gathering(model), dict[int, nn.Module]()
-    holder = {id(module): part for part in parts for module in modules_of(part)}  # the innermost, which comes last
+    holder = {id(module): part for part in parts for module in modules_of(part)}  # the innermost one, which comes last
     for path, module in model.named_modules() if parts else ():
         rule, part = rule_for(module), holder.get(id(module))
         own = [f"{path}.{local}" if path else local for local, p in module._parameters.items() if p is not None]
@@ -138,12 +138,11 @@ def versions_of_shards(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def check_shards(parameters: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
-    """Raises StaleRecord where weights that rows depend on have changed since the forward."""
+    """Raises StaleRecord if weights on which rows depend have changed since the forward."""
     now = versions_of_shards(parameters)
     changed = [name for name, version in before.items() if now.get(name) != version]
     if changed:
         raise StaleRecord(
-            f"{changed[0]} has changed since the forward pass, and rows are asked for that depend on the values of weights "
-            "(recurrent layers, attention, parameters that no rule covers). Read per-sample gradients before "
-            "optimizer.step()."
+            f"{changed[0]}: changed since the forward pass, but some rows depend on the values of weights (recurrent "
+            "layers, attention, parameters that no rule covers). Read per-sample gradients before optimizer.step()."
         )

@@ -1,4 +1,4 @@
-"""Over which processes the samples of a batch are: rows are a process's own, sums over samples are everyone's.
+"""The processes over which a batch is spread: rows belong to one process, sums over samples to all.
 
 No mathematics.
 """
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 
 Where: TypeAlias = "ProcessGroup | DeviceMesh | bool | None"
-"""The processes that have the other samples: a group of them; False for none; None for those that the model runs on."""
+"""The processes that have the other samples: a group of them; False for none; None for those on which the model runs."""
 
 T = TypeVar("T")
 
 
 _GATHERED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
-"""What of models is gathered for reading: modules of ``fully_shard``, by id."""
+"""By model, the ids of the ``fully_shard`` modules whose weights are gathered for reading now."""
 
 
 class Spread:
-    """Of one batch: the processes that have its samples.
+    """The processes that have the samples of one batch.
 
-    parameters: of the model by name, as the user has them, shards say    mesh: the processes to add up over; None for this
-    one alone    needed: modules whose weights are gathered for reading, as `shards` counts them    cuts: of parameters that
-    layers have parts of
+    parameters: of the model by name, as the user has them, for example shards
+    mesh: the processes to add up over; None for this process alone
+    needed: the modules whose weights are gathered for reading, as `shards` counts them
+    cuts: of parameters of which layers have parts
     """
 
     def __init__(
@@ -65,21 +66,22 @@ class Spread:
         return Spread(self.parameters, None, self._model, self._needed, self._shards, self.cuts)
 
     def check(self) -> None:
-        """Raises StaleRecord where sharded weights that rows need have changed since the forward."""
+        """Raises StaleRecord if sharded weights on which rows depend have changed since the forward."""
         if self._needed:
             check_shards(self.parameters, self._shards)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which rows may be read.  All processes at once where that takes the values of sharded weights."""
+        """A context in which rows may be read.  If rows need sharded weights, all processes must enter it at once."""
         self.check()
         with self.weights():
             yield
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """A context in which sharded weights that rows need are gathered, once for all inside; around what may fail on one
-        process, so that no other waits for it there."""
+        """A context in which the sharded weights that rows need are gathered, once for everything inside.
+
+        Use it around code that may fail on one process, so that no other process waits."""
         model = None if self._model is None else self._model()
         if not self._needed or model is None:
             yield
@@ -98,9 +100,9 @@ class Spread:
     def agreed(
         self, own: Callable[[], T], counts: Callable[[T], Sequence[float]] = lambda _: (), size: int = 0
     ) -> tuple[T, Sequence[float]]:
-        """What this process finds, and counts of that over all processes.  Where one fails all raise, and none waits.
+        """What this process finds, and counts of it over all processes.  If one process fails, all raise.
 
-        size: how many counts there are
+        size: the number of counts
         """
         if self.mesh is None:
             found = own()
@@ -108,10 +110,10 @@ class Spread:
         return agreed(own, counts, size, self.mesh)
 
     def settled(self, sums: Iterable[tuple[str, Tensor]], narrow: bool = True) -> dict[str, Tensor]:
-        """What the sums of all processes add up to: {name: shape}, each as its parameter is, whole or a shard.
+        """The sums over all processes: {name: shape}, each like its parameter, whole or a shard.
 
-        sums: by name, over each process's own samples; taken one after the other while those before are on their way
-        narrow: whether in the parameters' dtypes
+        sums: by name, over each process's own samples; taken one by one, while the earlier ones are sent
+        narrow: whether to return them in the parameters' dtypes
         """
         if (mesh := self.mesh) is None:
             return {name: self.cuts[name].joined(total) if name in self.cuts else total for name, total in sums}
@@ -131,22 +133,22 @@ class Spread:
         return _reduced(uncut(), mesh) | cut
 
     def summed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the sums of all processes add up to, whole on each."""
+        """The sums over all processes, whole on each process."""
         return dict(sums) if self.mesh is None else _reduced(((name, x, x) for name, x in sums.items()), self.mesh)
 
     def groups(self) -> list[ProcessGroup]:
-        """Those that together have all samples and all parts of parameters; none for this process alone."""
+        """The process groups that together have all samples and all parts of parameters; none for this process alone."""
         over = [group for cut in self.cuts.values() for group in cut.mesh.get_all_groups()]
         return list(dict.fromkeys([*over, *(self.mesh.get_all_groups() if self.mesh is not None else ())]))
 
     def firsts(self, x: Tensor) -> Tensor:
-        """The tensor of the first of `groups`, in the place of this process's.  All processes at once."""
+        """The tensor of the first process of `groups`, on all processes.  All must call it at once."""
         for group in self.groups():
             dist.broadcast(x, dist.get_global_rank(group, 0), group)
         return x
 
     def everyones(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, in their order.  All processes at once.  rows: N ..."""
+        """The rows of all processes, in the processes' order.  All must call it at once.  rows: N ..."""
         if self.mesh is None:
             return rows
         from torch.distributed.tensor import DTensor, Shard
@@ -159,7 +161,7 @@ class Spread:
 
 
 def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """sums: by name, with what each is to lie as"""
+    """sums: by name, each with a tensor that has the result's placement"""
     from autograd_hacks.distributed.buckets import Buckets, Own
 
     buckets = Buckets()
@@ -169,7 +171,7 @@ def _reduced(sums: Iterable[tuple[str, Tensor, Tensor]], mesh: DeviceMesh) -> di
 
 
 def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spread:
-    """The processes that have samples of what was recorded last.  group: see `Where`"""
+    """The processes that have samples of the latest record.  group: see `Where`"""
     parameters, parts = parameters_of(model), gathering(model)
     needed = reading_weights(model, recorder.record.read_past) if parts else []
     mesh = _mesh(parameters, recorder, group) if group is not False and has_processes() else None
@@ -178,7 +180,7 @@ def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spre
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor of which processes have shards.  All processes at once."""
+    """The whole tensor, of which processes have shards.  All must call it at once."""
     gather = getattr(tensor, "full_tensor", None)
     found: Tensor = tensor if gather is None else gather()
     return found
@@ -195,8 +197,8 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     sharded = [p for name, p in parameters.items() if name in recorder.record.gathered and p.requires_grad]
     if isinstance(group, DeviceMesh | dist.ProcessGroup) and sharded:
         raise ValueError(
-            "process_group was given for a model that fully_shard has cut, whose sums go to the processes that hold the "
-            "parts. Leave it out; or give process_group=False, for the sums of this process's samples alone." + ON_PROCESSES
+            "process_group was given, but fully_shard has split this model, so sums go to the processes that hold the "
+            "parts. Leave it out, or use process_group=False for the sums of this process's samples only." + ON_PROCESSES
         )
     if isinstance(group, DeviceMesh):
         return group
@@ -205,7 +207,7 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
     if group is not None:
         raise TypeError(
             f"process_group is {group!r}; expected a torch.distributed.ProcessGroup or a DeviceMesh, False for the samples "
-            "of this process alone, or None for those of all processes that the model runs on" + ON_PROCESSES
+            "of this process only, or None for all processes on which the model runs." + ON_PROCESSES
         )
     if sharded:
         first: Any = sharded[0]
@@ -216,9 +218,9 @@ def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) ->
         return None
     if wrapper._join_config.enable:
         raise NotReduced(
-            "sums over samples are taken within ddp.join(), where processes may have ended already, and the others would "
-            "wait for them. Give each process as many steps, with empty batches at the end; or take sums of its own "
-            "samples, process_group=False."
+            "sums over samples can't be computed within ddp.join(): some processes may have ended, and the others would "
+            "wait for them. Give all processes the same number of steps, with empty batches at the end; or use "
+            "process_group=False, for sums of this process's samples."
         )
     if wrapper not in _MESHES:
         _MESHES[wrapper] = DeviceMesh.from_group(wrapper.process_group, device)

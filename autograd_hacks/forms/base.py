@@ -1,4 +1,4 @@
-"""The base class of all forms, which defines every verb, and the form that writes its rows down."""
+"""The base class of all forms, which defines every verb, and `Dense`, the form that stores its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
 
 BUDGET = 64 * 2**20
-"""Bytes that a verb may take beside its result, unless it is told another number."""
+"""How many bytes a verb may use beside its result, by default."""
 
 Index = slice | Tensor
 
@@ -27,12 +27,12 @@ Index = slice | Tensor
 class Form(Hinting, Shown, ABC):
     """J, the gradients of N samples with respect to one parameter: a matrix with a row for each sample.
 
-    A form sets ``samples``, N, and ``shape``, the parameter's, and defines `dense`, rows by index, and `like`.  All else
+    A form sets ``samples`` (N) and ``shape`` (the parameter's), and defines `dense`, indexing, and `like`.  Everything else
     follows from these; an override may be faster or smaller, never different.
 
-    Every verb can be differentiated, but for ``dense(out=...)``.  All but ``dense`` add half precision up in single, and
-    return that, and take no more than ``budget`` bytes beside their result, as far as one entry of the parameter's first
-    axis allows.
+    Every verb except ``dense(out=...)`` can be differentiated.  All verbs except ``dense`` compute sums of half precision in
+    single precision and return that.  They use at most ``budget`` bytes beside their result, if one entry of the parameter's
+    first axis fits into that.
     """
 
     samples: int
@@ -41,66 +41,67 @@ class Form(Hinting, Shown, ABC):
     @property
     @abstractmethod
     def like(self) -> Tensor:
-        """Some tensor of the rows' dtype and device."""
+        """A tensor with the rows' dtype and device."""
 
     @abstractmethod
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-        """factor · J written out, ``(N, *shape)``, in memory of its own, or into ``out``, of any strides, where given."""
+        """factor · J written out, ``(N, *shape)``, in new memory, or into ``out`` (any strides) if given."""
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Form:
         """The rows of some samples.  index: a slice of step 1, or a tensor of sample numbers (repeats allowed)."""
 
-    # What it is made of.
+    # Its parts.
 
     parts: Sequence[Form] = ()
-    """The forms that it is made of, if any."""
+    """The forms that it consists of, if any."""
     held: tuple[Tensor, ...] = ()
-    """The tensors that it is made of, if any; readers raise where one of them was overwritten."""
+    """The tensors that it consists of, if any.  Reading raises if one of them was overwritten."""
     pair: Pair | None = None
-    """The left and right factor of a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
+    """The left and right factor, for a form whose row n is Σₜ left[n, t] ⊗ right[n, t]."""
 
     def leaves(self) -> Iterator[Form]:
-        """The forms that this is made of, in the end; itself, if of none."""
+        """The innermost forms that this one consists of; itself if it has no parts."""
         yield from (leaf for part in self.parts for leaf in part.leaves()) if self.parts else [self]
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
-        """The products of gradients and inputs that the rows are sums of, block by block of the parameter's first axis; none
-        where the rows are no such sums.
+        """The products of gradients and inputs whose sums are the rows, block by block of the parameter's first axis.
 
-        others: further passes, forms that differ from this one in the gradient alone
+        Empty if the rows are not such sums.
+
+        others: further passes, forms that differ from this one in the gradient only
         """
         return ()
 
-    # What it costs.  Verbs and readers choose the cheaper way by these; they change no number.
+    # Costs.  Verbs and readers use these to choose the cheaper way; they change no number.
 
     writes_in_place = True
-    """Whether ``dense(out)`` writes straight into ``out``, and not by way of a copy."""
+    """Whether ``dense(out)`` writes directly into ``out``, without a copy."""
     cuts_well = False
-    """Whether `block` takes as much less time and memory as it is smaller."""
+    """Whether the time and memory of a `block` are proportional to its size."""
     sums_cheaply = False
-    """Whether a weighted sum takes less time than reading rows that are written out."""
+    """Whether a weighted sum takes less time than reading rows that are already written out."""
 
     def saving(self, fresh: bool = False) -> float:
-        """What writing rows once for norms and weighted sum saves for a number, as ``cost`` says.  fresh: into new memory"""
+        """What is saved per number by writing rows once for norms and weighted sum; see ``cost``.  fresh: into new memory"""
         return 0.0
 
     def row_size(self) -> int:
-        """How many numbers are written to write out one row."""
+        """How many numbers are written in order to write out one row."""
         return self.shape.numel()
 
     def held_size(self) -> int:
-        """How many numbers are held for a sample, which `to` copies."""
+        """How many numbers are held per sample, which `to` copies."""
         return sum(tensor.shape[1:].numel() for leaf in self.leaves() for tensor in leaf.held)
 
-    # The same rows in another way.
+    # The same rows in another representation.
 
     def to(self, dtype: torch.dtype) -> Form:
-        """The same rows, computed in another dtype; the form itself where it has that."""
+        """The same rows, computed in another dtype; the form itself if it has that dtype."""
         return self if self.like.dtype == dtype else Dense(self.matrix().to(dtype).view(self.samples, *self.shape))
 
     def wide(self) -> Self:
-        """The form in the dtype that its verbs add up in."""
+        """The form in the dtype that its verbs use for sums."""
         return self.to(self.sum_dtype)  # type: ignore[return-value]  # or rows written out, whose verbs are the base class's
 
     def block(self, rows: slice) -> Form:
@@ -108,35 +109,36 @@ class Form(Hinting, Shown, ABC):
         return Dense(self.matrix().view(self.samples, *self.shape)[:, rows])
 
     def matrix(self) -> Tensor:
-        """J written out as a matrix, (N, P) for a parameter of P numbers; to read, since it may be the form's own."""
+        """J written out as a matrix, (N, P) for a parameter of P numbers.  Read only: it may be the form's own memory."""
         return self.dense().reshape(self.samples, self.shape.numel())
 
     def written(self, out: Tensor) -> Form:
-        """The form with its rows written into ``out``; a factor stays outside."""
+        """The form with its rows written into ``out``; a scalar factor is kept separately."""
         return Dense(self.dense(out))
 
     def merge_key(self) -> Hashable:
-        """Forms with the same key, unless that is None, can be added by `merge`."""
+        """Forms with equal keys can be added by `merge`, unless the key is None."""
         return None
 
     def merge(self, others: Sequence[Form]) -> Form:
-        """The sum of this and others with the same `merge_key`, as one form of their kind."""
+        """The sum of this form and others with the same `merge_key`, as one form of the same kind."""
         raise NotImplementedError(f"{type(self).__name__} has a merge_key but no merge")
 
     # Some rows at a time.
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What the verbs add up in."""
+        """The dtype that the verbs use for sums."""
         return accumulation_dtype(self.like.dtype)
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Zeros to add up in."""
+        """Zeros in which to add up."""
         return torch.zeros(shape, dtype=self.sum_dtype, device=self.like.device)
 
     def chunks(self, budget: int, row: int | None = None) -> Iterator[tuple[slice, Self]]:
-        """The samples in order with their forms, as many at a time as fit into a budget, but one at the least.
-        row: how many numbers are written for a sample, `row_size` unless told"""
+        """Slices of the samples in order, with their forms: as many samples at a time as fit a budget, but at least one.
+
+        row: how many numbers are written per sample, by default `row_size`"""
         copied = 0 if self.like.dtype == (dtype := self.sum_dtype) else self.held_size()
         each = max(1, (self.row_size() if row is None else row) + copied) * dtype.itemsize
         for piece in slices_of(self.samples, budget // each):
@@ -144,7 +146,7 @@ class Form(Hinting, Shown, ABC):
             yield piece, part.wide()  # type: ignore[misc]  # rows of a form are of its kind, or the base class's verbs read them
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
-        """The entries of the parameter's first axis with their forms, as many at a time as can be written out."""
+        """Slices of the parameter's first axis, with their forms: as many entries at a time as can be written out."""
         entries = self.shape[:1].numel()
         numbers = max(1, self.samples * self.row_size()) * self.like.element_size()
         fits = entries < 2 or numbers <= budget
@@ -152,9 +154,11 @@ class Form(Hinting, Shown, ABC):
             yield rows, self if fits else self.block(rows)
 
     def _written(self, budget: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).  A piece is
-        written into the last one's memory unless the form, or what meets it (others), leads back to something."""
-        budget = cache_budget(budget // 2, self.like)  # while the next is written, who asked still has the one before
+        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).
+
+        A piece overwrites the previous one's memory, unless gradients are required by the form or by a tensor that it is
+        combined with (others)."""
+        budget = cache_budget(budget // 2, self.like)  # the caller still holds one piece while the next is written
         used = [*others, *(tensor for leaf in self.leaves() for tensor in leaf.held)]
         memory, leads_back = None, any(tensor is not None and tensor.requires_grad for tensor in used)
         for samples, part in self.chunks(budget):
@@ -180,9 +184,10 @@ class Form(Hinting, Shown, ABC):
         return found
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        """Jᵀ w: the samples' gradients added up with weights.
+        """Jᵀ w: the weighted sum of the samples' gradients.
 
-        w: N, or (K, N) for K sums at once    total: what an earlier call returned, to add to in place
+        w: N, or (K, N) for K sums at once
+        total: the result of an earlier call, to add to in place
         Returns shape, or ``(K, *shape)``.
         """
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
@@ -193,11 +198,11 @@ class Form(Hinting, Shown, ABC):
         return total
 
     def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        """Jᵀ w and J v in one pass where there is one.  w: N    v: shape.  Returns shape and N."""
+        """Jᵀ w and J v, in one pass if possible.  w: N    v: shape.  Returns shape and N."""
         return self.weighted_sum(w, budget), self.dot(v, budget)
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
-        """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero unless told.  Returns shape."""
+        """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero by default.  Returns shape."""
         total = self.new_sums(self.shape[:1].numel(), self.shape[1:].numel()).abs()
         about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
         for samples, rows, written in self._written(budget // 2, w, about):
@@ -208,33 +213,34 @@ class Form(Hinting, Shown, ABC):
         return total.view(self.shape)
 
     def reduce(self, f: Callable[[Tensor], Tensor], budget: int = BUDGET) -> Tensor:
-        """Σₙ f(gₙ), elementwise.  Returns shape, in the dtype that ``f`` returns, but for whole numbers and truth values.
+        """Σₙ f(gₙ), elementwise.  Returns shape, in the dtype that ``f`` returns; integers and booleans are converted.
 
-        f: an elementwise function of pieces of rows, (samples, numbers), which it must leave as they are
+        f: an elementwise function of pieces of rows, (samples, numbers), which it must not change
         """
         total = None
-        for _, rows, written in self._written(budget // 4):  # f may keep several such
+        for _, rows, written in self._written(budget // 4):  # f may keep several tensors of this size
             found = f(written)
             is_whole = not (found.is_floating_point() or found.is_complex())
             dtype = self.sum_dtype.to_real() if is_whole else accumulation_dtype(found.dtype)
             if total is None:
                 total = found.new_zeros(self.shape[:1].numel(), self.shape[1:].numel(), dtype=dtype)
             total[rows] += found.sum(0, dtype=dtype).view(-1, total.shape[1])
-        assert total is not None  # there is a piece, an empty one of no samples
+        assert total is not None  # there is at least one piece, which is empty for no samples
         return total.view(self.shape)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
-        """J Kᵀ: inner products of this form's rows with those of ``other``, which has M samples of the same shape.
+        """J Kᵀ: inner products of this form's rows with the rows of ``other``, which has M samples of the same shape.
+
         Returns (N, M)."""
-        if other.parts and not self.parts:  # a form made of others knows more
+        if other.parts and not self.parts:  # a form with parts may have a cheaper way
             return other.gram(self, budget).mH
-        # Written out: all at once where that fits; or else some entries of the parameter at a time, so that nothing is
-        # written twice; or else some samples.
+        # Written out: everything at once if that fits, else some entries of the parameter at a time, so that nothing is
+        # written twice, else some samples at a time.
         mine, theirs, width = self.samples * self.row_size(), other.samples * other.row_size(), self.sum_dtype.itemsize
-        is_same = other is self  # and is written once
+        is_same = other is self  # then it is written once
         size = (mine if is_same else mine + theirs) * width
         whole = (self.samples if is_same else self.samples + other.samples) * self.shape.numel() * width
-        room = budget - max(0, size - whole)  # beside what is copied for each block anew
+        room = budget - max(0, size - whole)  # beside what is copied for each block
         entries, is_pair = self.shape[0] if self.shape else 1, self.samples <= 1 and other.samples <= 1
         cuts_well = self.cuts_well and other.cuts_well and whole <= room * entries
         if size <= budget or (is_pair and entries == 1):
@@ -252,14 +258,14 @@ class Form(Hinting, Shown, ABC):
         return torch.cat([self.gram(other[half], budget) for half in slices_of(other.samples, (other.samples + 1) // 2)], 1)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
-        """The rows' 2-norms, N.  They overflow only where the true norm does."""
+        """The rows' 2-norms, N.  They overflow only if the true norm does."""
         found: dict[int, list[Tensor]] = {}
         for samples, _, written in self._written(budget):
             found.setdefault(samples.start, []).append(row_norms(written))
         return torch.cat([cut[0] if len(cut) == 1 else row_norms(torch.stack(cut, dim=1)) for cut in found.values()])
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
-        """J R, for a map R that is drawn and not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
+        """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         found = self.new_sums(self.samples, random.dim)
         for samples, part in self.chunks(budget, self.row_size() + random.memory()):
             for rows, block in part.blocks(budget):
@@ -267,8 +273,9 @@ class Form(Hinting, Shown, ABC):
         return found
 
     def cross(self, other: Form, budget: int = BUDGET) -> Tensor:
-        """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.  Returns ``(P, Q)`` for
-        parameters of P and Q numbers."""
+        """Jᵀ K: Σₙ gₙ ⊗ hₙ, for the rows h of another parameter's form for the same samples.
+
+        Returns ``(P, Q)`` for parameters of P and Q numbers."""
         total = self.new_sums(self.shape.numel(), other.shape.numel())
         for piece in slices_of(
             self.samples, budget // max(1, (self.row_size() + other.row_size()) * self.sum_dtype.itemsize)
@@ -293,22 +300,22 @@ class Form(Hinting, Shown, ABC):
 
 
 def kinds_of(form: Form) -> str:
-    """What a form is made of, in the end, for people."""
+    """The names of the innermost forms, for messages."""
     return " + ".join(dict.fromkeys(type(leaf).__name__ for leaf in form.leaves()))
 
 
 def held_bytes(*forms: Form) -> int:
-    """What the tensors take that forms are made of, memory that several of them see counting once."""
+    """The bytes of the tensors that forms hold.  Memory that several of them share counts once."""
     return bytes_of(x for form in forms for leaf in form.leaves() for x in leaf.held)
 
 
 def written_bytes(form: Form) -> int:
-    """What its rows take."""
+    """The bytes of the rows, written out."""
     return form.samples * form.shape.numel() * form.like.element_size()
 
 
 class Dense(Form):
-    """J itself, values ``(N, *shape)``: for small parameters such as biases and affine norms."""
+    """J itself, as ``(N, *shape)``: for small parameters such as biases and affine norms."""
 
     cuts_well = True
 
@@ -320,7 +327,7 @@ class Dense(Form):
         return self.values
 
     def row_size(self) -> int:
-        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written where J is there
+        return 0 if self.values.is_contiguous() else self.shape.numel()  # nothing is written if J is there already
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         rows = put(self.values, out, factor)
@@ -331,7 +338,7 @@ class Dense(Form):
 
     @property
     def _is_there(self) -> bool:
-        """Whether verbs read J where it lies: nothing is written out, nor copied to be added up."""
+        """Whether verbs can read J where it is, without writing it out or copying it for sums."""
         return self.values.is_contiguous() and self.values.dtype == self.sum_dtype
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:

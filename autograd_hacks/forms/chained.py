@@ -1,4 +1,4 @@
-"""A parameter that is read by way of a value that follows from it."""
+"""A parameter that is used through a value computed from it."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
@@ -11,18 +11,22 @@ from autograd_hacks.forms.composite import add
 from autograd_hacks.forms.numerics import put, slices_of
 
 Pull = Callable[[Tensor, bool], Tensor]
-"""φ's vector-Jacobian product, from v's shape to θ's, of rows below each other if the second is true, else of one.  It can
-be differentiated where the rows require gradients."""
+"""φ's vector-Jacobian product, from v's shape to θ's.  The second argument says whether there are several rows or one.  It
+can be differentiated if the rows require gradients."""
 
 _SMALL = 2**16
-"""Rows up to this size go back together.  Measured on one core, together and in turn: 64 numbers, .05 ms and .29; a product
-of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normalised, 10.8 and 8.5; a standardised 256 × 64 × 3 × 3, 33 and 18."""
+"""Rows up to this size go back in one batch.  Measured on one core, in ms, in one batch and one by one: 64 numbers, 0.05
+and 0.29; a product of 256 × 64 with 64 × 256, 4.2 and 1.9; 512 × 256 normalised, 10.8 and 8.5; a standardised
+256 × 64 × 3 × 3, 33 and 18."""
 
 
 class Chained(Form):
-    """J of a parameter θ by way of v = φ(θ), where φ knows of no samples: v's J times φ's.
+    """J of a parameter θ that is used through v = φ(θ), where φ involves no samples: v's J times φ's Jacobian.
 
-    form: v's J    pull: see ``Pull``    shape: θ's    like: a tensor of the rows' dtype and device
+    form: v's J
+    pull: see ``Pull``
+    shape: θ's
+    like: a tensor with the rows' dtype and device
     """
 
     writes_in_place = False
@@ -44,11 +48,11 @@ class Chained(Form):
         return 2 * self.shape.numel() + self.form.shape.numel() + self.form.row_size()
 
     def _pulled(self, rows: Tensor) -> Tensor:
-        """Rows of v's shape below each other, brought to θ."""
+        """Several rows of v's shape, converted to θ's shape."""
         if not len(rows):
             return self.like.new_zeros(0, *self.shape)
         if not self.like.is_cpu or rows[0].numel() + self.shape.numel() <= _SMALL:
-            with suppress(RuntimeError):  # of an operation that torch can't run for many rows; any other comes again
+            with suppress(RuntimeError):  # torch can't run some operations for many rows; any other error comes again
                 return self.pull(rows, True)
         return torch.stack([self.pull(row, False) for row in rows])
 
@@ -71,7 +75,7 @@ class Chained(Form):
         return Chained(self.form.to(inside), self.pull, self.shape, self.like.to(dtype))
 
     def blocks(self, budget: int) -> Iterator[tuple[slice, Form]]:
-        yield slice(0, self.shape[0] if self.shape else 1), self  # some entries cost as much as all
+        yield slice(0, self.shape[0] if self.shape else 1), self  # a few entries cost as much as all
 
     def merge_key(self) -> Hashable:
         return Chained, self.pull, self.form.shape, self.shape, self.like.dtype

@@ -22,15 +22,17 @@ from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
-# Numbers cut into windows at a time.  Windows that stay in the cache took 0.4 of the time of one copy of them all
+# How many numbers are cut into windows at a time.  Windows that fit the cache took 0.4 of the time of one copy of all
 # (64 samples, 32 -> 64 channels, 26×26, 3×3, two cores).
 _WINDOWS = 2**20
 
 
 class Convolution(Factored):
-    """Row n of J is the ordinary weight gradient of sample n alone; the operation's own kernels are the verbs.
+    """Row n of J is the ordinary weight gradient of sample n alone.  The verbs use torch's own convolution kernels.
 
-    x: ``(N, C, *S)``    g: ``(N, O, *L)``, the gradient at the output    shape: the weight's, ``(O, C / groups, *K)``
+    x: ``(N, C, *S)``
+    g: ``(N, O, *L)``, the gradient at the output
+    shape: the weight's, ``(O, C / groups, *K)``
     stride, padding, dilation: a number for each spatial dimension
     is_transposed: whether x is the gradient and g the input, as for a transposed convolution
     """
@@ -55,9 +57,9 @@ class Convolution(Factored):
         self.kernel, self.positions, self.cuts_well = tuple(shape[2:]), prod(g.shape[2:]), groups == 1
         self.windows = Windows(x, self.kernel, self.stride, self.padding, self.dilation, tuple(g.shape[2:]))
         self.pair = (g.flatten(2).mT, self.windows) if groups == 1 else None
-        # Each group has one input channel, so that its rows are a convolution of that with each gradient.
+        # Each group has one input channel, so its rows are a convolution of that channel with each gradient.
         self.is_depthwise = groups > 1 and shape[1] == 1
-        # J is written through windows and a matrix product, or else by a grouped convolution.
+        # J is written through windows and a matrix product, or by a grouped convolution.
         size, by_windows = self.windows.shape[1:].numel(), not self.is_depthwise
         self.writes_in_place = by_windows and cuts_windows(size, self.held_size(), shape.numel())
 
@@ -67,7 +69,7 @@ class Convolution(Factored):
         return Convolution(x, g, shape, self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
 
     def row_size(self) -> int:
-        return 2 * self.shape.numel() + self.held_size()  # the kernels copy what they read, and reorder what they write
+        return 2 * self.shape.numel() + self.held_size()  # the kernels copy their inputs and reorder their outputs
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         if not self.samples:
@@ -77,13 +79,13 @@ class Convolution(Factored):
         x, g = self.held
         if self.held[self.smallest].numel() < self.samples * self.shape.numel():  # else J itself is multiplied
             (x, g), factor = self._times(factor), 1.0
-        # One operation in which every sample is a group of its own.
-        if self.is_depthwise:  # x is convolved with g: the numbers of a window are as far apart as it is dilated
+        # One operation in which every sample is a separate group.
+        if self.is_depthwise:  # x is convolved with g: the numbers of a window are `dilation` apart
             x = repeat(x, "n c ... -> 1 (n c copies) ...", copies=self.shape[0] // self.groups)
             g = rearrange(g, "n o ... -> (n o) 1 ...")
             rows = _FORWARD[len(self.kernel)](x, g, None, self.dilation, self.padding, self.stride, len(g))
             for axis, size in enumerate(self.kernel, start=2):
-                rows = rows.narrow(axis, 0, size)  # past these it is what the stride leaves over
+                rows = rows.narrow(axis, 0, size)  # the rest is what the stride leaves over
         else:
             x, g = rearrange(x, "n c ... -> 1 (n c) ..."), rearrange(g, "n o ... -> 1 (n o) ...")
             rows = self._weight_gradient(x, g, self.samples)
@@ -102,8 +104,8 @@ class Convolution(Factored):
         return float(self.positions) if self.pair is None else saving([self.pair], fresh)
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        # torch has no summed weight gradient for complex convolutions; and writing out costs as much as one such sum, or a
-        # tenth of it for depthwise ones (16 samples, 40 channels, 56×56, 7×7: 29 ms and 340).
+        # torch has no summed weight gradient for complex convolutions.  Writing out costs as much as one such sum, or a
+        # tenth of it for depthwise convolutions (16 samples, 40 channels, 56×56, 7×7: 29 ms and 340 ms).
         if w.ndim == 2 or self.like.is_complex() or self.is_depthwise:
             return super().weighted_sum(w, budget, total)
         for samples, part in self.chunks(budget, self.g.shape[1:].numel()):
@@ -134,7 +136,7 @@ class Convolution(Factored):
         return found
 
     def _products(self, budget: int = 8 * _WINDOWS) -> Iterator[tuple[slice, Outer]]:
-        """Some samples at a time as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
+        """Some samples at a time, as matrix products of gradients, (N·G, L, O / G), and windows, (N·G, L, C·K / G)."""
         n = len(self.kernel)
         for piece in slices_of(self.samples, budget // self._window_size()):
             both = self.g[piece], self.windows[piece].cut()
@@ -142,7 +144,7 @@ class Convolution(Factored):
             yield piece, Outer(left.flatten(2).mT, windows.flatten(1, 1 + n).flatten(2).mT)
 
     def _window_size(self) -> int:
-        """Bytes of a sample's windows, at the most."""
+        """The bytes of a sample's windows, at most."""
         return 8 * max(1, self.groups * self.shape[1:].numel() * self.positions)
 
     def _dense_by_windows(self, out: Tensor | None, factor: float | Tensor) -> Tensor:
@@ -157,7 +159,7 @@ class Convolution(Factored):
 
     def _weight_gradient(self, x: Tensor, g: Tensor, copies: int) -> Tensor:
         shape = (copies * self.shape[0], *self.shape[1:])
-        # Strides of axes of length 1 are arbitrary, and some kernels take them for another memory format.
+        # Strides of axes of length 1 are arbitrary, and some kernels read another memory format from them.
         x, g = (t.resolve_conj().contiguous().flatten().view(t.shape) for t in (x, g))
         weight_gradient = _WEIGHT_GRADIENT[len(self.kernel)]
         return weight_gradient(x, shape, g, self.stride, self.padding, self.dilation, copies * self.groups)

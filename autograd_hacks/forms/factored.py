@@ -1,4 +1,4 @@
-"""The base of forms that are products of tensors."""
+"""The base class of forms that are products of tensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
-    """The norms of a form, or a sum of forms, from products over positions where these are cheaper than to write its rows
-    out, and their positions don't cancel."""
+    """The norms of a form, or of a sum of forms.
+
+    They come from products over positions, unless writing the rows out is cheaper, or the positions cancel."""
     pairs, found = [term.pair for term in form.parts or [form] if term.pair is not None], []
     if len(pairs) < max(1, len(form.parts)) or form.like.is_complex():
         return Form.norms(form, budget)
@@ -38,7 +39,7 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
         return Form.norms(form, budget)
     # In float64 products are twice as large, and factors are copied.
     memory = memory_of_products(pairs) if not single else 2 * (memory_of_products(pairs) + form.held_size())
-    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # they can't be taken in pieces
+    if isinstance(pairs[0][1], Windows) and memory * form.sum_dtype.itemsize > budget:  # windows can't be read in pieces
         return Form.norms(form, budget)
     for _, part in form.chunks(budget, memory):
         pairs = [term.pair for term in part.parts or [part] if term.pair is not None]
@@ -52,22 +53,24 @@ def norms_by_positions(form: Form, budget: int = BUDGET) -> Tensor:
 
 
 class Factored(Form):
-    """J that is linear in each number tensor in ``held``: some of its rows, or their multiples, are the same form of other
-    factors."""
+    """A J that is linear in each floating-point tensor in ``held``.
+
+    Some of its rows, or multiples of them, are the same kind of form with other factors."""
 
     smallest: int
-    """The place in ``held`` of the smallest factor that J is linear in."""
+    """The number in ``held`` of the smallest factor in which J is linear."""
     varies: Sequence[int]
-    """The places in ``held`` that `tangent` knows, that of the gradient first."""
+    """The numbers in ``held`` that `tangent` accepts, the gradient's first."""
 
     @abstractmethod
     def _of(self, *held: Tensor) -> Self:
-        """The same form of other factors."""
+        """The same kind of form with other factors."""
 
     @abstractmethod
     def tangent(self, place: int, v: Tensor) -> Tensor:
-        """What gives J v by its inner product with a factor, sample by sample: of the shape of ``held[place]``, without
-        looking at it.  v: shape"""
+        """The tensor whose inner product with a factor is J v, sample by sample.
+
+        It has the shape of ``held[place]`` and is computed without that factor.  v: shape"""
 
     @property
     def like(self) -> Tensor:
@@ -87,7 +90,7 @@ class Factored(Form):
         return torch.cat([(part.tangent(place, v) * part.held[place]).flatten(1).sum(1) for _, part in chunks])
 
     def varied(self, place: int, factor: Tensor) -> Self:
-        """The form with another factor in a place in ``held``."""
+        """The form with one factor in ``held`` replaced."""
         return self._of(*self.held[:place], factor, *self.held[place + 1 :])
 
     def _times(self, factor: float | Tensor) -> Sequence[Tensor]:
@@ -106,12 +109,14 @@ class Factored(Form):
 
 
 class Paired(Factored):
-    """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions, which are axis 1 of all tensors in ``held``: two
-    factors, and a mask where some positions only fill up samples that have fewer, with zeros."""
+    """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
+
+    Positions are axis 1 of all tensors in ``held``: two factors, and a mask if samples with fewer positions are padded with
+    zeros."""
 
     pair: Written
     present: Tensor | None = None
-    """(N, T) booleans: which positions are the samples' own; all, if None."""
+    """(N, T) booleans: the positions that aren't padding; None for all."""
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Paired) and gram_by_positions([self.pair], [other.pair], self.shape.numel(), other is self):
@@ -124,7 +129,7 @@ class Paired(Factored):
         if isinstance(random, SparseMap):
             return self._sketch(random, budget)
         left, right = self.pair
-        # Multiplications for a sample and a coordinate: T·(O + I) by way of the factors, O·I when it is written out.
+        # Multiplications per sample and coordinate: T·(O + I) with the factors, O·I with written rows.
         if right.shape[1] * multiplications(self.pair) >= self.shape.numel() or self.shape[:1] != left.shape[2:]:
             return super().project(random, budget)
         found = self.new_sums(self.samples, random.dim)
@@ -148,7 +153,7 @@ class Paired(Factored):
         return found
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
-        """Row n of the result has the positions of this form's rows[n, :] where present[n, :].  rows, present: M R"""
+        """Row n of the result has the positions of this form's rows[n, :], where present[n, :].  rows, present: M R"""
         taken = [factor[rows] for factor in self._with_mask()]
         absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
         return self._of(*(factor.masked_fill(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
@@ -157,12 +162,12 @@ class Paired(Factored):
         return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape, tuple(self.varies)
 
     def merge(self, others: Sequence[Form]) -> Form:
-        forms = [form for form in (self, *others) if isinstance(form, Paired)]  # as merge_key has it
+        forms = [form for form in (self, *others) if isinstance(form, Paired)]  # merge_key ensures it
         has_mask = any(form.present is not None for form in forms)
         held = [form._with_mask() if has_mask else form.held for form in forms]
         return self._of(*(torch.cat(tensors, dim=1) for tensors in zip(*held)))
 
     def _with_mask(self) -> Sequence[Tensor]:
-        """What it holds, with a mask of its positions."""
+        """Its tensors, including a mask of its positions."""
         own = torch.ones(self.held[0].shape[:2], dtype=torch.bool, device=self.like.device)
         return (*self.held[:2], own if self.present is None else self.present)

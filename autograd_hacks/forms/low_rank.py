@@ -1,4 +1,4 @@
-"""The best approximations of rows by matrices of low rank."""
+"""Best approximations of rows by low-rank matrices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from autograd_hacks.forms.outer import Outer
 
 
 class LowRank(NamedTuple):
-    """Σᵣ left[n, :, r] ⊗ right[n, :, r] for each sample n, of a parameter seen as a matrix O I; I is 1 for a vector.
+    """Σᵣ left[n, :, r] ⊗ right[n, :, r] for each sample n.  The parameter is seen as a matrix O I; I is 1 for a vector.
 
-    left: (N, O, R)    right: (N, I, R)
+    left: (N, O, R)
+    right: (N, I, R)
     """
 
     left: Tensor
@@ -23,11 +24,12 @@ class LowRank(NamedTuple):
 
 
 def low_rank(form: Form, rank: int, budget: int = BUDGET) -> LowRank:
-    """The best approximation of each row by a matrix of rank R = min(rank, O, I), the largest singular values first, each
-    shared evenly by both factors.  A row with NaN or ∞ has factors of NaN.
+    """The best approximation of each row by a matrix of rank R = min(rank, O, I), the largest singular values first.
 
-    Outer products over T < min(O, I) positions are not written out: the factors of each have a QR decomposition, and T × T
-    numbers a singular value decomposition.
+    Each singular value is split evenly between both factors.  A row with NaN or ∞ has NaN factors.
+
+    Outer products over T < min(O, I) positions are not written out: each factor has a QR decomposition, and T × T numbers a
+    singular value decomposition.
     Source: Eckart and Young 1936, "The approximation of one matrix by another of lower rank"; Li et al. 2026,
     "LoRIF" (arXiv:2601.21929), for stores of gradients.
     """
@@ -40,7 +42,7 @@ def low_rank(form: Form, rank: int, budget: int = BUDGET) -> LowRank:
     is_short = isinstance(form, Outer) and form.shape[:1] == (form.fan_out,) and form.positions < min(fan_out, fan_in)
     for _, part in form.chunks(budget // 4, form.held_size() if is_short else form.row_size() + form.shape.numel()):
         if is_short:
-            assert isinstance(part, Outer)  # as the form is
+            assert isinstance(part, Outer)  # all parts of the form are
             found.append(_of_products(part.left, part.right, rank))
         else:
             found.append(_of_rows(part.matrix().reshape(part.samples, fan_out, fan_in), rank))

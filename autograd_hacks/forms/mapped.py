@@ -1,8 +1,7 @@
 """Linear maps of one parameter's gradients, G ↦ M(G), and the form whose rows are M(Gₙ).
 
-``Sides`` keeps products products: L (u ⊗ v) R = (L u) ⊗ (Rᵀ v).  So the verbs of what comes out cost what those of any
-product cost, and nothing of the parameter's size is written.  With other maps, or other forms, rows are written some at a
-time.
+``Sides`` keeps products as products: L (u ⊗ v) R = (L u) ⊗ (Rᵀ v).  Its verbs cost the same as for any other product, and
+nothing of the parameter's size is written.  With other maps, or other forms, rows are written a few at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class LinearMap(ABC):
 
     @abstractmethod
     def shape_of(self, shape: torch.Size) -> torch.Size:
-        """The shape of what comes out for a parameter's shape.  Raises ValueError where the map doesn't fit it."""
+        """The shape of the result for a parameter's shape.  Raises ValueError if the map doesn't fit it."""
 
     @abstractmethod
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
@@ -43,18 +42,18 @@ class LinearMap(ABC):
 
     @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
-        """What it is made of."""
+        """The tensors that the map consists of."""
 
     @abstractmethod
     def to(self, like: Tensor) -> LinearMap:
         """The map in another dtype, on another device."""
 
     def rows(self, form: Form) -> Form | None:
-        """M(Gₙ) as a form of some kind that is cheaper than `Mapped`; None where there is none."""
+        """M(Gₙ) as a form that is cheaper than `Mapped`; None if there is none."""
         return None
 
     def block(self, rows: slice) -> LinearMap | None:
-        """The map of some entries of the parameter's first axis alone; None where entries depend on others."""
+        """The map for some entries of the parameter's first axis only; None if entries depend on others."""
         return None
 
 
@@ -66,7 +65,7 @@ class Elementwise(LinearMap):
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         if self.scale.shape != shape:
-            raise ValueError(f"a factor for each entry, of shape {tuple(self.scale.shape)}; expected {tuple(shape)}")
+            raise ValueError(f"the scale of each entry has shape {tuple(self.scale.shape)}; expected {tuple(shape)}")
         return shape
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
@@ -89,8 +88,9 @@ class Elementwise(LinearMap):
 class Sides(LinearMap):
     """G ↦ L G R, for a parameter of shape (O, ...) seen as a matrix O I.  A vector is a matrix O 1.
 
-    left: (O', O), or the diagonal of a diagonal matrix, O; None for the identity    right: (I, I'), or I, or None
-    Where R is a matrix with I' != I, what comes out has shape (O', I').
+    left: (O', O), or the diagonal of a diagonal matrix, O; None for the identity
+    right: (I, I'), or the diagonal, I; None for the identity
+    If R is a matrix with I' != I, the result has shape (O', I').
     """
 
     left: Tensor | None = None
@@ -102,9 +102,9 @@ class Sides(LinearMap):
         if not left_fits or not (self.right is None or (self.right.ndim in (1, 2) and len(self.right) == fan_in)):
             given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
             raise ValueError(
-                f"L and R of shapes {given[0]} and {given[1]} for a parameter of shape {tuple(shape)}; expected L of "
-                f"(any, {fan_out}) or ({fan_out},), and R of ({fan_in}, any) or ({fan_in},): its gradient is seen as a "
-                f"matrix {fan_out} × {fan_in}"
+                f"L and R have shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected L of "
+                f"shape (any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},). The gradient is "
+                f"seen as a matrix {fan_out} × {fan_in}."
             )
         rows = fan_out if self.left is None else len(self.left)
         columns = fan_in if self.right is None or self.right.ndim == 1 else self.right.shape[1]
@@ -152,9 +152,10 @@ class Sides(LinearMap):
 
 @dataclass(frozen=True, eq=False)
 class BlockSides(LinearMap):
-    """G ↦ L_k G_k R_k, for a parameter that is K matrices (P, Q), one below the other along its first axis.
+    """G ↦ L_k G_k R_k, for a parameter that consists of K matrices (P, Q), stacked along its first axis.
 
-    left: (K, P, P), or diagonals, (K, P); None for identities    right: (K, Q, Q)
+    left: (K, P, P), or diagonals, (K, P); None for identities
+    right: (K, Q, Q)
     """
 
     left: Tensor | None
@@ -167,8 +168,8 @@ class BlockSides(LinearMap):
         if shape[:1].numel() % blocks or blocks * rows * columns != shape.numel() or not fits:
             given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
             raise ValueError(
-                f"L and R of shapes {given[0]} and {given[1]} for a parameter of shape {tuple(shape)}; expected (K, P, P) "
-                "and (K, Q, Q), for K matrices (P, Q) along its first axis"
+                f"L and R have shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected (K, P, "
+                "P) and (K, Q, Q), for K matrices (P, Q) along its first axis."
             )
         return shape
 
@@ -192,7 +193,7 @@ class BlockSides(LinearMap):
 
 @dataclass(frozen=True, eq=False)
 class InTurn(LinearMap):
-    """Several maps, the first one first."""
+    """Several maps, applied one after the other, the first one first."""
 
     maps: Sequence[LinearMap]
 
@@ -223,7 +224,7 @@ class InTurn(LinearMap):
 
 
 def mapped(form: Form, by: LinearMap) -> Form:
-    """The form whose rows are M(Gₙ), for the rows Gₙ of a form.  Raises ValueError where the map doesn't fit its shape."""
+    """The form whose rows are M(Gₙ), for the rows Gₙ of a form.  Raises ValueError if the map doesn't fit its shape."""
     by.shape_of(form.shape)
     dtype = reduce(torch.promote_types, (x.dtype for x in by.tensors()), form.like.dtype)
     form = form.to(dtype)
@@ -244,7 +245,8 @@ def _mapped(form: Form, by: LinearMap) -> Form:
 class Mapped(Form):
     """J M: its rows are M(Gₙ).
 
-    form: of the rows Gₙ    by: M
+    form: the form with the rows Gₙ
+    by: M
     """
 
     writes_in_place = False
@@ -285,7 +287,7 @@ class Mapped(Form):
         if self.cuts_well:
             yield from super().blocks(budget)
         else:
-            yield slice(0, self.shape[:1].numel()), self  # some entries cost as much as all
+            yield slice(0, self.shape[:1].numel()), self  # a few entries cost as much as all
 
     def merge_key(self) -> Hashable:
         return Mapped, id(self.by), self.form.shape, self.like.dtype
@@ -306,12 +308,12 @@ class Mapped(Form):
         return super().second_moment(w, about, budget)
 
     def _wide_map(self) -> LinearMap:
-        """The map in what verbs add up in."""
+        """The map in the dtype that verbs use for sums."""
         return self.by.to(self.new_sums())
 
 
 def _fans(shape: torch.Size) -> tuple[int, int]:
-    """O and I of a parameter that is seen as a matrix."""
+    """O and I, for a parameter seen as a matrix."""
     return shape[:1].numel(), shape[1:].numel()
 
 
@@ -324,7 +326,7 @@ def _to_right(matrix: Tensor, right: Tensor | None) -> Tensor:
 
 
 def _of_factor(factor: Tensor, side: Tensor | None, axis: int) -> Tensor:
-    """A factor (..., F) of outer products, brought to the other side of the map.  axis: which one of ``side`` meets F"""
+    """A factor (..., F) of outer products after the map.  axis: the axis of ``side`` that is summed with F"""
     if side is None or side.ndim == 1:
         return factor if side is None else factor * side
     return factor @ (side if axis == 0 else side.mT)

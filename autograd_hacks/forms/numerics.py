@@ -1,4 +1,4 @@
-"""Norms that overflow only where they must, sums in a precision that holds them, and pieces of tensors."""
+"""Norms that overflow only if they must, sums in sufficient precision, and pieces of tensors."""
 
 from collections.abc import Iterator
 
@@ -6,22 +6,21 @@ import torch
 from torch import Tensor
 
 SMALL = 2**14
-"""Numbers up to which float32 is squared in float64 on a CPU, which no square leaves: more take four times as long."""
+"""Up to this size a CPU squares float32 in float64, where no square overflows.  Above, that takes four times as long."""
 
 
 def looks_free(tensor: Tensor) -> bool:
-    """Whether the host may look at a tensor's numbers without waiting for a queue of kernels, or has to where the device has
-    no float64."""
+    """Whether the host may read a tensor's numbers: it needn't wait for a queue of kernels, or the device has no float64."""
     return not tensor.is_cuda
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are added up in: half precision in single."""
+    """The dtype for sums of numbers of a dtype: single precision for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only where the true norm does."""
+    """The 2-norms of a matrix's rows, (N, P) -> N.  They overflow only if the true norm does."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0]).abs()
     if rows.dtype == torch.float32 and not rows.is_mps and (rows.numel() <= SMALL or not looks_free(rows)):
@@ -29,7 +28,7 @@ def row_norms(rows: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1)
     if rows.is_meta or not len(rows):
         return norms
-    # Squares may have left the range: ∞, or so small that they have lost digits.
+    # Squares may have overflowed to ∞, or be so small that they have lost digits.
     info, found = torch.finfo(norms.dtype), norms.detach()
     least = smallest(norms.dtype) ** 0.5
     low, high = torch.stack(found.aminmax()).tolist()
@@ -41,28 +40,28 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """What a sum has all its digits above."""
+    """The magnitude above which a sum has all its digits."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
 def divisors(largest: Tensor) -> Tensor:
-    """Largest magnitudes, to divide by: 1 for those that would spoil what they divide (0, ∞, NaN)."""
+    """Largest magnitudes as divisors: 1 instead of 0, ∞ and NaN."""
     return torch.where(largest.isfinite() & (largest > 0), largest, torch.ones_like(largest))
 
 
 def slices_of(length: int, step: int) -> list[slice]:
-    """[0, length) in slices of at most `step`; an empty one where the length is 0."""
+    """[0, length) in slices of at most `step`; one empty slice if the length is 0."""
     step = max(1, step)
     return [slice(start, min(length, start + step)) for start in range(0, max(1, length), step)]
 
 
 def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each sum of a weighted sum, as a view, with its weights, N."""
+    """Each sum of a weighted sum, as a view, together with its weights, N."""
     yield from ((total[k], w[k]) for k in range(len(w))) if w.ndim == 2 else [(total, w)]
 
 
 def put(rows: Tensor, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
-    """factor · rows, into ``out`` where that is given, as `Form.dense` returns them; ``rows`` itself if nothing is to do."""
+    """factor · rows, written into ``out`` if given, as `Form.dense` returns them; ``rows`` itself if that is all."""
     if isinstance(factor, Tensor) or factor != 1:
         return torch.mul(rows, factor, out=out)
     return rows if out is None else out.copy_(rows)

@@ -1,5 +1,5 @@
-"""Squared norms and projections by operations that a compiler leaves alone.  They look at values (where positions cancel,
-rows are written out), or draw a random map."""
+"""Squared norms and projections as operations that a compiler doesn't trace into.  They read values (rows are written out if
+positions cancel), or draw a random map."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.projection import RandomMap
 from autograd_hacks.support.contexts import without_autocast
 
-_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide
+_operation = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # values decide the way
 
 
 @_operation("autograd_hacks::squares_of_products")
@@ -51,7 +51,7 @@ def _norms(form: Form) -> Tensor:
 
 
 def squares(form: Form) -> Tensor:
-    """The rows' squared norms, N, in whatever graph they are traced into."""
+    """The rows' squared norms, N; can be traced into any graph."""
     if isinstance(form, Outer):
         return _of_products(form.left, form.right)
     if isinstance(form, Lookup):
@@ -89,7 +89,7 @@ def _projection(form: Form, name: str, dim: int, seed: int) -> Tensor:
 
 
 def projection(form: Form, name: str, dim: int, seed: int) -> Tensor:
-    """J R, (N, dim), for the random map of a parameter, in whatever graph it is traced into."""
+    """J R, (N, dim), for the random map of a parameter; can be traced into any graph."""
     if isinstance(form, Outer):
         return _project_products(form.left, form.right, name, list(form.shape), dim, seed)
     if isinstance(form, Lookup):

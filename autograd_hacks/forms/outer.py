@@ -1,4 +1,4 @@
-"""Sums of outer products: Linear, and whatever reduces to a matrix product."""
+"""Sums of outer products: Linear, and everything that reduces to a matrix product."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from autograd_hacks.forms.positions import Positions
 class Outer(Paired):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
 
-    left: (N, T, O), or (N, O) for one position    right: (N, T, I), or (N, I)
-    shape: the parameter's, any view of (O, I), which it is unless told
-    gradient: which factor the gradients are, 0 or 1; the other one are the inputs
-    present: (N, T) booleans, the positions that are the samples' own, where others fill up with zeros; all, if None
+    left: (N, T, O), or (N, O) for one position
+    right: (N, T, I), or (N, I)
+    shape: the parameter's, any view of (O, I); by default (O, I)
+    gradient: which factor is the gradient, 0 or 1; the other is the input
+    present: (N, T) booleans, the positions that aren't padding with zeros; None for all
     """
 
     cuts_well = True
@@ -37,8 +38,8 @@ class Outer(Paired):
         self.right = right.unsqueeze(1) if right.ndim == 2 else right
         if self.left.shape[:2] != self.right.shape[:2]:
             raise ValueError(
-                f"Outer was given a left factor of shape {tuple(left.shape)} and a right one of {tuple(right.shape)}; "
-                "expected (N, T, O) and (N, T, I) with the same N and T"
+                f"Outer: the left factor has shape {tuple(left.shape)} and the right one {tuple(right.shape)}; "
+                "expected (N, T, O) and (N, T, I) with the same N and T."
             )
         self.samples, self.positions, self.fan_out = self.left.shape
         self.fan_in = self.right.shape[-1]
@@ -58,13 +59,13 @@ class Outer(Paired):
         return Outer(self.left, self.right, shape, self.gradient, self.present)
 
     def transposed(self, shape: torch.Size) -> Outer:
-        """The rows of the parameter's transpose.  shape: its"""
+        """The rows of the parameter's transpose.  shape: the transpose's"""
         return Outer(self.right, self.left, shape, 1 - self.gradient, self.present)
 
     def dense(self, out: Tensor | None = None, factor: float | Tensor = 1.0) -> Tensor:
         target = None if out is None else out.view(self.samples, self.fan_out, self.fan_in)
-        # A matrix kernel has more to set up than a multiplication, but doesn't read the memory that it writes.  Measured on
-        # two cores, multiplication first: 302 MB, 16.8 ms and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
+        # A matrix kernel has a larger overhead than a multiplication, but doesn't read the memory that it writes.  Measured
+        # on two cores, multiplication first, in ms: 302 MB, 16.8 and 12.1; 67 MB, 1.40 and 1.45; 0.3 MB, 0.009 and 0.011.
         size = self.samples * self.fan_out * self.fan_in * self.left.element_size()
         is_multiplied = self.positions == 1 and not (self.left.is_cpu and size > 128 * 2**20)
         left, right = self.left, self.right
@@ -74,14 +75,14 @@ class Outer(Paired):
             rows = torch.mul(left.mT, right, out=target)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
-        else:  # the matrix kernel multiplies by it for nothing
+        else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_zeros(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.view(self.samples, *self.shape) if out is None else out
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]
-        each = self.fan_out // max(1, entries)  # of the left factor's numbers
+        each = self.fan_out // max(1, entries)  # numbers of the left factor
         if each * entries != self.fan_out:
             return super().block(rows)
         first, last, _ = rows.indices(entries)
@@ -94,17 +95,17 @@ class Outer(Paired):
 
     def weighted_sum(self, w: Tensor, budget: int = BUDGET, total: Tensor | None = None) -> Tensor:
         if self.flat is not None and total is None and w.ndim == 1 and self.left.dtype == w.dtype == self.sum_dtype:
-            left, right = self.flat  # the usual case in few calls
+            left, right = self.flat  # the usual case, with few calls
             if self.flat[self.smallest].nbytes <= budget:
                 factors = (left.mT * w, right) if self.smallest == 0 else (left.mT, right * w[:, None])
                 return torch.mm(*factors).view(self.shape)
-        # Multiplications for a sample and an entry: K·T one sum after the other, T + K by writing out.
+        # Multiplications per sample and entry: K·T for one sum after the other, T + K with written rows.
         if w.ndim == 2 and len(w) * self.positions > len(w) + self.positions:
             return super().weighted_sum(w, budget, total)
         size = self.positions * min(self.fan_in, self.fan_out)
         if w.ndim == 1 and total is None:
             (_, part), *more = self.chunks(budget, size)
-            if not more:  # no zeros to be written, and read again
+            if not more:  # no zeros have to be written and read
                 return torch.mm(*part._matrices(w.to(self.sum_dtype))).view(self.shape)
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         for each, weights in pairs_of(total, w):
@@ -127,7 +128,7 @@ class Outer(Paired):
         return total
 
     def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        # By torch's kernels two products, and a factor's multiples that are written and read.
+        # torch's kernels need two products, and multiples of a factor that are written and read.
         own = self.positions * self.fan_out * self.fan_in
         if w.ndim > 1 or not takes_kernel(2 * own, own, self.left, self.right, w, v):
             return super().sum_and_dot(w, v, budget)
@@ -138,7 +139,7 @@ class Outer(Paired):
         return total.view(self.shape), along
 
     def _ends(self) -> Tensor:
-        """Where each sample's positions end, with those of all samples in one row."""
+        """Where each sample's positions end, if the positions of all samples are in one sequence."""
         return torch.arange(1, self.samples + 1, device=self.left.device) * self.positions
 
     def norms(self, budget: int = BUDGET) -> Tensor:
@@ -165,9 +166,9 @@ class Outer(Paired):
 
 
 class Zero(Outer):
-    """The rows of a parameter that the loss did not reach: outer products over no positions, at no cost.
+    """The rows of a parameter that the loss did not reach: outer products over no positions, which cost nothing.
 
-    like: a tensor of the rows' dtype and device
+    like: a tensor with the rows' dtype and device
     """
 
     def __init__(self, samples: int, shape: torch.Size, like: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The rows of several backward passes through one call, which differ in their gradients and share all else."""
+"""The rows of several backward passes through one call, which differ only in their gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +15,13 @@ from autograd_hacks.forms.positions import Positions
 
 
 class Passes(Concatenation):
-    """K forms of N rows, of one kind, that share a factor: row k · N + n is pass k's of sample n.
+    """K forms of the same kind with N rows each, which share a factor.  Row k · N + n belongs to pass k and sample n.
 
-    A row is linear in the gradient that the pass brought, so that K of them cost little more than one: for J v the output's
-    tangent along v is taken once, and for Jᵀ w the gradients are added up before anything is made of them.
+    A row is linear in the pass's gradient, so K passes cost little more than one.  For J v the output's tangent along v is
+    computed once.  For Jᵀ w the gradients are added up first.
 
-    parts: see ``of``    varying: the place in ``held`` of the factor that differs
+    parts: see ``of``
+    varying: the number in ``held`` of the factor that differs
     """
 
     parts: Sequence[Factored]
@@ -31,7 +32,7 @@ class Passes(Concatenation):
 
     @staticmethod
     def of(parts: Sequence[Form]) -> Form:
-        """The rows of several passes through one call.  Equal factors are made one."""
+        """The rows of several passes through one call.  Equal factors are stored once."""
         first, groupings = parts[0], [part for part in parts if isinstance(part, Grouping)]
         if all(isinstance(part, Dense) for part in parts):
             return Dense(torch.cat([part.matrix() for part in parts]).view(-1, *first.shape))
@@ -84,22 +85,22 @@ class Passes(Concatenation):
         return first.factors(more) if self.varying == first.varies[0] else ()
 
     def _factors(self, piece: slice) -> Iterator[Tensor]:
-        """What differs, of some samples, pass by pass: N F."""
+        """The factors that differ, for some samples, pass by pass: N F."""
         return (part.held[self.varying][piece].flatten(1).to(self.sum_dtype) for part in self.parts)
 
     def _size(self) -> int:
-        """Bytes of a sample's factor."""
+        """The bytes of a sample's factor."""
         return max(1, self.parts[0].held[self.varying].shape[1:].numel() * self.sum_dtype.itemsize)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         first, second = self.parts[0], other.parts[0] if isinstance(other, Passes) else other
         if isinstance(first, Outer) and isinstance(second, Outer) and first.positions == second.positions == 1:
             return super().gram(other, budget)
-        return Form.gram(self, other, budget)  # each row is written out once, and not once for each pass of the other
+        return Form.gram(self, other, budget)  # each row is written out once, not once for each pass of the other form
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one and the same memory, or else have the same numbers."""
+    """Whether two tensors share their memory, or have the same numbers."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()) or torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""A parameter of which slices of the first axis are read: an expert of a stack, a third of a joint projection."""
+"""A parameter whose slices along the first axis are used separately: experts in a stack, parts of a joint projection."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -16,11 +16,11 @@ from autograd_hacks.forms.projection import AnyMap, SparseMap
 
 
 class Placed(Composite):
-    """J that has other forms in slices of the parameter's first axis, and zeros elsewhere.
+    """A J that consists of other forms in slices of the parameter's first axis, and of zeros elsewhere.
 
     entries: {(start, stop): form of shape ``(stop - start, *shape[1:])``}, at least one, disjoint, for the same samples
     shape: the parameter's
-    Raises ValueError for others.
+    Raises ValueError for other entries.
     """
 
     def __init__(self, entries: Mapping[tuple[int, int], Form], shape: torch.Size) -> None:
@@ -29,8 +29,8 @@ class Placed(Composite):
         fits = all(form.shape == (stop - start, *shape[1:]) for (start, stop), form in entries.items())
         if ends != sorted(ends) or ends[-1] > shape[:1].numel() or not fits or len({f.samples for f in forms}) != 1:
             raise ValueError(
-                f"Placed was given {self.entries} for a parameter of shape {tuple(shape)}; expected forms of disjoint "
-                "slices of its first axis, at least one, each of its slice's shape, for the same samples"
+                f"Placed: {self.entries} was given for a parameter of shape {tuple(shape)}; expected at least one form. "
+                "Slices of the first axis must be disjoint, and forms must have their slice's shape and the same samples."
             )
         super().__init__(forms, forms[0].samples, torch.Size(shape))
 
@@ -63,7 +63,7 @@ class Placed(Composite):
         for (_, end), (start, _) in pairwise([(0, 0), *self.entries, (self.shape[0], 0)]):
             rows[:, end:start] = 0
         for (start, stop), form in self.entries.items():
-            if out is None:  # which can be differentiated
+            if out is None:  # so that it can be differentiated
                 rows[:, start:stop] = form.dense(factor=factor)
             else:
                 form.dense(rows[:, start:stop], factor)
@@ -101,7 +101,7 @@ class Placed(Composite):
         leads_back = w.requires_grad or any(x.requires_grad for leaf in self.leaves() for x in leaf.held)
         for (start, stop), form in self.entries.items():
             own = total.narrow(w.ndim - 1, start, stop - start)
-            if leads_back:  # after a first write in place torch may take a view for a leaf
+            if leads_back:  # after a first in-place write torch may treat a view as a leaf
                 own.add_(form.weighted_sum(w, budget))
             else:
                 form.weighted_sum(w, budget, own)
@@ -115,7 +115,7 @@ class Placed(Composite):
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if isinstance(other, Composite) and not isinstance(other, Placed):
-            return other.gram(self, budget).mH  # which knows whether its terms cancel
+            return other.gram(self, budget).mH  # the other form knows whether its terms cancel
         is_alike = isinstance(other, Placed) and other.entries.keys() == self.entries.keys()
         if not is_alike and not (self.cuts_well and other.cuts_well):
             return Form.gram(self, other, budget)
@@ -125,7 +125,7 @@ class Placed(Composite):
         return row_norms(torch.stack([part.norms(budget) for part in self.parts], dim=1))
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
-        if not isinstance(random, SparseMap):  # whose signs for the whole parameter would be drawn for each slice
+        if not isinstance(random, SparseMap):  # its signs for the whole parameter would be drawn again for each slice
             return Form.project(self, random, budget)
         slices = (form.project(random.part(slice(*bounds)), budget) for bounds, form in self.entries.items())
         return self._join(slices)

@@ -1,5 +1,6 @@
-"""Norms and inner products of sums of outer products, from products between their positions: nothing of the parameter's size
-is written.  Tensors alone; forms write out the rows that cancel."""
+"""Norms and inner products of sums of outer products, computed from products between positions.
+
+Nothing of the parameter's size is written.  These functions work on tensors; forms write out rows that cancel."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from autograd_hacks.forms.numerics import accumulation_dtype, looks_free, slices
 
 @dataclass(frozen=True)
 class OneHot:
-    """A factor with a single one in each position.  index: (N, T) integers in [0, entries)"""
+    """A factor with a single one at each position.  index: (N, T) integers in [0, entries)"""
 
     index: Tensor
     entries: int
@@ -42,9 +43,11 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Windows:
-    """A convolution's windows, cut only where that saves something: their products are sums of those of pixels.
+    """A convolution's windows, which are cut only if that saves something: their products are sums of products of pixels.
 
-    x: (N, C, *S)    kernel, stride, padding, dilation: a number for each spatial dimension    counts: *L, how many windows
+    x: (N, C, *S)
+    kernel, stride, padding, dilation: a number for each spatial dimension
+    counts: *L, the number of windows
     """
 
     x: Tensor
@@ -64,7 +67,7 @@ class Windows:
 
     @property
     def shifts(self) -> int:
-        """How many numbers are added up for a sample's products, once those of pixels are known."""
+        """How many numbers are added up for a sample's products, after the products of pixels."""
         sizes, count = [size + 2 * pad for size, pad in zip(self.x.shape[2:], self.padding)], 0
         for axis, (size, windows) in enumerate(zip(self.kernel, self.counts)):
             count += prod(sizes) ** 2 if axis == 0 else 0  # padding
@@ -74,7 +77,7 @@ class Windows:
 
     @property
     def overlap(self) -> bool:
-        """Whether products of all pixels are fewer than those of all numbers of the windows."""
+        """Whether the products of all pixels are fewer than the products of all numbers in the windows."""
         return prod(self.x.shape[2:]) ** 2 < prod(self.counts) ** 2 * prod(self.kernel)
 
     def __getitem__(self, index: slice | Tensor) -> Windows:
@@ -84,7 +87,7 @@ class Windows:
         return replace(self, x=self.x.double())
 
     def cut(self) -> Tensor:
-        """The windows, N C *K *L, in the order that is the cheapest to copy: a view where nothing is padded."""
+        """The windows, N C *K *L, in the order that is cheapest to copy; a view if there is no padding."""
         n, x = len(self.kernel), F.pad(self.x, [pad for pad in reversed(self.padding) for _ in range(2)])
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
             x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
@@ -95,11 +98,11 @@ class Windows:
         return self.cut().flatten(1, 1 + len(self.kernel)).flatten(2).mT
 
     def products(self, other: Windows) -> Tensor:
-        """⟨a[n, t], b[n, s]⟩, N T S, for windows of one kind."""
+        """⟨a[n, t], b[n, s]⟩, N T S, for windows with the same settings."""
         n = len(self.kernel)
         if not (self.overlap and other.overlap):
             return self.written() @ other.written().mT
-        # Of each two windows the products of the pixels at the same place are added up, axis by axis.
+        # For every two windows, add up the products of the pixels at equal places, axis by axis.
         total = (self.x.flatten(2).mT @ other.x.flatten(2)).view(-1, *self.x.shape[2:], *other.x.shape[2:])
         total = F.pad(total, [pad for w in (other, self) for pad in reversed(w.padding) for _ in range(2)])
         for axis in range(n):
@@ -108,7 +111,7 @@ class Windows:
         return total.reshape(-1, self.shape[1], other.shape[1])
 
     def _at(self, values: Tensor, axis: int, skipped: int, place: int) -> Tensor:
-        """What all windows have at one place along an axis of theirs, ``1 + skipped + axis`` of values."""
+        """The pixels that all windows have at one place along one of their axes, ``1 + skipped + axis`` of values."""
         start, stride = place * self.dilation[axis], self.stride[axis]
         inside = slice(start, start + (self.counts[axis] - 1) * stride + 1, stride)
         return values[(slice(None),) * (1 + skipped + axis) + (inside,)]
@@ -125,21 +128,21 @@ Written = tuple[Tensor | OneHot, Tensor]
 
 
 class Positions(NamedTuple):
-    """The products that the rows of one block are sums of: those of a slice of the parameter's first axis.
+    """The products whose sums are the rows of one block, which is a slice of the parameter's first axis.
 
-    Row k · N + n of J, for pass k and sample n, is there Σₘₜ gradients[k][m, t] ⊗ inputs[m, t], over the m of sample n.
+    In the block, row k · N + n of J, for pass k and sample n, is Σₘₜ gradients[k][m, t] ⊗ inputs[m, t], over sample n's m.
     """
 
     gradients: Sequence[Tensor]  # of each of K passes, M T O
-    inputs: Factor  # of all passes, M T I
+    inputs: Factor  # the same for all passes, M T I
     rows: slice  # of the parameter's first axis
-    is_turned: bool = False  # whether the block lies in memory as I O
-    present: Tensor | None = None  # M T, booleans: the positions that count; all, if None
-    owners: Tensor | None = None  # M, the sample of each of the M, if several are one's
+    is_turned: bool = False  # whether the block is stored as I O
+    present: Tensor | None = None  # M T, booleans: the positions that count; None for all
+    owners: Tensor | None = None  # M, the sample of each m, if a sample has several
 
 
 def multiplications(pair: Pair) -> int:
-    """Multiplications for one position's products, O + I; a one-hot factor's is a look-up."""
+    """Multiplications for the products of one position, O + I; a one-hot factor needs only a look-up."""
     return pair[1].shape[2] + (1 if isinstance(pair[0], OneHot) else pair[0].shape[2])
 
 
@@ -164,12 +167,12 @@ def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
 
 
 def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
-    """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' can be trusted.
+    """‖Σₜ lₜ ⊗ rₜ‖ over the positions of all pairs, from Σₛₜ ⟨lₛ, lₜ⟩⟨rₛ, rₜ⟩; and which samples' norms are accurate.
 
-    Products carry an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on their diagonals: eps·(Σaₜ)² at the worst, about
-    eps·Σaₜ² if errors are independent.  Where the square isn't far above both, the difference of large numbers has no digits
-    left (nearly equal positions of opposite sign: 100 % off in float32).  Nor may it have left the range of numbers, or be
-    so small that lengths below √tiny, whose squares have, would count.  Returns N and N booleans.
+    Each product has an error of a few eps·aₛaₜ, where aₜ = ‖lₜ‖‖rₜ‖ is on the diagonals.  The total error is at most
+    eps·(Σaₜ)², and about eps·Σaₜ² if errors are independent.  If the square isn't far above both, cancellation leaves no
+    correct digits (for nearly equal positions of opposite sign: 100 % off in float32).  The square must not overflow either,
+    nor be so small that lengths below √tiny would count, because their squares underflow.  Returns N, and N booleans.
     """
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square, size, spread, reach = (like.new_zeros(like.shape[0]) for _ in range(4))
@@ -189,8 +192,10 @@ def norms_of_pairs(pairs: Sequence[Pair], budget: int) -> tuple[Tensor, Tensor]:
 
 
 def norms_in_double(pairs: Sequence[Pair], budget: int) -> Tensor:
-    """The same of numbers in single or half precision, all of which can be trusted, so that the host needn't look: products
-    in float64 carry less of an error than single precision leaves in the positions themselves, and have twice its range."""
+    """The same for single or half precision, with float64 products.  All results are accurate, so the host needn't look.
+
+    The products' errors are smaller than those that single precision leaves in the positions, and their range is twice as
+    large."""
     pairs = [(left.double(), right.double()) for left, right in pairs]
     like = next(factor for factor in pairs[0] if isinstance(factor, Tensor))
     square = like.new_zeros(like.shape[0])
@@ -201,8 +206,9 @@ def norms_in_double(pairs: Sequence[Pair], budget: int) -> Tensor:
 
 
 def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
-    """The products of left and of right factors between positions of all pairs; of a pair with itself also the first of its
-    positions, and of two pairs, of which each is met once, None."""
+    """The products of left factors and of right factors between positions of all pairs.
+
+    For a pair with itself, also gives the number of the first position.  Each two different pairs come once, with None."""
     for number, pair in enumerate(pairs):
         positions = pair[0].shape[1]
         for later, (other_left, other_right) in enumerate(pairs[number:]):
@@ -214,7 +220,7 @@ def _between(pairs: Sequence[Pair], like: Tensor, budget: int) -> Iterator[tuple
 
 
 def gram_of_pairs(mine: Written, theirs: Written, budget: int) -> Tensor | None:
-    """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None where positions cancel."""
+    """Σₜₛ ⟨lₙₜ, l′ₘₛ⟩⟨rₙₜ, r′ₘₛ⟩, N M; None if positions cancel."""
     (n, t), (m, s) = mine[1].shape[:2], theirs[1].shape[:2]
     mine, theirs = _wide(mine), _wide(theirs)
     dtype = mine[1].dtype
@@ -235,13 +241,13 @@ def is_written(pair: Pair) -> TypeGuard[Written]:
 
 
 def _wide(pair: Written) -> Written:
-    """In the dtype that sums are taken in."""
+    """The pair in the dtype used for sums."""
     left, right = pair
     dtype = accumulation_dtype(right.dtype)
     return pair if right.dtype == dtype else (left if isinstance(left, OneHot) else left.to(dtype), right.to(dtype))
 
 
 def _is_zero(pair: Pair) -> Tensor:
-    """For which samples one of the factors is zero everywhere, N."""
+    """For each sample, N: whether one of its factors is zero everywhere."""
     sizes = [f.x if isinstance(f, Windows) else f for f in pair if not isinstance(f, OneHot)]
     return torch.stack([(size == 0).flatten(1).all(1) for size in sizes]).any(0)

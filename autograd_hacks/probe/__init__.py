@@ -1,1 +1,1 @@
-"""Where the samples are in every call, and which calls give the rows of which parameter: found out before a forward pass."""
+"""Finds where the samples are in every call, and which calls give the rows of which parameter."""

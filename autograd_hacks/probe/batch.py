@@ -1,4 +1,4 @@
-"""The batch that a model is given: how many samples, in which of its arguments, and the same with some samples replaced."""
+"""The batch given to a model: how many samples it has, in which arguments, and how to replace some of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from autograd_hacks.support.layout import same, samples_of_rows
 from autograd_hacks.support.trees import is_packed, like_its_kind, unpacked
 
 BatchDim = int | None | tuple[Any, ...] | list[Any] | dict[str, Any]
-"""An axis for all of a model's arguments; or a tree of axes, None for what has no batch: a tuple for the positional ones, as
-vmap's ``in_dims``, or a dictionary for those by keyword."""
+"""One axis for all arguments of a model, or a tree of axes with None for an argument without a batch.  A tree is a tuple
+for positional arguments, like vmap's ``in_dims``, or a dictionary for keyword arguments."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one forward."""
 
-    leaves: list[Any]  # of the arguments' tree
+    leaves: list[Any]  # of the tree of arguments
     spec: TreeSpec  # the tree
-    lists: frozenset[int]  # of how many tensors the lists among them are, which may be a sample each
-    axes: list[int | None] | None  # for each leaf the axis of its samples, or None, where the user has said so; else None
-    shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, and so have no samples
+    lists: frozenset[int]  # the lengths of lists of tensors among them, which may hold a sample each
+    axes: list[int | None] | None  # for each leaf the axis of its samples or None, if the user gave them; else None
+    shared: frozenset[int] = frozenset()  # leaves that had another size in an earlier batch, so they have no samples
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Batch:
-        """Raises ValueError for a tree of axes that doesn't fit the arguments."""
+        """The batch of a forward.  Raises ValueError if a tree of axes doesn't fit the arguments."""
         leaves, spec = tree_flatten(unpacked((args, kwargs)), is_leaf=is_packed)
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) > 1)
         lists = frozenset(len(x) for x in given if all(isinstance(part, Tensor) for part in x))
@@ -43,21 +43,21 @@ class Batch:
         sizes = {_size(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None}
         if len(sizes) > 1 or None in sizes:
             raise ValueError(
-                f"batch_dim is {batch_dim!r}, and the model's arguments have the sizes {sizes} there; expected one size, "
-                "the number of samples. Write None for an argument without a batch." + ON_BATCH
+                f"batch_dim is {batch_dim!r}, but the model's arguments have the sizes {sizes} there; expected one size, "
+                "the number of samples. Use None for an argument without a batch." + ON_BATCH
             )
         return Batch(leaves, spec, lists, axes)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The forward's."""
+        """The arguments as given to the forward."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)
         return args, kwargs
 
     def samples(self, axis: int | None, counted_leaf: int | None = None) -> int | None:
-        """N, or None where it can't be told.
+        """N, or None if it can't be determined.
 
-        axis: of the samples in the first tensor that has it; None for what the user has said
-        counted_leaf: the number of the leaf that tells N, where it isn't the first
+        axis: the samples' axis, in the first tensor that has it; None if the user gave the axes
+        counted_leaf: the number of the leaf that shows N, if not the first
         """
         if self.axes is not None:
             return next((_size(leaf, at) for leaf, at in zip(self.leaves, self.axes) if at is not None), None)
@@ -69,14 +69,14 @@ class Batch:
         return None if first is None else _size(self.leaves[first], axis)
 
     def _first(self, axis: int) -> int | None:
-        """The first leaf with an axis; before a tensor of one entry, which may be a setting, one of more."""
+        """The first leaf that has the axis.  A tensor with one entry is skipped if there are others: it may be a setting."""
         having = [n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) is not None]
         return next(
             (n for n in having if is_packed(self.leaves[n]) or self.leaves[n].numel() != 1), having[0] if having else None
         )
 
     def axes_of_samples(self, axis: int | None, samples: int) -> list[int | None]:
-        """For each leaf the axis on which it has samples; None where it has none."""
+        """For each leaf the axis of its samples; None if it has none."""
         if self.axes is not None:
             return self.axes
         sizes = [None if n in self.shared or axis is None else _size(leaf, axis) for n, leaf in enumerate(self.leaves)]
@@ -85,8 +85,9 @@ class Batch:
         return [None if n != first and _counts_up(self.leaves[n]) else at for n, at in enumerate(axes)]
 
     def replaceable(self, axis: int | None, samples: int) -> list[int | None]:
-        """As `axes_of_samples`, but without square matrices of booleans, or of nothing but 0 and -inf, behind the first
-        tensor that has samples: they are masks over T = N positions."""
+        """Like `axes_of_samples`, but without masks over T = N positions.
+
+        Square matrices of booleans, or of 0 and -inf only, count as masks, unless they are the first tensor with samples."""
         axes = self.axes_of_samples(axis, samples)
         first = next((n for n, at in enumerate(axes) if at is not None), 0)
         if self.axes is not None:
@@ -96,10 +97,12 @@ class Batch:
     def replaced(
         self, axis: int | None, kept: Tensor, shift: int, by_list: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with kept samples in the place of those that are not kept; None where nothing changes by that.
+        """The arguments with the samples that are not kept replaced by kept ones; None if that changes nothing.
 
-        axis: of the samples, see `samples`    kept: N, the samples that are not replaced
-        shift: by which they are, another each time    by_list: whether samples are the items of lists
+        axis: the samples' axis, see `samples`
+        kept: N, the samples that are not replaced
+        shift: selects the replacements, another number each time
+        by_list: whether samples are the items of lists
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
@@ -123,18 +126,18 @@ class Batch:
         return args, kwargs
 
     def has_lists(self, samples: int) -> bool:
-        """Whether a list of numbers or strings, or an array, has an entry for each sample beside the tensors."""
+        """Whether a list of numbers or strings, or an array, has an entry for each sample."""
         args, kwargs = self.arguments()
         return self.axes is None and any(_has_entries(x, samples) for x in (*args, *kwargs.values()))
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
-        """The first leaf of a size on an axis, where the leaf before it that tells N has 1 there, as position ids may."""
+        """The first leaf with a given size on an axis, if the leaf that should show N has size 1, as position ids may."""
         if axis is None or self.axes is not None or self.samples(axis) != 1 or size == 1:
             return None
         return next((n for n, leaf in enumerate(self.leaves) if _size(leaf, axis) == size), None)
 
     def agreeing(self, axis: int | None) -> int:
-        """How many of the tensors with the most axes have the first one's size on an axis."""
+        """How many of the tensors with the most axes have the same size on an axis as the first of them."""
         shapes = [leaf.shape for leaf in self.leaves if isinstance(leaf, Tensor)]
         most = max(map(len, shapes), default=0)
         sizes = [shape[axis] for shape in shapes if axis is not None and most == len(shape) > axis]
@@ -145,23 +148,24 @@ class Batch:
         return tuple([leaf for leaf in self.leaves if type(leaf) in (int, float)])
 
     def signature(self) -> tuple[object, ...]:
-        """What the arguments are but for their extents and numbers; an extent of one may be no axis at all.  And which are
-        one, as the query and the keys of attention may be."""
+        """The arguments' tree and kinds, without sizes and numbers.
+
+        Size 1 counts, because such an axis may be no batch.  It also counts which arguments are one tensor."""
         first: dict[int, int] = {}
         which = [first.setdefault(id(x), n) for n, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         return self.spec, tuple(map(_kind, self.leaves)), tuple(which)
 
 
 FEW = 4096
-"""Of so many samples each is told apart from each."""
+"""Up to this many samples, every pair of samples is distinguished."""
 
 
 def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
-    """Which samples runs keep, others each time.  Each is N booleans.
+    """Which samples each run keeps.  Each is N booleans.
 
-    Of up to `FEW` samples every one is replaced in some run that keeps the other, for all ordered pairs: no sample's runs
-    are all among those of another.  Above that these are random halves and what they leave.  Of three to six samples each
-    half comes twice, to be filled by others.
+    For up to `FEW` samples and for every ordered pair of them, some run keeps the first and replaces the second, so no
+    sample's runs are a subset of another's.  Above that, random halves and their complements are used.  For three to six
+    samples each half is used twice, with different replacements.
     Source: Sperner 1928, "Ein Satz über Untermengen einer endlichen Menge".
     """
     if samples < 2:
@@ -177,14 +181,14 @@ def kept_samples(samples: int, draws: torch.Generator) -> list[Tensor]:
 
 
 def _taken(leaf: Any, axis: int, donors: Tensor) -> Any:
-    """A leaf with other samples.  donors: N, whose values each gets"""
-    if is_packed(leaf):  # whose samples differ in length: their rows get others
+    """A leaf with other samples.  donors: N, the sample whose values each one gets"""
+    if is_packed(leaf):  # its samples have different lengths: only rows are replaced
         rows = (donors != torch.arange(len(donors), device="cpu")).to(leaf.data.device)[samples_of_rows(leaf)]
         others = leaf.data.detach().roll(1, 0).where(rows.view(-1, *[1] * (leaf.data.ndim - 1)), leaf.data.detach())
         return leaf._replace(data=others.requires_grad_(leaf.data.requires_grad))
     if leaf.layout != torch.strided:
         return _laid_out(leaf, _taken(leaf.detach().to_dense(), axis, donors)).requires_grad_(leaf.requires_grad)
-    # In the same order in memory, or the same numbers would come out of other kernels with other digits.
+    # Keep the order in memory: otherwise other kernels may give the same numbers with other digits.
     plain = leaf.detach().as_subclass(Tensor)
     taken = torch.empty_like(plain).copy_(plain.index_select(axis, donors.to(leaf.device)))
     return like_its_kind(leaf, taken).requires_grad_(leaf.requires_grad)
@@ -196,7 +200,7 @@ def _dense(leaf: Any) -> Tensor:
 
 
 def _laid_out(like: Tensor, dense: Tensor) -> Tensor:
-    """A tensor as sparse as another."""
+    """A tensor with the same sparsity as another."""
     if like.layout == torch.sparse_coo:
         return dense.to_sparse(like.sparse_dim())
     if like.layout in (torch.sparse_bsr, torch.sparse_bsc):
@@ -214,8 +218,8 @@ def _axes_of(batch_dim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
             tree_map_(add, unpacked(prefix), unpacked(tree))
         except ValueError:
             raise ValueError(
-                f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and those by keyword, "
-                f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional ones, or a dictionary"
+                f"batch_dim is {batch_dim!r}, which doesn't fit {len(args)} positional arguments and the keyword arguments "
+                f"{', '.join(kwargs) or 'none'}; expected a number, a tree like the positional arguments, or a dictionary."
                 + ON_BATCH
             ) from None
         axes += flat
@@ -234,7 +238,7 @@ def _size(leaf: Any, axis: int) -> int | None:
 
 
 def _counts_up(leaf: Any) -> bool:
-    """Whether a leaf is a vector of positions, which may be as many as there are samples."""
+    """Whether a leaf is a vector of positions, which may have as many entries as there are samples."""
     if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.is_meta:
         return False
     if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
@@ -249,7 +253,7 @@ def _is_mask(leaf: Any) -> bool:
 
 
 def _items(x: Any, order: list[int]) -> Any:
-    """A list's items in another order; anything else as it is."""
+    """A list's items in another order; anything else unchanged."""
     return type(x)([x[n] for n in order]) if type(x) in (list, tuple) and len(x) == len(order) else x
 
 
@@ -267,7 +271,7 @@ def _has_entries(x: Any, samples: int) -> bool:
 
 
 def _entries(x: Any, order: list[int]) -> Any:
-    """What has an entry for each sample, with these in another order; anything else as it is."""
+    """A container with an entry for each sample, with the entries in another order; anything else unchanged."""
     if isinstance(x, dict):
         return type(x)({key: _entries(own, order) for key, own in x.items()})
     if not _is_entries(x, len(order)):
@@ -278,7 +282,7 @@ def _entries(x: Any, order: list[int]) -> Any:
 def _kind(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(size == 1 for size in leaf.shape), leaf.dtype
-    if is_packed(leaf):  # of one length, and in their own order, or not: where rows are depends on it
+    if is_packed(leaf):  # rows lie in another order if lengths are equal or sequences are sorted
         of_one_length, order = bool((leaf.batch_sizes == leaf.batch_sizes[0]).all()), leaf.sorted_indices
         return of_one_length, order is None or bool((order.diff() == 1).all()), leaf.data.dtype
     return leaf if isinstance(leaf, bool | None) else type(leaf)

@@ -1,4 +1,4 @@
-"""Documents that are packed into one sample: whose each position is, and how rows of positions become rows of documents."""
+"""Documents packed into one sample: which document each position belongs to, and how rows of positions are combined."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.trees import tensors_of
 
 Segments: TypeAlias = str | Callable[..., Tensor]
-"""The name of an argument that tells documents, `TOKENS`, or a function of the model's arguments."""
+"""The name of an argument that separates documents, `TOKENS`, or a function of the model's arguments."""
 
 TOKENS = "tokens"
-"""As ``segments``: each position is a document of its own."""
+"""A value of ``segments``: each position is a document of its own."""
 
 NOT_INSIDE = (
-    "what a reentrant checkpoint computes again can't be shown to keep documents apart. Call checkpoint(..., "
-    "use_reentrant=False); in transformers gradient_checkpointing_enable({'use_reentrant': False})." + ON_SEGMENTS
+    "documents can't be checked inside a reentrant checkpoint. Call checkpoint(..., use_reentrant=False); in "
+    "transformers gradient_checkpointing_enable({'use_reentrant': False})." + ON_SEGMENTS
 )
-"""Why documents have no rows where there is one."""
+"""Why documents have no rows if there is a reentrant checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Whose each position of a batch is.
+    """Which document each position of a batch belongs to.
 
-    ids: B T, in [0, count), negative for padding    count: D, how many rows there are
-    is_of_tokens: whether rows are of single positions, as far as they are parts of their sample's loss
-    leaks: what is known of them where the forward has ended
+    ids: B T, in [0, count), negative for padding
+    count: D, the number of rows
+    is_of_tokens: whether each position has a row of its own, for its part of the sample's loss
+    leaks: parameters without rows of documents, known when the forward has ended
     """
 
     ids: Tensor
@@ -45,38 +46,39 @@ class Documents:
 
     @property
     def losses(self) -> int:
-        """By how many a mean over losses has divided."""
+        """The number by which a mean over losses was divided."""
         return len(self.ids) if self.is_of_tokens else self.count
 
     def layout(self, shape: Sequence[int], at: Layout | None, features: int = 0) -> Layout | None:
-        """Where the positions are in a tensor whose samples are known to be at some place; None where that can't be told.
+        """Where the positions are in a tensor whose samples' place is known; None if that can't be determined.
 
         features: how many of its last axes belong to a position
         """
         samples, positions = self.ids.shape
         if at == Layout() and tuple(shape[:2]) == (samples, positions) and len(shape) - features >= 2:
-            # No proof shows which of two axes of one size has the positions of tokens.
+            # If two axes have the same size, no proof shows which one has the positions of tokens.
             is_doubtful = self.is_of_tokens and positions > 1 and positions in shape[2 : len(shape) - features]
             return None if is_doubtful else Layout(0, POSITIONS)
-        # Rows may have been chosen in another order, which a proof of documents shows, and nothing does for tokens.
+        # Rows may have been reordered.  A proof of documents shows it, but nothing shows it for tokens.
         is_merged = at is not None and at.axis == 0 and (at.fold == "N·T" or 1 in (samples, positions))
         is_merged &= not self.is_of_tokens
         return Layout() if is_merged and len(shape) > features and shape[0] == samples * positions else None
 
     def check_padding(self, grads: Sequence[Tensor | None], place: str) -> None:
-        """Raises where gradient has come to positions of padding, which no document's row would have."""
+        """Raises if gradient arrived at positions of padding, because no document's row would include it."""
         for g in grads if self._kept is not None else ():
             is_read = None if g is None else self.over(g, torch.ones(self.count, device="cpu"))
             if g is not None and is_read is not None and bool((g.detach() * (is_read == 0)).any()):
                 raise UnseenGradient(
-                    f"{place} receives gradient at positions of padding, those whose number is negative: the loss reads "
-                    "them, or documents attend to them, and no document's row would have it. Multiply their losses by 0, "
-                    "or ignore_index, and mask them in attention." + ON_SEGMENTS
+                    f"{place}: got gradient at padding (positions with a negative number). The loss reads these positions, "
+                    "or documents attend to them, but no document's row would include this gradient. Multiply their losses "
+                    "by 0, or use ignore_index, and mask them in attention." + ON_SEGMENTS
                 )
 
     def over(self, x: Tensor, values: Tensor) -> Tensor | None:
-        """A value for each document, to be multiplied by a tensor whose positions are on axis 1, on axis 2 behind heads, or
-        folded into axis 0; 0 for padding.  values: D.  None where they are not there."""
+        """A value for each document, shaped so that it multiplies a tensor; 0 for padding.  values: D
+
+        The tensor's positions may be on axis 1, on axis 2 after heads, or folded into axis 0; else returns None."""
         of_positions = values.to(x)[self.ids.clamp(min=0).to(x.device)].masked_fill(self.ids.to(x.device) < 0, 0)
         if tuple(x.shape[:2]) == tuple(self.ids.shape):
             return of_positions.view(*self.ids.shape, *[1] * (x.ndim - 2))
@@ -87,7 +89,7 @@ class Documents:
         return None
 
     def owners(self, shape: Sequence[int], at: Layout | None, device: torch.device) -> Tensor | None:
-        """Whose each entry is of a tensor of some shape, as far as broadcasting goes; None where that can't be told."""
+        """The document of each entry in a tensor of some shape, up to broadcasting; None if that can't be determined."""
         where = self.layout(shape, at)
         if where is None:
             return None
@@ -95,7 +97,7 @@ class Documents:
         return self.ids.to(device).reshape(*axes, *[1] * (len(shape) - len(axes)))
 
     def rows(self, form: Form) -> Form:
-        """Rows of documents from rows of positions, (B T)."""
+        """Rows of documents, from rows of positions (B T)."""
         device = form.like.device
         if self._kept is not None:
             form = form[self._kept.to(device)]
@@ -109,7 +111,7 @@ class Documents:
 
     @cached_property
     def most(self) -> int:
-        """How many documents there are in a sample at most; 0 where rows are of tokens, which aren't proven."""
+        """The largest number of documents in a sample; 0 for rows of tokens, which aren't proven."""
         if self.is_of_tokens or not self.ids.numel():
             return 0
         first = self.ids.masked_fill(self.ids < 0, self.count).amin(1)
@@ -117,19 +119,19 @@ class Documents:
 
     @cached_property
     def _kept(self) -> Tensor | None:
-        """The positions that are no padding; None for all."""
+        """The positions that are not padding; None for all."""
         flat = self.ids.flatten()
         return (flat >= 0).nonzero()[:, 0] if bool((flat < 0).any()) else None
 
     @cached_property
     def _ids(self) -> Tensor:
-        """The document of each position that is no padding."""
+        """The document of each position that is not padding."""
         flat = self.ids.flatten()
         return flat if self._kept is None else flat[self._kept]
 
     @cached_property
     def _order(self) -> Tensor | None:
-        """Where each document's only position is; empty where they are in order; None where documents have several."""
+        """Where each document's only position is; empty if they are in order; None if documents have several positions."""
         if len(self._ids) != self.count:
             return None
         order = self._ids.argsort()
@@ -137,10 +139,10 @@ class Documents:
 
     @cached_property
     def _classes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Documents of similar lengths, which are brought beside each other and filled up to the longest: their numbers,
-        where their positions are, and whose each is among them."""
+        """Groups of documents of similar length, each padded to its longest: the documents' numbers, their positions,
+        and which document of the group each position belongs to."""
         sizes = torch.bincount(self._ids, minlength=self.count)
-        classes = (2 * sizes.clamp(min=1).float().log2()).ceil().long()  # by factors of the root of 2
+        classes = (2 * sizes.clamp(min=1).float().log2()).ceil().long()  # lengths within a factor of √2
         found = []
         for number in classes.unique().tolist():
             documents = (classes == number).nonzero()[:, 0]
@@ -152,7 +154,7 @@ class Documents:
 
 
 def tokens_of(samples: int, positions: int) -> Documents:
-    """Each position a row: row t · N + n is position t of sample n."""
+    """Makes each position a row: row t · N + n is position t of sample n."""
     ids = torch.arange(samples * positions, device="cpu").view(positions, samples).T
     return Documents(ids, samples * positions, is_of_tokens=True)
 
@@ -160,17 +162,17 @@ def tokens_of(samples: int, positions: int) -> Documents:
 def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Documents:
     """The documents of a forward's batch.
 
-    Raises ValueError where the argument isn't there, or doesn't cover the batch.
+    Raises ValueError if the argument is missing or doesn't cover the batch.
     """
     told = kwargs.get(segments) if isinstance(segments, str) else None
     several = [x for x in tensors_of((args, kwargs)) if x.ndim >= 2]
-    several = [x for x in several if x is not told] or several  # the positions of one sample may be all samples'
+    several = [x for x in several if x is not told] or several  # positions may be given once for all samples
     ids = [x for x in several if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool]
-    like = max(ids, key=Tensor.numel, default=next(iter(several), None))  # and no mask, T T or B 1 T T
+    like = max(ids, key=Tensor.numel, default=next(iter(several), None))  # and not a mask, T T or B 1 T T
     if like is None:
         raise ValueError(
-            "segments: no argument of the model has samples and positions, (B, T) or (B, T, ...), so that there is nothing "
-            "for documents to be in" + ON_SEGMENTS
+            "segments: no argument of the model has samples and positions, (B, T) or (B, T, ...), so there is nothing that "
+            "could contain documents." + ON_SEGMENTS
         )
     samples, positions = like.shape[:2]
     if segments == TOKENS:
@@ -181,8 +183,8 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
     what = f"the argument {segments!r}"
     if told is None:
         raise ValueError(
-            f"add_hooks was given segments={segments!r}, and the model was given no argument of this name, but "
-            f"{', '.join(kwargs) or 'none by name'}. Give it by name: model(..., {segments}=...)" + ON_SEGMENTS
+            f"add_hooks(segments={segments!r}): the model got no argument of this name; it got "
+            f"{', '.join(kwargs) or 'none by name'}. Pass it by name: model(..., {segments}=...)." + ON_SEGMENTS
         )
     if "position" in segments:
         return _by_positions(told, samples, positions, what)
@@ -192,9 +194,9 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _by_ids(told: object, samples: int, positions: int, what: str) -> Documents:
-    """told: B T, a number for each document, within its sample; negative for padding"""
+    """told: B T, a number for each document within its sample; negative for padding"""
     ids = _checked(told, (samples, positions), what, "a whole number for each position, negative for padding")
-    given, ranks = ids.unique(return_inverse=True)  # hashes may be too large to be multiplied
+    given, ranks = ids.unique(return_inverse=True)  # hashes may be too large to multiply
     keys = ranks + len(given) * torch.arange(samples, device=ids.device)[:, None]
     known, numbers = keys[ids >= 0].unique(return_inverse=True)
     found = torch.full_like(ids, -1)
@@ -212,8 +214,8 @@ def _by_positions(told: object, samples: int, positions: int, what: str) -> Docu
     if bool((ids[begins] != 0).any()):
         wrong = int(ids[begins][ids[begins] != 0][0])
         raise ValueError(
-            f"segments: {what} goes on at position {wrong} where a document begins; expected 0, 1, 2, ... in each, by which "
-            "it can be seen where they begin" + ON_SEGMENTS
+            f"segments: {what} has {wrong} at the start of a document; expected 0, 1, 2, ... in each document, because "
+            "documents are found by their 0." + ON_SEGMENTS
         )
     numbers = begins.flatten().cumsum(0).view_as(ids) - 1
     count = int(numbers.max()) + 1 if numbers.numel() else 0
@@ -221,12 +223,12 @@ def _by_positions(told: object, samples: int, positions: int, what: str) -> Docu
 
 
 def _by_ends(told: Tensor, samples: int, positions: int, what: str) -> Documents:
-    """told: D + 1, where each document begins in the batch's positions laid end to end, and their number"""
+    """told: D + 1, the start of each document in the batch's concatenated positions, and the number of positions"""
     ends, size = told.detach().long().cpu(), samples * positions
     if len(ends) < 1 or int(ends[0]) != 0 or int(ends[-1]) != size or bool((ends.diff() < 0).any()):
         raise ValueError(
-            f"segments: {what} is {ends.tolist()[:8]}{' ...' if len(ends) > 8 else ''}; expected numbers from 0 to {size}, "
-            f"the number of positions of {samples} × {positions}, ascending: where each document begins" + ON_SEGMENTS
+            f"segments: {what} is {ends.tolist()[:8]}{' ...' if len(ends) > 8 else ''}; expected the start of each "
+            f"document, ascending from 0 to {size}, the number of positions in {samples} × {positions}." + ON_SEGMENTS
         )
     lengths = ends.diff()
     lengths = lengths[lengths > 0]
@@ -238,18 +240,18 @@ def _checked(told: object, shape: tuple[int, int], what: str, expected: str) -> 
     if not isinstance(told, Tensor) or told.is_floating_point() or tuple(told.shape) != shape:
         given = f"{told.dtype} of shape {tuple(told.shape)}" if isinstance(told, Tensor) else type(told).__name__
         raise ValueError(
-            f"segments: {what} is {given}; expected whole numbers of shape {shape}, {expected}, for the whole batch"
+            f"segments: {what} is {given}; expected whole numbers of shape {shape} for the whole batch, {expected}."
             + ON_SEGMENTS
         )
     return told.detach().long()
 
 
 def check_told(where: Layout | None, what: str, shape: Sequence[int]) -> Layout:
-    """Raises where it can't be told which positions rows belong to."""
+    """Raises if it is unknown which positions rows belong to."""
     if where is None:
         raise BatchSizeError(
-            f"{what} has made a tensor of shape {tuple(shape)}, in which the positions of documents can't be told apart: "
-            "they are on axis 1 behind the samples, or folded into axis 0, nowhere else. Leave its parameters out, "
-            "add_hooks(only=...); or give each document as a sample of its own, padded." + ON_SEGMENTS
+            f"{what}: made a tensor of shape {tuple(shape)}, in which the positions can't be assigned to documents. "
+            "Positions must be on axis 1 after the samples, or folded into axis 0. Leave its parameters out "
+            "(add_hooks(only=...)), or give each document as a padded sample of its own." + ON_SEGMENTS
         )
     return where

@@ -1,9 +1,9 @@
 """Where parameters meet the batch.
 
-From a parameter towards the outputs, the first node that also follows from the batch is a *meeting*: x is among what it
-keeps, g is what arrives at it.  Between the parameter and the meeting lies φ(θ): views, sums, norms, other parameters;
-nothing of it belongs to a sample.  The graph's structure says where meetings are; whose the gradients are there
-(`probe/owners.py`) says whether samples stay apart, and how they lie.
+From a parameter towards the outputs, the first node that also depends on the batch is a *meeting*.  The node saves x, and g
+arrives at it.  Between the parameter and the meeting lies φ(θ): views, sums, norms, other parameters.  Nothing in it
+belongs to a sample.  The graph's structure shows where meetings are.  The gradients' owners there (`probe/owners.py`) show
+whether samples stay separate, and where they are in the tensor.
 """
 
 from __future__ import annotations
@@ -24,29 +24,34 @@ from autograd_hacks.support.parts import part_of
 
 
 class Follows(IntEnum):
-    """Whether a node follows from the batch."""
+    """Whether a node depends on the batch."""
 
     NO = 0
-    MAYBE = 1  # it was given a tensor without a graph, of which it isn't known whether it does
+    MAYBE = 1  # it got a tensor without a graph that may or may not depend on it
     YES = 2
 
 
 class Meeting(NamedTuple):
-    """A use of a value of parameters beside the batch."""
+    """A use of a value of parameters together with the batch."""
 
     value: Value
     taker: Taker
-    verdict: Verdict | None  # whose the gradients are that arrive there; None where none has
+    verdict: Verdict | None  # the owners of the gradients that arrive there; None without gradients
 
 
 class Meetings:
-    """What a forward's graph says of where parameters meet the batch.
+    """Finds where parameters meet the batch in a forward's graph.
 
-    names: of the parameters, by their leaves    given: the memory of the model's arguments    fixed: that of its parameters
-    and buffers    samples: N    verdict: whose the gradients at a node are; None where no pass has come there
-    covered: the parameters, by the nodes that belong to a layer's call whose rule gives the rows of these    ends: nodes
-    that follow from the batch, behind which nothing is looked for    assumed: whether what may follow from the batch does
-    of_parameters: nodes that follow from parameters alone    of_batch: nodes of layers that were given the batch
+    names: the parameters' names, by leaf
+    given: the memory addresses of the model's arguments
+    fixed: the memory addresses of its parameters and buffers
+    samples: N
+    verdict: the owners of the gradients at a node; None if no pass arrived there
+    covered: by node of a layer call whose rule gives rows, the parameters of these rows
+    ends: nodes that depend on the batch, at which the search stops
+    assumed: whether to count everything that may depend on the batch as dependent
+    of_parameters: nodes that depend on parameters only
+    of_batch: nodes of layers that got the batch
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class Meetings:
         self.keys = Keys(names)
 
     def find(self) -> Meetings:
-        """Climbs from each parameter."""
+        """Climbs from each parameter to its meetings."""
         self.found: list[Meeting] = []
-        self.mixed: dict[Value, Taker] = {}  # values whose samples mix behind a taker
-        self.returned: set[Value] = set()  # values that nobody in the graph takes: outputs
-        self.climbed: dict[Node, None] = {}  # the nodes that were come by
-        self.inner: list[tuple[Value, Taker]] = []  # uses of values that make others
+        self.mixed: dict[Value, Taker] = {}  # values whose samples mix in a taker
+        self.returned: set[Value] = set()  # values that no node takes: outputs
+        self.climbed: dict[Node, None] = {}  # the nodes on the way
+        self.inner: list[tuple[Value, Taker]] = []  # uses of values that make other values of parameters
         waiting = [Value(leaf, 0) for leaf in self.graph.leaves if leaf in self.names]
         seen = set(waiting)
         while waiting:
@@ -96,7 +101,7 @@ class Meetings:
         return self
 
     def _is_meeting(self, value: Value, taker: Taker) -> bool:
-        """Whether a use is a meeting, which is noted then, or one behind which samples mix."""
+        """Whether a use is a meeting, or a node at which samples mix.  Stores it if so."""
         node, verdict = taker.node, self.verdict(taker.node)
         if node in self.of_parameters:
             return False
@@ -114,12 +119,11 @@ class Meetings:
         return False
 
     def open(self) -> list[Node]:
-        """The nodes of which gradients have to tell whether they follow from the batch."""
+        """The nodes whose gradients must show whether they depend on the batch."""
         return [node for node, follows in self._follows.items() if follows is Follows.MAYBE]
 
     def doubtful(self) -> list[Node]:
-        """The nodes that were given something of which it isn't known whether it follows from the batch, and in which its
-        samples mix, if it does."""
+        """The nodes that got something of unknown origin, and at which samples mix if that depends on the batch."""
         mixed = [node for node in self.climbed if (verdict := self.verdict(node)) is not None and verdict.is_mixed]
         return [node for node in mixed if self.follows(node) is Follows.MAYBE]
 
@@ -127,7 +131,7 @@ class Meetings:
         return node in self.covered and self.keys.below(value.node) <= set(self.covered[node])
 
     def follows(self, node: Node) -> Follows:
-        """Whether a node follows from the batch: it, or something behind it, was given a part of that."""
+        """Whether a node depends on the batch: it, or a node behind it, got a part of the batch."""
         waiting = [node]
         while waiting:
             at = waiting[-1]
@@ -143,7 +147,7 @@ class Meetings:
         return self._follows[node]
 
     def _own(self, node: Node) -> Follows:
-        """What a node was given beside what other nodes made."""
+        """Whether a node depends on the batch through its own operands, without those made by other nodes."""
         if node in self.of_parameters:
             return Follows.NO
         if node in self.ends:
@@ -157,10 +161,10 @@ class Meetings:
             return Follows.YES
         verdict = self.verdict(node)
         if verdict is not None and verdict.is_owned and self._grows(node) and not self._is_doubtful(node):
-            return Follows.YES  # copies, a sample each
+            return Follows.YES  # a copy for each sample
         unknown = [x for x in operands if x.ndim and memory_of(x) not in self.fixed]
         bare = sum(ahead is None for ahead, _ in node.next_functions) > len(operands) - len(unknown)
-        # Something that no node made, and sizes in which samples may be: of the batch if its gradients are samples' own.
+        # An operand that no node made, and sizes that may hold samples: of the batch if its gradients are samples' own.
         if (self.assumed or node in self.of_batch) and (unknown or bare):
             return Follows.YES
         if not unknown and not bare:
@@ -170,7 +174,7 @@ class Meetings:
         return Follows.YES if verdict is not None and verdict.is_owned else Follows.NO  # rows of some samples
 
     def _is_doubtful(self, node: Node) -> bool:
-        """Whether there is something behind a node that may be of the batch and in which its samples mix, if it is."""
+        """Whether a node behind this one may depend on the batch and would mix its samples if it does."""
         waiting, seen = [value.node for value in inputs_of(node)], set[Node]()
         while waiting:
             at = waiting.pop()
@@ -192,18 +196,18 @@ class Meetings:
 
 
 class Keys:
-    """What uses of values of parameters are known by, from step to step.  names: of the parameters, by their leaves"""
+    """Keys that identify uses of values of parameters from step to step.  names: the parameters' names, by leaf"""
 
     def __init__(self, names: Mapping[Node, str]) -> None:
         self.names = names
         self._known: dict[Node, tuple[str, frozenset[str]]] = {}
 
     def below(self, node: Node) -> frozenset[str]:
-        """The parameters that a value follows from."""
+        """The parameters on which a value depends."""
         return self._of(node)[1]
 
     def of(self, value: Value, taker: Taker) -> Hashable:
-        """How a value is made of parameters, and what takes it."""
+        """The key of a use: how the value is computed from parameters, and what takes it."""
         return self._of(value.node)[0], value.number, taker.node.name(), taker.place, len(shape_of(Value(taker.node, 0)))
 
     def _of(self, node: Node) -> tuple[str, frozenset[str]]:
@@ -223,7 +227,7 @@ class Keys:
             name = self.names.get(node, "")
             return name, frozenset({name} if name else ())
         behind = [self._known[value.node] for value in inputs_of(node)]
-        # Short, however many ways lead there.
+        # Hashed, so that a key stays short however many ways lead to the value.
         text = f"{node.name()} {' '.join(own for own, _ in behind)}"
         return f"{node.name()} {blake2b(text.encode(), digest_size=8).hexdigest()}", frozenset().union(
             *(b for _, b in behind)
@@ -231,7 +235,7 @@ class Keys:
 
 
 def memory_of(x: Tensor) -> int:
-    """What tells tensors apart that lie in different memory; of those that have none of their own, what tells objects."""
+    """An address that differs for tensors in different memory; for tensors without memory, the object's id."""
     if x.is_nested or x.layout != torch.strided or x.is_meta:
         return id(x)
     return part_of(x).untyped_storage().data_ptr()

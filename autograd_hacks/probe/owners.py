@@ -1,5 +1,7 @@
-"""Whose is each entry of a gradient?  Backward passes from G and from w ∘ G, w powers of two, tell: an entry that one sample
-alone has a part in comes out times that sample's own weight, to the last bit."""
+"""Which sample owns each entry of a gradient.
+
+Backward passes with G and with w ∘ G, w powers of two, show it: an entry that depends on one sample only is multiplied by
+exactly that sample's weight, to the last bit."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,34 +12,36 @@ from torch import Tensor
 from autograd_hacks.support.layout import Layout
 
 ROUNDING = 8
-"""By how many units of the least digit a sample's gradient may differ from its multiple, of its own length: some kernels add
-in an order that changes from call to call."""
+"""How far a sample's gradient may differ from its multiple, in units in the last place of its length.  Some kernels add in
+an order that changes from call to call."""
 
 NOBODY, SEVERAL = -2, -1
-"""Entries that are zero, or too small to tell; entries in which several samples have a part."""
+"""Labels of entries that are zero or too small to judge, and of entries to which several samples contribute."""
 
 SOME, STEPS = 32, (1, 7, 13, 29, 53, 101, 211, 431)
-"""By so many entries layouts are ruled out before a gradient is read whole; how far apart they are on each axis."""
+"""How many entries are read first to rule out layouts, and how far apart they are on each axis."""
 
 CHUNK = 2**16
-"""So many numbers are compared at once, which a cache holds."""
+"""How many numbers are compared at once, so that they fit a cache."""
 
 
 class Weights:
-    """A number for each sample, written in digits, and of each digit a power of two: the weights of one pass.
+    """Gives each sample a number.  A pass uses one digit of it, and weights the sample by a power of two for that digit.
 
-    samples: N    draws: which sample has which number    dtypes: what gradients are computed in
+    samples: N
+    draws: assigns the numbers at random
+    dtypes: the dtypes of the gradients
     """
 
     def __init__(self, samples: int, draws: torch.Generator, dtypes: Iterable[torch.dtype] = ()) -> None:
         self.samples = samples
         dtypes = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-        self.base = 8 if torch.float16 in dtypes else 32  # powers that the dtypes hold with room on both sides
-        self.tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)  # below it digits are lost
+        self.base = 8 if torch.float16 in dtypes else 32  # powers that fit the dtypes, with a margin on both sides
+        self.tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)  # smaller numbers lose digits
         self.passes = 1
         while self.base**self.passes < samples:
             self.passes += 1
-        # Far from each other, which makes much of little that is mixed.
+        # Widely spread numbers make small mixtures visible.
         spread = torch.arange(samples, device="cpu") * (self.base**self.passes - 1) // max(1, samples - 1)
         self.numbers = spread[torch.randperm(samples, generator=draws, device="cpu")]
 
@@ -47,13 +51,14 @@ class Weights:
         return torch.pow(2.0, digits - self.base // 2)
 
     def smallest(self, dtype: torch.dtype) -> float:
-        """Entries below it may lose digits when they are weighted."""
+        """Smaller entries may lose digits when they are weighted."""
         return torch.finfo(dtype).tiny * 2.0**self.base
 
     def owners(self, x: Tensor, weighted: Sequence[Tensor]) -> Tensor:
-        """Whose each entry is, of x's shape: a sample's number, NOBODY or SEVERAL.
+        """The owner of each entry, of x's shape: a sample's number, NOBODY or SEVERAL.
 
-        x: the gradient    weighted: the same in each pass
+        x: the gradient
+        weighted: the gradient in each weighted pass
         """
         alive = x.isfinite() & (x.abs() >= self.smallest(x.dtype))
         number, is_own = torch.zeros(x.shape, dtype=torch.long, device=x.device), alive.clone()
@@ -70,10 +75,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whose the entries of a gradient are.
+    """The owners of a gradient's entries.
 
-    layouts: under which each entry is its own sample's, the likeliest first    owners: how many samples have an entry that
-    isn't zero    is_mixed: whether some entry is of several samples    labels: whose each is, where no layout says it
+    layouts: those under which each entry belongs to its own sample, the likeliest first
+    owners: how many samples have a nonzero entry
+    is_mixed: whether some entry depends on several samples
+    labels: the sample of each entry, if no layout gives it
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -87,20 +94,21 @@ class Verdict:
 
     @property
     def is_owned(self) -> bool:
-        """Whether several samples have entries, and each entry is one's."""
+        """Whether several samples have entries, and each entry belongs to one sample."""
         return self.owners > 1 and not self.is_mixed
 
     @property
     def is_decided(self) -> bool:
-        """Whether a batch with other values would have told the same."""
+        """Whether a batch with other values would give the same verdict."""
         return self.is_mixed or (self.owners > 1 and len(self.layouts) < 2)
 
 
 def judged(x: Tensor, weighted: Sequence[Tensor | None], weights: Weights, layouts: Iterable[Layout]) -> Verdict:
-    """Whose the entries of a gradient are.
+    """The owners of a gradient's entries.
 
-    x: the gradient    weighted: the same in the pass of each digit; None where nothing came    layouts: those that are
-    tried, the likeliest first
+    x: the gradient
+    weighted: the gradient in the pass of each digit; None if none arrived
+    layouts: those that are tried, the likeliest first
     """
     others = [torch.zeros_like(x) if y is None else y for y in weighted]
     fitting = [layout for layout in layouts if layout.fits(x, weights.samples)]
@@ -119,12 +127,12 @@ def judged(x: Tensor, weighted: Sequence[Tensor | None], weights: Weights, layou
 
 
 def _left_by_sample(layouts: list[Layout], x: Tensor, y: Tensor, w: Tensor) -> list[Layout]:
-    """The layouts that a few large entries leave: y is x times the weight of the sample that an entry belongs to."""
+    """The layouts that fit a few large entries: y is x times the weight of the sample to which an entry belongs."""
     if len(layouts) < 2 or not 0 < x.ndim <= len(STEPS) or not x.numel() or torch.finfo(x.dtype).eps > 1e-6:
         return layouts
     places = [[step * k % size for k in range(SOME)] for step, size in zip(STEPS, x.shape)]
     few = [g[tuple(places)].abs().tolist() for g in (x, y)]
-    large = 1e-3 * max(few[0])  # more than rounding could change
+    large = 1e-3 * max(few[0])  # larger than rounding could change
     ratios = [(k, b / a) for k, (a, b) in enumerate(zip(*few)) if a > large]
     weights = w.tolist()
 
@@ -137,18 +145,18 @@ def _left_by_sample(layouts: list[Layout], x: Tensor, y: Tensor, w: Tensor) -> l
 
 
 def _is_multiple(layout: Layout, x: Tensor, y: Tensor, w: Tensor, tiny: float) -> bool:
-    """Whether y is x, each sample's entries times its weight."""
+    """Whether y is x with each sample's entries multiplied by its weight."""
     mine, theirs = (layout.samples_first(g, len(w)) for g in (x, y))
     factors = w.to(y).view(-1, *[1] * (mine.ndim - 1))
     some = max(1, CHUNK * len(w) // max(1, y.numel()))
-    # One sample alone first, by which a wrong layout shows.
+    # First one sample alone, which reveals most wrong layouts.
     sizes = [1] * bool(len(w)) + [min(some, len(w) - begin) for begin in range(1, len(w), some)]
     pieces = zip(mine.split(sizes), theirs.split(sizes), factors.split(sizes))
     return all(torch.equal(own * factor, other) or _is_near(own, other, factor, tiny) for own, other, factor in pieces)
 
 
 def _is_near(x: Tensor, y: Tensor, w: Tensor, tiny: float) -> bool:
-    """The same but for rounding, sample by sample, and for entries that are too small to tell or no numbers."""
+    """Whether both are equal up to rounding, sample by sample, ignoring NaN and entries that are too small to judge."""
     finite, wide = x.isfinite() & y.isfinite(), torch.promote_types(x.dtype, torch.float32)
     expected, found = (g.where(finite, 0).to(wide).reshape(len(g), -1) for g in (x * w, y))
     allowed = ROUNDING * torch.finfo(x.dtype).eps * expected.norm(dim=1)

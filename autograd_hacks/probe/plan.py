@@ -1,4 +1,4 @@
-"""What holds for all forwards of a kind: where the samples are in what layers and nodes made, and what has no rows."""
+"""The plan of all forwards of one kind: where the samples are in the outputs of layers and nodes, and what has no rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from autograd_hacks.probe.documents import Documents
 
 MIXING = "samples mix"
-"""How it begins to be said that they do."""
+"""The beginning of messages that say that samples mix."""
 
 AXES, ROWS, ENTRIES, NOT_OF_BATCH = "axes", "rows", "entries", "not of the batch"
-"""What a `Place` is: axes of tensors; rows, or entries, whose samples depend on the values, and are asked of the nodes that
-have chosen the rows, or told by passes, in each forward; something that follows from parameters alone."""
+"""The kinds of a `Place`.  AXES: axes of tensors.  ROWS, ENTRIES: rows or entries whose samples depend on values.  In each
+forward, the nodes that selected them show the samples, or passes do.  NOT_OF_BATCH: depends on parameters only."""
 
 
 @dataclass(frozen=True)
 class Place:
     """Where the samples are in what a use made.
 
-    layouts: in each of its tensors, where ``kind`` is AXES    is_decided: whether other values would have told the same
-    was_empty: whether there was nothing in them, as where no rows were chosen, so that nothing is known of others
-    is_unseen: whether gradients came that were zero for every sample, so that nothing is known of those to come
+    layouts: for each of its tensors, if ``kind`` is AXES
+    is_decided: whether other values would have shown the same
+    was_empty: whether the tensors were empty, for example because no rows were selected, so that nothing is known
+    is_unseen: whether all gradients were zero, so that nothing is known about later ones
     """
 
     kind: str
@@ -38,7 +39,7 @@ class Place:
 
 
 class Steady(dict[Any, Any]):
-    """What is at hand only, and left out of copies: it holds kinds of nodes."""
+    """A temporary cache that copies leave out, because it holds types of nodes."""
 
     def __reduce__(self) -> tuple[type[Steady], tuple[()]]:
         return Steady, ()
@@ -46,69 +47,69 @@ class Steady(dict[Any, Any]):
 
 @dataclass
 class Plan:
-    """What holds for all forwards of a signature.  Parameters are known by their first name in the model."""
+    """Everything that holds for all forwards of a signature.  Parameters are known by their first name in the model."""
 
     AGAIN: ClassVar[int] = -1
-    """The number of a call that a backward pass makes anew, so that it can't be known which one it was."""
+    """The number of a call that a backward pass repeats, so that it is unknown which call it was."""
 
-    # What proofs have found.
-    axis: int | None = None  # of the samples in the model's arguments; None where the user has said it for each
-    counted_leaf: int | None = None  # which argument tells N, where it isn't the first
-    counted_at: int | None = None  # which output tells N, where no argument does
+    # Results of proofs.
+    axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
+    counted_leaf: int | None = None  # the argument that shows N, if not the first
+    counted_at: int | None = None  # the output that shows N, if no argument does
     outputs: Layouts = ()  # where samples are in the model's outputs
     calls: dict[str, list[Place | None]] = field(default_factory=dict)  # of layers with rules, by path, call by call
     meetings: dict[Hashable, list[Place]] = field(default_factory=dict)  # of nodes, by what leads there: see `Keys`
-    nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter the nodes that read it, for people
-    inner: set[Hashable] = field(default_factory=set)  # uses of values behind which there are parameters alone
-    names: frozenset[str] = frozenset()  # the parameters that are read off the graph
+    nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter, the nodes that read it, for messages
+    inner: set[Hashable] = field(default_factory=set)  # uses of values that depend on parameters only, also behind the use
+    names: frozenset[str] = frozenset()  # the parameters that are read from the graph
     refused: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: dict[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     leaks: dict[str, str] = field(default_factory=dict)  # why a parameter has no rows of documents
-    packed: int = 0  # how many documents there were in a sample, at most, when that was proven
-    untold: str = ""  # why documents can't be told in some output, for people
-    mixed_outputs: Sequence[int] = ()  # the model's outputs by number in which samples mix
-    mixing: str = ""  # how they do, for people
-    why_unproven: str = ""  # why nothing could be proven, where that is so
-    by_rule: set[str] = field(default_factory=set)  # the parameters that some layer's rule gives rows of
-    created: dict[Hashable, Any] = field(default_factory=dict)  # by use the plans of graphs that passes make there
-    # Which nodes that may move samples have left them where they were: by proofs that found the same, at several sizes.
+    packed: int = 0  # the largest number of documents in a sample when that was proven
+    untold: str = ""  # why an output's entries can't be assigned to documents, for messages
+    mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which samples mix
+    mixing: str = ""  # how samples mix, for messages
+    why_unproven: str = ""  # why nothing could be proven, if so
+    by_rule: set[str] = field(default_factory=set)  # the parameters for which some layer's rule gives rows
+    created: dict[Hashable, Any] = field(default_factory=dict)  # by use, the plans of graphs that passes make there
+    # Whether nodes that may move samples left them in place: by proofs with the same result, for several sizes.
     places_left: frozenset[tuple[bool | int, ...]] = frozenset()
-    spans: tuple[int, ...] = ()  # how many nodes there were from one layer's call to the next, and to the outputs
-    checkpoints: list[Place] = field(default_factory=list)  # of reentrant ones, in the order of the graph
-    returns_parameters: bool = False  # whether something that the model returns follows from parameters alone
-    is_labelled: bool = False  # whether each forward is proven, since nothing else tells whose some rows are
-    is_independent: bool = False  # whether it was shown that outputs don't depend on the values of other samples
-    why_unshown: str | None = None  # why analysis didn't show it; "" where it did
-    has_doors: bool = False  # whether the model keeps tensors with a graph beside those that it returns
-    scaled: bool = False  # whether a loss made inside the model divides by something of the whole batch
-    shared: frozenset[int] = frozenset()  # the arguments that have no samples, by number: see `Batch`
+    spans: tuple[int, ...] = ()  # how many nodes lie between layer calls, and before each output
+    checkpoints: list[Place] = field(default_factory=list)  # of reentrant checkpoints, in the order of the graph
+    returns_parameters: bool = False  # whether some output depends on parameters only
+    is_labelled: bool = False  # whether each forward is proven, because nothing else shows the samples of some rows
+    is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
+    why_unshown: str | None = None  # why the analysis didn't show that; "" if it did
+    has_doors: bool = False  # whether the model keeps tensors with a graph that it doesn't return
+    scaled: bool = False  # whether a loss inside the model divides by something of the whole batch
+    shared: frozenset[int] = frozenset()  # the numbers of the arguments without samples: see `Batch`
 
-    # What has happened since.
+    # State since then.
     forwards: int = 0  # of its signature, so far
     largest: int = 0  # the largest N that was proven
-    replaced: int = 0  # the largest N whose samples were replaced, each while every other was kept
-    pending: bool = True  # whether the forward that runs is to be proven
-    unsure: bool = False  # whether the last proof has left something open, where a gradient was zero, say
-    derives: bool | None = None  # whether graphs were made of backward passes; None before the first
-    zeros: dict[str, int] = field(default_factory=dict)  # parameters that were all zero, with the versions last seen
-    unread: bool = False  # whether a backward pass has gone by that nobody read
-    shown: set[str] = field(default_factory=set)  # parameters whose rows, randomly weighted, added up in the last proof
-    # Parameters whose rows' sums were compared with the gradients that arrived, in a step of this plan.
+    replaced: int = 0  # the largest N for which every sample was replaced while every other one was kept
+    pending: bool = True  # whether the running forward must be proven
+    unsure: bool = False  # whether the last proof left something open, for example at a zero gradient
+    derives: bool | None = None  # whether passes made graphs; None before the first pass
+    zeros: dict[str, int] = field(default_factory=dict)  # all-zero parameters, with the versions last seen
+    unread: bool = False  # whether some backward pass was not read
+    shown: set[str] = field(default_factory=set)  # parameters whose weighted rows added up in the last proof
+    # Parameters whose rows' sums were compared with the arrived gradients in a step of this plan.
     summed: set[str] = field(default_factory=set)
-    # Of layers' calls, by path and number, what the next forward is expected to repeat: see `capture/forward.py`.
+    # By path and number, what the next forward is expected to repeat in layer calls: see `capture/forward.py`.
     steady: Steady = field(default_factory=Steady)
-    # By the sizes of batches, graphs in which all was found: see `capture/same_graph.py`.
+    # By the batch's sizes, graphs in which everything was found: see `capture/same_graph.py`.
     graphs: Steady = field(default_factory=Steady)
 
     def place_of(self, path: str, number: int) -> Place | None:
-        """Of a call of a layer with a rule; None where it isn't known."""
+        """The place of a call of a layer with a rule; None if it is unknown."""
         known = self.calls.get(path, ())
         if number == Plan.AGAIN:
             return known[0] if known and all(place == known[0] for place in known) else None
         return known[number] if number < len(known) else None
 
     def nodes_of(self, name: str) -> list[str]:
-        """The nodes that read a parameter, for people."""
+        """The nodes that read a parameter, for messages."""
         return list(dict.fromkeys(self.nodes.get(name, ())))
 
     def set_place(self, path: str, number: int, place: Place) -> None:
@@ -117,9 +118,9 @@ class Plan:
         known[number] = place
 
     def is_due(self, samples: int, once: bool = False) -> bool:
-        """Whether the forward that begins is proven: proofs belong to one point of training, and to one size.
+        """Whether the beginning forward must be proven, because a proof holds for one point of training and one size.
 
-        once: whether one is enough
+        once: whether one proof is enough
         """
         if once:
             return self.is_labelled or self.forwards == 1
@@ -131,19 +132,19 @@ class Plan:
             or (self.unsure and is_second_try(self.forwards))
             or larger
             or few
-            or (self.packed > 1 and is_power_of_two(self.forwards))  # masks are data, and no two batches need have alike
+            or (self.packed > 1 and is_power_of_two(self.forwards))  # masks are data, and may differ between batches
         )
 
     def knows(self, documents: Documents | None) -> bool:
-        """Whether a proof had documents packed as closely as these: of a single one nothing can leak."""
+        """Whether a proof had as many documents in a sample as these have.  A single document can't leak."""
         return documents is None or documents.most <= 1 or (documents.most < 2 * self.packed and not self.leaks)
 
     def keeps_arrived(self, name: str) -> bool:
-        """Whether the gradient that arrives at a parameter is kept, to compare the sum of its rows with."""
+        """Whether the gradient that arrives at a parameter is kept, to compare it with the sum of its rows."""
         return name not in self.summed and not self.unread
 
     def has_opened(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether parameters that were all zero when the plan was proven, and hid what is behind them, are so no more."""
+        """Whether parameters that were all zero in the proof, and hid what is behind them, no longer are."""
         for name, version in list(self.zeros.items()):
             p = parameters.get(name)
             if p is not None and p._version != version:
@@ -154,12 +155,12 @@ class Plan:
 
 
 def is_milestone(forwards: int) -> bool:
-    """Whether plans are proven: in forwards 1, 2, 16, 128, 1024, ... of a signature."""
+    """Whether a proof is due by number: in forwards 1, 2, 16, 128, 1024, ... of a signature."""
     return forwards == 1 or (is_power_of_two(forwards) and forwards.bit_length() % 3 == 2)
 
 
 def is_second_try(forwards: int) -> bool:
-    """Whether what the last proof has left open is tried again: in forwards 4, 32, 256, ... of a signature."""
+    """Whether to try again what the last proof left open: in forwards 4, 32, 256, ... of a signature."""
     return is_power_of_two(forwards) and forwards.bit_length() % 3 == 0
 
 
@@ -168,5 +169,5 @@ def is_power_of_two(number: int) -> bool:
 
 
 def by_axis(shape: Sequence[int], axis: int) -> Layout | None:
-    """Where samples are that are taken to be on an axis."""
+    """The layout of samples that are assumed to be on an axis."""
     return Layout(axis) if len(shape) > axis else None

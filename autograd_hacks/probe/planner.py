@@ -1,4 +1,4 @@
-"""The plans of one hooked model, by signature, and how many samples a forward is given."""
+"""The plans of one hooked model, by signature, and the number of samples in a forward's arguments."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,54 +16,55 @@ from autograd_hacks.support.trees import is_packed, modules_of, tensors_of
 from autograd_hacks.support.untouched import Aside
 
 NESTED = (
-    "the model was given a nested tensor, or makes one, and rules are for tensors of one shape. Give it a padded one, "
-    "x.to_padded_tensor(0.0), and a mask of what is padding."
+    "the model was given a nested tensor or makes one, but rules need tensors of one shape. Give it a padded tensor, "
+    "x.to_padded_tensor(0.0), and a mask for the padding."
 )
 
 
 ONCE = "once"
-"""As `add_hooks(probe=...)`: the first forward of each kind is proven, and no later one."""
+"""A value of `add_hooks(probe=...)`: only the first forward of each kind is proven."""
 
 
 FEW = 4
-"""So many values of the numbers among the arguments have plans of their own."""
+"""For how many values of the numbers among the arguments there are separate plans."""
 
 
 class Known(NamedTuple):
-    """What is known as a forward begins."""
+    """What is known when a forward begins."""
 
     plan: Plan
-    samples: int | None  # N, where the arguments tell it
-    batch: Batch | None = None  # the arguments; None where nothing is to be proven
-    axes: tuple[int | None, ...] = ()  # on which the samples may be in the arguments, the likeliest first
-    aside: Aside | None = None  # what the forward can reach, where it is to be run again
+    samples: int | None  # N, if the arguments show it
+    batch: Batch | None = None  # the arguments; None if nothing is to be proven
+    axes: tuple[int | None, ...] = ()  # possible axes of the samples in the arguments, the likeliest first
+    aside: Aside | None = None  # everything the forward can reach, if it is to be run again
 
 
 class Planner:
     """The plans of one hooked model, by signature.
 
-    batch_dim, independent: see `add_hooks`    probes: whether forwards are proven
+    batch_dim, independent: see `add_hooks`
+    probes: whether forwards are proven
     """
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim, probes: bool | str, independent: bool = False) -> None:
         self.batch_dim, self.probes, self.independent = batch_dim, probes, independent
-        self.is_covered = not uncovered(model)  # whether layers with rules have all of its parameters
-        self.static = Plan(pending=False)  # of layers that are called by themselves, and where nothing is proven
+        self.is_covered = not uncovered(model)  # whether layers with rules cover all its parameters
+        self.static = Plan(pending=False)  # for layers called by themselves, and if nothing is proven
         self.plans: dict[object, Plan] = {}
-        self.learnt: int | None = None  # the axis that a model with time-first layers turned out to have
+        self.learnt: int | None = None  # the axis that a model with time-first layers turned out to use
         self._is_whole = False  # whether lazy layers have their parameters
-        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # among the arguments, by signature
+        self._numbers: dict[object, set[tuple[int | float, ...]]] = {}  # numbers among the arguments, by signature
 
     def doubt(self) -> None:
-        """Has the next forward of each kind proven, and its rows' sums compared."""
+        """Makes the next forward of each kind be proven, and its rows' sums compared."""
         for plan in self.plans.values():
             plan.pending, plan.summed, plan.packed = True, set(), 0
 
     def look(self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Known:
-        """The plan of a forward that begins.  path: of what is called    again: whether checkpointing runs it once more"""
+        """The plan of a forward that begins.  path: of the called module    again: whether checkpointing repeats it"""
         if any(x.is_nested for x in tensors_of((args, kwargs))):
             return Known(Plan(pending=False, refused={n: NESTED for n, _ in model.named_parameters()}), None)
-        # A layer alone mixes nothing that its rule doesn't know.  Where none says it, samples are looked for all the same.
+        # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
         proves = self.probes or self.independent
         if (self.is_covered and not proves) or (rule_for(model) and self.batch_dim == 0):
             return Known(self.static, None)
@@ -76,13 +77,13 @@ class Planner:
         if not self._is_whole:
             return Known(self.static, None)
         if _is_ragged(model, batch) or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
-            return Known(self.static, None)  # samples that no axis tells apart
+            return Known(self.static, None)  # samples without an axis
         samples = batch.samples(axis)
         signature = path, batch.signature(), samples == 1, tuple([module.training for module in modules])
         plan = self.plans.setdefault((signature, self._few(signature, batch.numbers())), Plan())
         plan.forwards += not again
         time_first = _has_time_first(modules) and not any(map(is_packed, batch.leaves))
-        # A layer by itself says so of its own input; of what is in a model nobody knows.
+        # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
         order = (1, axis) if getattr(model, "batch_first", True) is False else (axis, 1)
         axes = order if axis == 0 and self.learnt is None and time_first else (axis,)
         if samples == 0 or (len(axes) > 1 and batch.samples(1) == 0):
@@ -93,15 +94,15 @@ class Planner:
         is_shown = plan.is_independent or bool(plan.mixing) or not self.independent
         if not again and (samples is None or not is_shown or (proves and plan.is_due(samples, self.probes == ONCE))):
             plan.pending = True
-        # Parts of parameters are gathered when the forward has ended, and taken then.
+        # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and plan.pending and not has_parts(model)
         aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
         return Known(plan, samples, batch, axes, aside)
 
     def _few(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
-        """Numbers among the arguments that tell kinds of forwards apart: none of those that are others in each step.
+        """The numbers among the arguments, if they distinguish kinds of forwards.  Empty if they change in each step.
 
-        signature: without them
+        signature: the signature without the numbers
         """
         known = self._numbers.setdefault(signature, set()) if numbers else set()
         if numbers not in known and len(known) == FEW:
@@ -111,19 +112,19 @@ class Planner:
 
 
 def uncovered(model: nn.Module) -> set[nn.Module]:
-    """The modules with parameters of their own that no layer's rule gives rows of."""
+    """The modules with parameters of their own for which no layer rule gives rows."""
     by_rule = {id(p) for layer in model.modules() if rule_for(layer) for p in covered(layer).values()}
     return {m for m in model.modules() if any(p is not None and id(p) not in by_rule for p in m._parameters.values())}
 
 
 def _is_ragged(model: nn.Module, batch: Batch) -> bool:
-    """Whether the model is given bags as a vector of entries and a vector of the bags' beginnings."""
+    """Whether the model gets bags as a vector of entries and a vector of the bags' starts."""
     vectors = [x for x in batch.leaves if isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point()]
     return len(vectors) > 1 and batch.axes is None and any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
 
 
 def _has_time_first(modules: Iterable[nn.Module]) -> bool:
-    """Whether some layer itself takes axis 1 for the batch, so that the model may."""
-    # Asked first where it is: torch takes long to say that a module has no such attribute.
+    """Whether some layer uses axis 1 as the batch, so that the model may too."""
+    # Check where the attribute is first: torch takes long to find that a module has no such attribute.
     having = (m for m in modules if "batch_first" in vars(m) or hasattr(type(m), "batch_first"))
     return any(getattr(module, "batch_first", True) is False for module in having)

@@ -1,4 +1,4 @@
-"""Whose each row is, where rows were chosen by their values: asked of the nodes that chose them, in each forward anew."""
+"""The sample of each row, if values selected the rows: in each forward, the nodes that selected them show it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,35 +27,37 @@ from autograd_hacks.support.layout import Layout
 _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
 
 _ADDS = {"IndexAddBackward0": 1, "IndexCopyBackward0": 1}
-"""Nodes that put rows into others by an index on one axis: which of their inputs the rows are."""
+"""Nodes that put rows into others by an index on one axis, with the number of the input that has the rows."""
 
 
 class Routes:
-    """The samples of rows, from where they are known to where they are asked for.
+    """Carries the samples of rows from nodes at which they are known to nodes at which they are needed.
 
-    known: where samples are in what some nodes made    samples: N    by_size: whether N entries on axis 0 are the samples
+    known: where samples are in some nodes' outputs
+    samples: N
+    by_size: whether N entries on axis 0 are assumed to be the samples
     """
 
     def __init__(self, graph: Graph, known: Mapping[Node, Layout], samples: int, by_size: bool = False) -> None:
         self.graph, self.known, self.samples, self.by_size = graph, known, samples, by_size
         self._found: dict[tuple[Value, bool], Tensor | None] = {}
-        self._chosen: set[tuple[Value, bool]] = set()  # what was found by way of a node that chooses rows
+        self._chosen: set[tuple[Value, bool]] = set()  # results that went through a node that selects rows
 
     def are_chosen(self, node: Node) -> bool:
-        """Whether the samples of a node's rows depend on values: another batch may have them in another order."""
+        """Whether the samples of a node's rows depend on values, so that another batch may have another order."""
         value = Value(node, 0)
         rows = self.rows(node)
         return rows is not None and (value, self._found[value, False] is None) in self._chosen
 
     def rows(self, node: Node) -> Tensor | None:
-        """The sample of each entry of axis 0 of what a node made; None where it isn't known."""
+        """The sample of each entry on axis 0 of a node's output; None if it is unknown."""
         value = Value(node, 0)
         found = self._of(value, up=False)
         return self._of(value, up=True) if found is None else found
 
     def _of(self, value: Value, up: bool) -> Tensor | None:
         if (value, up) not in self._found:
-            self._found[value, up] = None  # while it is asked
+            self._found[value, up] = None  # while it is being computed
             shape = shape_of(value)
             found = self._known(value.node, shape) if shape else None
             if found is None and shape:
@@ -72,7 +74,7 @@ class Routes:
         return layout.rows(shape[0], self.samples, torch.device("cpu"))
 
     def _below(self, value: Value, shape: torch.Size) -> Tensor | None:
-        """From what a node was given."""
+        """The samples of a value's rows, from its node's inputs."""
         node: Any = value.node
         name, behind = node.name(), list(inputs_of(node))
         if not behind:
@@ -103,7 +105,7 @@ class Routes:
             self._chosen.add(key)
 
     def _above(self, value: Value, size: int) -> Tensor | None:
-        """From what takes it."""
+        """The samples of a value's rows, from the nodes that take it."""
         chosen: Tensor | None = None
         for taker in self.graph.takers.get(value, ()):
             node: Any = taker.node
@@ -146,17 +148,16 @@ _CHOOSING: dict[str, tuple[str, str | None]] = {
     "SortBackward0": ("indices", "dim"),
     "TopkBackward0": ("indices", "dim"),
 }
-"""Nodes that move entries by an index: under which names they keep it, and the axis."""
+"""Nodes that move entries by an index: the names under which they save the index and the axis."""
 
 
 def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
-    """For each node that may move samples whether it leaves them where they were, or how it moves them, in the order of the
-    graph."""
+    """For each node that may move samples, in the graph's order: whether it leaves them in place, or how it moves them."""
     return tuple([own for node in graph.nodes for own in moved_by(node, samples) or ()])
 
 
 def moved_by(node: Any, samples: int) -> list[bool | int] | None:
-    """The same of one node; None for one that moves nothing, whatever the values are."""
+    """The same for one node; None for a node that moves nothing, for any values."""
     if type(node) is Leaf or (name := node.name()) in _LOSSES:
         return None
     if (moving := _MOVING.get(name)) is not None:
@@ -165,16 +166,16 @@ def moved_by(node: Any, samples: int) -> list[bool | int] | None:
 
 
 def has_choosing(graph: Graph, samples: int) -> bool:
-    """Whether a node is there that moves samples by the values of what it was given."""
+    """Whether some node moves samples depending on the values of its inputs."""
     return any(node.name() in _BY_VALUES and _MOVING[node.name()](node, samples) for node in graph.nodes)
 
 
 _LOSSES = frozenset(("NllLossBackward0", "NllLoss2DBackward0", "CtcLossBackward0"))
-"""Nodes whose indices are classes, and move nothing."""
+"""Nodes whose indices are classes.  They move nothing."""
 
 
 def _by_operands(node: Any, samples: int) -> list[bool | int]:
-    """What tells the order in which any other node may take rows: a matrix of samples by samples, or indices."""
+    """Operands that show the order in which another node takes rows: a matrix of samples by samples, or indices."""
     found: list[bool | int] = []
     if any(x.is_nested_tensor for value in inputs_of(node) for x in made(value.node)):
         return found
@@ -191,7 +192,7 @@ def _by_operands(node: Any, samples: int) -> list[bool | int]:
 
 
 def _filled_in(node: Any, samples: int) -> list[bool | int]:
-    """Which samples get what is the same for all."""
+    """Which samples are filled with a value that is common to all."""
     behind = [shape_of(value).numel() for value in inputs_of(node) if type(value.node) is not Leaf]
     is_for_all = any(size * samples == shape_of(Value(node, 0)).numel() for size in behind)
     chosen = [x for x in operands_of(node) if x.dtype == torch.bool and x.numel() == samples > 1 and not x.is_meta]
@@ -199,26 +200,26 @@ def _filled_in(node: Any, samples: int) -> list[bool | int]:
 
 
 def _is_diagonal(x: Tensor, axis: int) -> bool:
-    """Whether a tensor is zero but for the diagonals of two axes that are neighbours."""
+    """Whether a tensor is zero outside the diagonal of two neighbouring axes."""
     own = torch.eye(x.shape[axis], dtype=torch.bool, device=x.device).view(-1, x.shape[axis], *[1] * (x.ndim - axis - 2))
     return not bool(x.masked_fill(own, 0).any())
 
 
 def _of_function(node: Any, samples: int) -> list[bool | int]:
-    """What vectors that a user's function keeps tell of the order in which it may take rows."""
+    """What vectors saved by a user's function show about the order in which it takes rows."""
     kept = [*operands_of(node), *(x for x in vars(node).values() if isinstance(x, Tensor))]
     vectors = [x.detach() for x in kept if x.ndim == 1 and len(x) > 1 and not (x.is_floating_point() or x.is_complex())]
     return [_order(x) for x in vectors if samples and len(x) % samples == 0 and not x.is_meta]
 
 
 def _order(x: Tensor) -> int:
-    """The same number for vectors of indices, labels or booleans by which rows come in the same order."""
+    """A number that is equal for vectors of indices, labels or booleans that give rows the same order."""
     steps = (x if x.dtype == torch.bool else x.diff()).long()
     if bool((steps == 1).all()):
         return 0 if x.dtype == torch.bool else int(x[0])
     if x.dtype != torch.bool and not bool((steps > 0).all()):
-        return -1 if bool((steps >= 0).all()) else -2  # labels that are sorted, or that are not
-    return hash(tuple(x.tolist()))  # a choice of some
+        return -1 if bool((steps >= 0).all()) else -2  # labels, sorted or unsorted
+    return hash(tuple(x.tolist()))  # a selection of rows
 
 
 def _selected(node: Any, samples: int) -> list[bool | int]:
@@ -233,18 +234,18 @@ def _rolled(node: Any, samples: int) -> list[bool | int]:
     (behind,) = inputs_of(node)
     sizes, axes = shape_of(behind), list(kept_by(node, "dims"))
     shifts = list(kept_by(node, "shifts")) if node.name() == "RollBackward0" else [1] * len(axes)
-    if not axes:  # all axes as one
+    if not axes:  # all axes together
         return shifts
     moved = ((sizes[signed(axis)], signed(shift)) for axis, shift in zip(axes, shifts))
     return [shift % size for size, shift in moved if samples and size and size % samples == 0]
 
 
 _PIECES = {"SliceBackward0": "start", "SplitBackward0": "", "SplitWithSizesBackward0": "", "UnbindBackward0": ""}
-"""Nodes that take a piece: under which name they keep where it begins; nothing where its number tells."""
+"""Nodes that take a piece: the name under which they save its start; empty if the output's number shows it."""
 
 
 def _joined(node: Any, samples: int) -> list[bool | int]:
-    """In which order pieces of one tensor are put together."""
+    """In which order pieces of one tensor are joined."""
     pieces = list(inputs_of(node))
     if len(pieces) < 2 or any(piece.node.name() not in _PIECES for piece in pieces):
         return []
@@ -269,7 +270,7 @@ def _multiplied(node: Any, samples: int) -> list[bool | int]:
 
 
 def _dealt(node: Any, samples: int) -> list[bool | int]:
-    """Into which axes that of the samples is split."""
+    """Into which axes the samples' axis is split."""
     (behind,) = inputs_of(node)
     before, after = shape_of(behind), shape_of(Value(node, 0))
     if len(after) <= len(before) or samples not in before or any(size % samples == 0 for size in after):
@@ -279,7 +280,7 @@ def _dealt(node: Any, samples: int) -> list[bool | int]:
 
 
 def _keeps_places(node: Any, samples: int, name: str, dim: str | None) -> list[bool | int]:
-    """Whether a node leaves the samples where they were; nothing where it has none."""
+    """Whether a node leaves the samples in place; empty if it has none."""
     behind, kept = next(inputs_of(node), None), getattr(node, f"{RAW}{name}")
     if behind is None or not samples:
         return []
@@ -316,7 +317,7 @@ _BY_VALUES = frozenset((*_CHOOSING, "MmBackward0", "BmmBackward0", "WhereBackwar
 
 
 def _indexed(rows: Tensor | None, indices: Any) -> Tensor | None:
-    """The rows that were taken by a tuple of indices, None for all of an axis."""
+    """The rows selected by a tuple of indices, in which None selects a whole axis."""
     first = indices[0] if len(indices) else None
     if rows is None or first is None:
         return rows
@@ -327,7 +328,7 @@ def _indexed(rows: Tensor | None, indices: Any) -> Tensor | None:
 
 
 def _taken(node: Any, name: str, number: int, rows: Tensor) -> Tensor:
-    """Some of the rows, by a node that takes them along axis 0."""
+    """The rows that a node takes along axis 0."""
     if name == "IndexSelectBackward0":
         return rows[kept_by(node, "index").cpu()]
     if name == "SliceBackward0":
@@ -338,7 +339,7 @@ def _taken(node: Any, name: str, number: int, rows: Tensor) -> Tensor:
 
 
 def _reshaped(rows: Tensor | None, size: int) -> Tensor | None:
-    """Of another number of rows, in the same order."""
+    """The rows' samples after a change of size that keeps their order."""
     if rows is None or not size or not len(rows):
         return None
     if size % len(rows) == 0:

@@ -1,1 +1,1 @@
-"""From records to forms: may they be read, how is the loss scaled, one call after the other."""
+"""From records to forms: checks whether a record may be read, finds the loss's scale, and adds up the calls' forms."""

@@ -1,4 +1,4 @@
-"""Do rows, randomly weighted, add up to what a weighted backward pass brings to each parameter?"""
+"""Checks that rows with random weights add up to what a weighted backward pass brings to each parameter."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,12 +23,12 @@ from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 LEAKING = "documents mix"
-"""How it begins to be said that they do."""
+"""The beginning of messages that say so."""
 
 
 def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
-    """Notes which parameters' rows, weighted, don't add up to what the weighted pass brought to them."""
-    # A layer that ends in a loss may hold the tensors that passes began at.
+    """Records the parameters whose weighted rows don't add up to the gradient of the weighted pass."""
+    # A layer that ends in a loss may contain the tensors at which the passes began.
     begun = {at.node for at in found.hypothesis.places if isinstance(at, Value)}
     losses = [noted for noted in ran.noted if (rule := rule_for(noted.call.layer)) is not None and rule.by_input]
     inside = [noted.call for noted in losses if begun and not begun.isdisjoint(ran.inside(noted))]
@@ -44,26 +44,27 @@ def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
             plan.unsure |= is_zero
             if not agrees:
                 plan.disproven[name] = (
-                    f"randomly weighted, the rows of {name} don't add up to the gradient that arrives at it: its rule "
-                    f"is wrong ({where}), or a way that the hooks don't see leads there"
+                    f"with random weights, the rows of {name} don't add up to the gradient that arrives at it. Its rule is "
+                    f"wrong ({where}), or some gradient arrives without passing through the hooks"
                 )
             elif not is_zero:
                 plan.shown.add(name)
-    except Exception:  # whatever a rule raises, which reading raises again
+    except Exception:  # reading raises a rule's error again
         plan.unsure = True
 
 
 def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) -> None:
-    """Notes which parameters' rows of documents, weighted, don't add up to what a pass with these weights brings to them:
-    gradient has come from one document's outputs to another's positions."""
+    """Records the parameters whose weighted rows of documents don't add up to the gradient of a pass with these weights.
+
+    If they don't, gradient went from one document's outputs to another's positions."""
     documents, plan.untold = ran.documents, ""
-    if documents is None or documents.most >= plan.packed:  # of fewer documents less is shown
+    if documents is None or documents.most >= plan.packed:  # fewer documents show less
         plan.leaks = {}
     if documents is not None and ran.checkpoints:
         plan.leaks |= dict.fromkeys(ran.parameters, NOT_INSIDE)
     if documents is None or documents.is_of_tokens or not documents.count or ran.checkpoints:
         return
-    # Powers of two, times which what rounding leaves of a zero stays the same.
+    # Powers of two: multiplying by them does not change what rounding leaves of a zero.
     order = torch.randperm(documents.count, generator=draws, device="cpu")
     w = 2.0 ** (order % 8 - 4) * (1 - 2 * (order // 8 % 2))
     given: dict[Value, list[Tensor]] = {}
@@ -73,7 +74,7 @@ def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) 
         g = random_like(like, draws)
         weights = documents.over(g, w)
         if weights is not None:
-            own = [g * (weights != 0), g * weights]  # nothing for padding
+            own = [g * (weights != 0), g * weights]  # padding gets none
             given[value] = [x + y for x, y in zip(given[value], own)] if value in given else own
         elif isinstance(at, int):
             plan.mixed_outputs = (*plan.mixed_outputs, at)
@@ -87,23 +88,23 @@ def check_documents(plan: Plan, ran: Ran, found: Found, draws: torch.Generator) 
         for name, _, agrees, where in _compared(plan, ran, found, grads, arrived, w, documents):
             if agrees is False:
                 plan.leaks[name] = (
-                    f"{LEAKING}: the loss of one document depends on another's tokens in the same sample, so that {name} "
-                    f"has no gradients of single documents ({where}). Is attention masked by document? Give the model what "
-                    "tells them apart, position_ids, a block mask or cu_seqlens, and an attention that reads it."
+                    f"{LEAKING}: one document's loss depends on another document's tokens in the same sample, so {name} has "
+                    f"no gradients of single documents ({where}). Mask attention by document: give the model position_ids, "
+                    "a block mask or cu_seqlens, and use an attention that reads it."
                 )
-    except Exception as error:  # whatever a rule raises, which reading raises again
+    except Exception as error:  # reading raises a rule's error again
         plan.leaks |= dict.fromkeys(ran.parameters, str(error))
 
 
 def _untold(shape: tuple[int, ...], documents: Documents) -> str:
     return (
-        f"{LEAKING}: the model returned a tensor of shape {shape}, and documents were told for {tuple(documents.ids.shape)} "
-        "positions: whose it is can't be told. Make the loss of what the model returns for each position."
+        f"{LEAKING}: the model returned shape {shape}, but the documents cover {tuple(documents.ids.shape)} positions, so "
+        "output entries can't be assigned to documents. Compute the loss from an output with an entry for each position."
     )
 
 
 def _passes(ran: Ran, found: Found, given: Mapping[Value, list[Tensor]]) -> tuple[dict[Key, Tensor], dict[str, Tensor]]:
-    """Two passes at once: what the first brings to calls and nodes, and the second to parameters."""
+    """Runs two passes at once.  Returns what the first brings to calls and nodes, and the second to parameters."""
     grads, arrived, leaves = dict[Key, Tensor](), dict[str, Tensor](), ran.leaves
     watched: dict[Node, list[tuple[Key, int, torch.Size | None]]] = {}
     for noted in ran.noted:
@@ -133,11 +134,11 @@ def _compared(
     w: Tensor,
     documents: Documents | None = None,
 ) -> Iterator[tuple[str, bool, bool | None, str]]:
-    """Each parameter, whether its gradient is zero, whether its rows agree with it, None where it has none, and where it is
-    used.
+    """For each parameter: its name, whether its gradient is zero, whether its rows agree (None without rows), where it is.
 
-    grads: of a pass, at calls and nodes    arrived: at parameters, of the same pass with weights w at the outputs
-    documents: whose rows they are, in the place of samples'
+    grads: gradients of a pass, at calls and nodes
+    arrived: gradients of the same pass with weights w at the outputs, at parameters
+    documents: the documents, if rows are per document
     """
     samples, scale = found.hypothesis.samples, float(w.abs().max())
     forms: dict[str, list[Form]] = {}
@@ -154,7 +155,7 @@ def _compared(
             at = [grads.get((noted.call, slot)) for slot in range(noted.call.slots)]
             if place.kind in (AXES, ROWS) and not noted.is_empty and any(g is not None for g in at):
                 call = noted.call.at_place(samples, place.layouts, ran.labels.get(noted.call), documents)
-                call.is_unseen = place.is_unseen  # and not what the plan before said
+                call.is_unseen = place.is_unseen  # the previous plan may have said otherwise
                 note(call, OutputGrads(at, [0] * len(at), tuple(call.edges)))
         off = OffGraph(ran, plan, samples)
         off.documents = documents
@@ -165,7 +166,7 @@ def _compared(
                 received.kept = use.take(node, own, received.reached)
                 note(use, received)
         for name in list(arrived):
-            grad = arrived.pop(name)  # which is needed no more
+            grad = arrived.pop(name)  # it is no longer needed
             if name not in forms:
                 yield name, not bool(grad.any()), None, ""
                 continue

@@ -1,4 +1,4 @@
-"""Rows add up: the sum over the samples is the gradient that arrived at the parameter, or there is something unseen."""
+"""Checks that the rows add up to the gradient that arrived at the parameter.  If not, some gradient was not recorded."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -17,27 +17,29 @@ from autograd_hacks.support.parts import own_of, part_of
 from autograd_hacks.support.precision import CONV, MATMUL, RNN, unit_of_products
 
 ROUNDING = 64
-"""By how many units of the least digit two ways to one sum may differ, of the sum of the terms' magnitudes."""
+"""How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
 
 PRODUCTS = 4
-"""By how many units to which the factors of products are rounded two sums may differ: each is off by a unit at most."""
+"""How far two sums of products may differ, in units to which the factors are rounded.  Each factor is off by one at most."""
 
 _IN_STEPS = 20
-"""The same, where products of products are added up, step by step."""
+"""The same for products of products, which are added up step by step."""
 
 _ADD_IN_TURN = (nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers of whose biases torch adds the gradients at K positions one after the other on a CPU, which loses as many digits of
-equal ones as K has."""
+"""Layers for whose biases torch adds up the gradients of K positions one by one on a CPU.  For equal gradients that loses as
+many digits as K has."""
 
 
 def check_sum(name: str, known: str, form: Form, segment: Segment, record: Record, loss_type: str | None) -> None:
-    """Raises where the rows don't add up to the gradient that arrived, if that was kept.
+    """Raises if the rows don't add up to the gradient that arrived, if that was kept.
 
-    name: the parameter's, for people    known: in the record    form: its rows, but for those of calls that are settled
+    name: the parameter's name in messages
+    known: its name in the record
+    form: its rows, without those of calls that were already compared
     """
     reaching = [p for p in segment.passes if p.calls_of.get(known)]
     left = [p for p in reaching if known in p.arrived or not p.settled.get(known, set()).issuperset(p.calls_of[known])]
-    # Those of one `backprop_hess` have added up what arrived.
+    # The passes of one `backprop_hess` share one sum of the arrived gradients.
     brought = {id(p.arrived): (p, p.arrived[known]) for p in left if known in p.arrived}
     if not reaching or not all(known in p.arrived for p in left):
         return
@@ -47,20 +49,20 @@ def check_sum(name: str, known: str, form: Form, segment: Segment, record: Recor
     if not brought or adds_up(known, form, list(brought.values()), loss_type):
         summed.add(known)
         return
-    summed.discard(known)  # as another micro-batch's rows may have
+    summed.discard(known)  # another micro-batch's rows may have added it
     record.plan.pending = True
     if record.comparing:
         raise HigherOrderError(
-            f"the rows of {name} don't add up to its gradient: a backward pass with create_graph=True has made a graph that "
-            "leads to it by a way that isn't known: a layer that was called before add_hooks; a custom autograd.Function "
-            "that was given the weight; rows that depend on how a weight was made of others (weight_norm), and were "
-            "differentiated; or a penalty on the weight, which belongs to no sample. Run that part's backward pass within "
+            f"{name}: the rows don't add up to its gradient. A backward pass with create_graph=True made a graph that leads "
+            "to this parameter by an unknown way. Possible ways: a layer called before add_hooks; a custom "
+            "autograd.Function that takes the weight; rows of a weight computed from others (weight_norm), differentiated "
+            "again; or a penalty on the weight, which belongs to no sample. Run the backward pass of that part within "
             "autograd_hacks.pause_hooks()."
         )
     raise UnseenGradient(
-        f"the rows of {name} don't add up to the gradient that arrived at it: some of that came by a way that the hooks "
-        "don't see, a penalty on the weight in the loss, say, or a use of the weight past its own layer; or its layer's "
-        "rule is wrong. A penalty belongs to no sample: run its backward pass by itself, within "
+        f"{name}: the rows don't add up to the gradient that arrived. Part of the gradient did not pass through the "
+        "hooked layers, for example a penalty on the weight or a use of the weight outside its own layer; or the layer's "
+        "rule is wrong. A penalty belongs to no sample: run its backward pass separately, within "
         "autograd_hacks.pause_hooks()."
     )
 
@@ -68,11 +70,12 @@ def check_sum(name: str, known: str, form: Form, segment: Segment, record: Recor
 def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss_type: str | None) -> bool:
     """Whether rows add up to the gradients that passes have brought to a parameter.
 
-    known: the parameter's name in the record    form: the rows, but for those of calls that are settled
+    known: the parameter's name in the record
+    form: the rows, without those of calls that were already compared
     """
     scales: list[float] = [form.samples if recorded.reduction(loss_type) == "mean" else 1 for recorded, _ in brought]
     weight = 1.0
-    if len(scales) == 1:  # the usual case: no copy of the gradient is made
+    if len(scales) == 1:  # the usual case: the gradient is not copied
         weight, scales = 1 / max(1.0, scales[0]), [1.0]
     edges = (edge for p, _ in brought for call in p.calls_of[known] for edge in call.edges.values())
     parameter = next(edge.parameter for edge in edges if edge.name == known)
@@ -84,7 +87,7 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
         for call in p.calls_of.get(known, ())
         if call not in p.settled.get(known, ())
     ]
-    # Under autocast the gradient that arrived was computed in its precision.
+    # Under autocast the arrived gradient was computed in autocast's precision.
     used = [call.precision for call, _, _ in calls if call.precision is not None]
     with torch.no_grad():
         weights, received = expected.new_full((form.samples,), weight), partial(received_by, form, calls)
@@ -92,20 +95,20 @@ def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss
 
 
 def rounded_by(uses: Iterable[Use], like: Tensor) -> float:
-    """How far sums may differ because products of a parameter's uses round their factors, of the sum of the magnitudes.
+    """How far sums may differ because a parameter's uses round the factors of products, relative to the sum of magnitudes.
 
-    like: what the sums are, which tells the device and the dtype
+    like: a tensor with the sums' device and dtype
     """
     return max((rounding_of(kind, like) for kind in {_products_of(use) for use in uses}), default=0.0)
 
 
 def rounding_of(kind: str, like: Tensor) -> float:
-    """`rounded_by`, of one kind of products."""
+    """`rounded_by` for one kind of product."""
     return (_IN_STEPS if kind == RNN else PRODUCTS) * unit_of_products(like, {kind, MATMUL})
 
 
 def _products_of(use: Use) -> str:
-    """By what kind of products a use makes its parameters' gradients."""
+    """The kind of product by which a use computes its parameters' gradients."""
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
@@ -114,16 +117,16 @@ def _products_of(use: Use) -> str:
 
 
 def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> float:
-    """How far rounding may lead a sum over positions, where one of `ROUNDING` units is 1: how long what it adds up is.
+    """A length that scales the allowed rounding error of a sum over positions: the length of its terms.
 
-    Further for `_ADD_IN_TURN`: K / 12 units were seen; and where a norm takes away a mean that is far larger than what is
-    left, the digits of which its forward and its backward round in their own ways.
+    It is larger for two kinds of layers.  For `_ADD_IN_TURN`, errors of K / 12 units were seen.  A norm layer may subtract a
+    mean far larger than the rest, and its forward and backward round the rest's digits differently.
 
-    found: the parameter's calls, what came to each, and what that is multiplied by
+    found: the parameter's calls, the gradients that each got, and their factors
     """
     length = 0.0
     for call, grads, scale in found:
-        # What is too small for the dtype loses its digits, of each term.
+        # Terms too small for the dtype lose their digits.
         lost = scale * torch.finfo(grads.first.dtype).tiny * grads.first.numel() ** 0.5
         if not isinstance(call, LayerCall):
             length += scale * grads.length + lost
@@ -131,9 +134,9 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
         in_turn = isinstance(call.layer, _ADD_IN_TURN) and all(isinstance(leaf, Dense) for leaf in form.leaves())
         terms = grads.first.numel() / max(1, form.shape.numel()) if in_turn else 1
         if in_turn and torch.bfloat16 in (call.precision, grads.first.dtype):
-            length += 10 * scale * grads.length  # in bfloat16 sums of hundreds were off by 40 % of that
+            length += 10 * scale * grads.length  # in bfloat16, sums of hundreds were off by 40 % of that
         if isinstance(call.layer, nn.Embedding) and torch.finfo(grads.first.dtype).eps > 1e-4 and grads.first.numel():
-            # torch adds one token's gradients in turn, on which in half precision the digits of later ones are lost.
+            # torch adds one token's gradients one by one; in half precision later ones lose their digits.
             times = int(part_of(call.argument(0, "input")).flatten().bincount().max())
             length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * float(grads.first.abs().max())
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
@@ -144,7 +147,7 @@ def received_by(form: Form, found: Iterable[tuple[Use, OutputGrads, float]]) -> 
 
 
 def _centred(call: LayerCall) -> float:
-    """How many times longer a norm's input is than what it normalises, divided by the same; 1 for other layers."""
+    """How many times longer a norm layer's input is than the normalised input; 1 for other layers."""
     layer, x = call.layer, call.args[0] if call.args else None
     if not isinstance(x, Tensor) or not (x := part_of(x)).numel():
         return 1.0
@@ -168,11 +171,15 @@ def agree(
     received: Callable[[], float],
     rounded: float = 0.0,
 ) -> bool:
-    """Whether Σₙ wₙ gₙ is what autograd has found, but for rounding: relative to the sum of its terms' magnitudes, which
-    is far larger than the sum where they cancel.
+    """Whether Σₙ wₙ gₙ equals autograd's result, except for rounding.
 
-    w: N    expected: shape    used: other dtypes that it was computed in    received: see `received_by`; what rows that are
-    sums over positions already may have cancelled from    rounded: see `rounded_by`
+    Rounding is relative to the sum of the terms' magnitudes, which is far larger than the sum if the terms cancel.
+
+    w: N
+    expected: parameter shape
+    used: other dtypes in which it was computed
+    received: see `received_by`; rows that are sums over positions may have cancelled themselves
+    rounded: see `rounded_by`
     """
     if not expected.numel():
         return True
@@ -187,7 +194,7 @@ def agree(
     if not finite.any():
         return True  # there is nothing to compare
     expected, difference = expected.where(finite, 0), difference.where(finite, 0)
-    # Of numbers so small that they are multiples of the least one, each is off by some of that.
+    # Numbers so small that they are multiples of the smallest one may each be off by a few of these.
     least = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes)
     if difference.max() <= tolerance * expected.abs().max() + 8 * least * float(w.abs().sum()):
         return True

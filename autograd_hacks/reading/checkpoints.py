@@ -1,8 +1,7 @@
-"""What a reentrant checkpoint computes again within a backward pass, read as a forward is.
+"""Reads what a reentrant checkpoint computes again inside a backward pass, as a forward is read.
 
-Its node keeps the function and what that was given, and no graph of it.  The graph is there as the pass comes by: the
-function runs once more, and a pass of its own goes from what it has returned, where the samples are as in the gradients
-at the node.
+The checkpoint's node keeps the function and its arguments, but no graph.  The graph exists while the pass is at the node:
+the function runs again, and a separate pass starts at its outputs.  The samples lie there as in the gradients at the node.
 """
 
 import weakref
@@ -30,15 +29,15 @@ from autograd_hacks.support.trees import made_by, tensors_of
 class Inside(NamedTuple):
     """A reentrant checkpoint of a forward."""
 
-    key: tuple[Hashable, ...]  # what it is known by
+    key: tuple[Hashable, ...]  # its key in the plan
     forward: int
     samples: int
-    layouts: Layouts  # of what it returned
-    modules: list[weakref.ref[nn.Module]]  # whose parameters and buffers there are
+    layouts: Layouts  # of its outputs
+    modules: list[weakref.ref[nn.Module]]  # the modules whose parameters and buffers it may use
 
 
 def look_inside(recorder: Recorder, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
-    """Has the checkpoints of a forward tell of what they compute again."""
+    """Lets the checkpoints of a forward report what they compute again."""
     modules = [weakref.ref(module) for module in ran.modules]
     for number, (node, place) in enumerate(zip(ran.checkpoints, plan.checkpoints)):
         if place.kind == AXES:
@@ -47,7 +46,7 @@ def look_inside(recorder: Recorder, ran: Ran, plan: Plan, samples: int, key: tup
 
 
 def _again(recorder: weakref.ref[Recorder], inside: Inside, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs what a checkpoint computes again."""
+    """Runs a checkpoint's function again."""
     own = recorder()
     if own is None or not own.backward.hears() or current_task() == NO_TASK or not torch.is_grad_enabled():
         return function(*args)

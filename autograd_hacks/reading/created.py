@@ -1,8 +1,8 @@
-"""Graphs that backward passes make: where parameters meet the batch there, and whose the gradients are.
+"""Reads graphs that backward passes make: where parameters meet the batch there, and which sample each gradient belongs to.
 
-A pass with ``create_graph=True`` that comes to a node at which a parameter met the batch computes something of both again:
-of y = x W, ∂L/∂x = g Wᵀ.  What the node computes is read as a forward is: it was given g, and what it kept; it returns the
-gradients for its inputs; and a later pass comes through its graph to W.
+A pass with ``create_graph=True`` uses a parameter again at the node where it met the batch: y = x W gives ∂L/∂x = g Wᵀ.
+This computation is read like a forward.  Its inputs are g and the node's saved tensors; its outputs are the gradients of the
+node's inputs; and a later pass goes through its graph to W.
 """
 
 import weakref
@@ -36,27 +36,27 @@ _PLAIN = frozenset(
     for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Add", "Clone", "Unsqueeze", "Squeeze", "Permute")
     for n in (0, 1)
 )
-"""Nodes that keep no values."""
+"""Nodes that save no values."""
 
 
 class Met(NamedTuple):
     """A node at which parameters met the batch."""
 
-    key: tuple[Hashable, ...]  # what it is known by
-    forward: int  # in which it did
+    key: tuple[Hashable, ...]  # its key in the plan
+    forward: int  # the number of that forward
     samples: int
-    at: tuple[Where | None, ...]  # where the samples are in what it made
-    is_labelled: bool  # whether that was told by values, in this forward alone
+    at: tuple[Where | None, ...]  # where the samples are in the node's outputs
+    is_labelled: bool  # whether values showed that, which holds for this forward only
 
 
 def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput | None) -> None:
-    """Has what a running pass with create_graph=True computes at a use read when a later pass comes there."""
+    """Prepares a node of a running pass with create_graph=True, so that the graph it computes can be read later."""
     own = recorder()
-    if own is None or own.forward.running is not None:  # in whose graph it is then
+    if own is None or own.forward.running is not None:  # then it belongs to that forward's graph
         return
     own.record.comparing = True
     if isinstance(use, PartCall):
-        return  # whose rows are refused then
+        return  # its rows are refused then
     if isinstance(use, NodeUse):
         _watch(recorder, node, use, use.layouts if use.labels is None else (use.labels,), (), {v.place for v in use.values})
     elif isinstance(use, LayerCall) and hook is not None:
@@ -73,7 +73,7 @@ def _follow_call(recorder: weakref.ref[Recorder], own: Recorder, call: LayerCall
     is_labelled = _is_labelled(call)
     if where is None:
         where = call.layouts[hook.slot] if hook.slot < len(call.layouts) else Layout()
-    key = *call.key, hook.slot, len(found), samples == 1  # of one sample all layouts are right, and tell nothing
+    key = *call.key, hook.slot, len(found), samples == 1  # with one sample all layouts fit and show nothing
     known = created.get((*key, "at"), ())
     at: Mapping[Node, tuple[Where | None, ...]] = dict(zip(found, known))
     if not known or is_labelled or not all(fit(own, inner, samples) for inner, own in zip(found, known)):
@@ -84,7 +84,7 @@ def _follow_call(recorder: weakref.ref[Recorder], own: Recorder, call: LayerCall
         if is_decided and not is_labelled:
             created[(*key, "at")] = tuple(at.values())
     if call.edges and any(above.name() not in _PLAIN for above in _above(inside, found)):
-        # A graph made inside leads to its inner values, past what it has returned: from now on its nodes give the rows.
+        # A graph made inside leads to inner values, around the output.  From now on the call's nodes give the rows.
         _take_apart(own, call, node, hook.inputs, found, at, samples)
     for number, (inner, places) in enumerate(found.items()):
         _watch(recorder, inner, call, at[inner], (hook.slot, number), places, hook.shape)
@@ -117,7 +117,7 @@ def _take_apart(
 
 
 def _is_labelled(use: Use) -> bool:
-    """Whether values have told where a use's samples are: what holds for its graph may hold in this forward alone."""
+    """Whether values showed where a use's samples are, so that it may hold for this forward only."""
     return use.labels is not None or (use.plan is not None and use.plan.is_labelled)
 
 
@@ -126,7 +126,7 @@ def _samples(use: Use, shape: torch.Size) -> int:
 
 
 def _inside(node: Node, ends: Collection[Node]) -> dict[Node, None]:
-    """The nodes of a call, from its output to its inputs, in an order that is the same for the same graph."""
+    """The nodes of a call, from its output to its inputs.  The same graph always gives the same order."""
     inside, waiting = dict[Node, None](), [node]
     while waiting:
         at = waiting.pop()
@@ -137,8 +137,9 @@ def _inside(node: Node, ends: Collection[Node]) -> dict[Node, None]:
 
 
 def _meetings(recorder: Recorder, inside: dict[Node, None], ends: Collection[Node]) -> dict[Node, set[int]]:
-    """The nodes of a call at which values of parameters meet the batch, and which of their inputs these are.  Takes those
-    that follow from parameters alone from the nodes inside."""
+    """The nodes of a call at which values of parameters meet the batch, with the numbers of these inputs.
+
+    Removes nodes that depend on parameters only from ``inside``."""
     known: dict[Node, bool] = {}
     found: dict[Node, set[int]] = {}
     for at in list(inside):
@@ -151,7 +152,7 @@ def _meetings(recorder: Recorder, inside: dict[Node, None], ends: Collection[Nod
 
 
 def _above(inside: Collection[Node], found: Collection[Node]) -> set[Node]:
-    """The nodes inside a call that follow from others at which parameters meet the batch."""
+    """The nodes inside a call that depend on nodes at which parameters meet the batch."""
     makers: dict[Node, list[Node]] = {}
     for inner in inside:
         for ahead, _ in inner.next_functions:
@@ -166,7 +167,7 @@ def _above(inside: Collection[Node], found: Collection[Node]) -> set[Node]:
 
 
 def _is_of_parameters(recorder: Recorder, node: Node | None, ends: Collection[Node], known: dict[Node, bool]) -> bool:
-    """Whether a value follows from parameters alone."""
+    """Whether a value depends on parameters only."""
     if node is None or node in ends:
         return False
     if node not in known:
@@ -183,8 +184,9 @@ def _is_of_parameters(recorder: Recorder, node: Node | None, ends: Collection[No
 def _owners(
     node: Node, hook: AtOutput, where: Where, samples: int, wanted: Collection[Node]
 ) -> tuple[dict[Node, tuple[Where | None, ...]], bool]:
-    """Where the samples are in the gradients at nodes of a call, by passes from its output; and whether that is so for all
-    forwards."""
+    """Where the samples are in the gradients at nodes of a call, found by passes from its output.
+
+    Also returns whether that holds for all forwards."""
     draws = torch.Generator().manual_seed(samples)
     like = made(node)[hook.number]
     weights = Weights(samples, draws, {like.dtype})
@@ -200,12 +202,12 @@ def _owners(
         sweep({Value(node, hook.number): [x.reshape(tuple(like.shape)) for x in passes]}, arrive, hook.inputs)
     verdicts = [own for of_one in found.values() for own in of_one]
     is_decided = samples == 1 or all(own is None or (own.is_decided and own.labels is None) for own in verdicts)
-    # Where zeros leave it open: there are none but zeros in the rows.
+    # If zeros leave it open, the rows have only zeros there.
     return {at: tuple([_where(own) for own in of_one]) for at, of_one in found.items()}, is_decided
 
 
 def _verdict(passes: Sequence[Tensor | None], weights: Weights) -> Verdict | None:
-    """Whose is what passes with weights, behind one without, have brought."""
+    """Which sample each entry belongs to.  passes: the gradient without weights, then those with weights"""
     x, *others = passes
     if x is None:
         return None
@@ -219,8 +221,9 @@ def _where(verdict: Verdict | None) -> Where | None:
 
 
 def _likeliest(verdict: Verdict, size: int, given: Sequence[Where | None]) -> Where | None:
-    """Where the samples are in what zeros tell too little of: in the place where they are in what the node was given.  None
-    where they can't be there.  size: of axis 0"""
+    """Where the samples are in a gradient that has too many zeros to show it: as in the node's own gradients.
+
+    None if they can't be there.  size: of axis 0"""
     for own in given:
         if own in verdict.layouts if isinstance(own, Layout) else own is not None and len(own) == size:
             return own
@@ -236,7 +239,7 @@ def _watch(
     places: set[int],
     shape: torch.Size | None = None,
 ) -> None:
-    """Asks a node for what it computes, once."""
+    """Puts a hook on a node, once, that sees what the node computes."""
     notes: Any = node.metadata
     if Met not in notes:
         notes[Met] = True
@@ -253,7 +256,7 @@ def _computed(
     computed: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> None:
-    """Hears of the gradients that a node has computed of those that came to it."""
+    """Called when a node has computed gradients from those that arrived."""
     own = recorder()
     if own is None or not torch.is_grad_enabled() or not own.backward.hears():
         return
@@ -276,7 +279,7 @@ def _computed(
     off = None if plan is None else OffGraph(ran, plan, met.samples, met.key).find()
     if off is None or not off.is_known or not off.is_told:
         if not is_repeatable(node):
-            return  # rows that don't add up to what arrives say so
+            return  # the check of sums reports it
         plan = outside_passes(partial(_proven, ran, node, met, list(roots)))
         plan.is_labelled |= met.is_labelled
         if not plan.is_labelled and (not plan.unsure or met.samples == 1):
@@ -286,7 +289,7 @@ def _computed(
 
 
 def _proven(ran: Ran, node: Node, met: Met, roots: Sequence[int]) -> Plan:
-    """What holds for the graph of what a node computes.  roots: of its inputs, those whose gradients it has computed"""
+    """The plan for the graph of a node's computation.  roots: the numbers of the inputs whose gradients it computed"""
     draws, plan = torch.Generator().manual_seed(met.samples), Plan(pending=False)
     weights = Weights(met.samples, draws, {x.dtype for x in made(node)})
     given: list[Grads] = [[] for _ in range(weights.passes + 1)]

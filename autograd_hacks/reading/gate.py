@@ -1,5 +1,5 @@
-"""The gate between records and rules: may they be read, then one call after the other, the loss's scale, one form for each
-parameter."""
+"""Makes one form for each parameter from a record: checks that it may be read, asks each call for its forms, and applies
+the loss's scale."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def read(
     loss_type: str | None,
     scaling: float | Tensor = 1.0,
 ) -> dict[str, Form | None]:
-    """{name: form} over the parameters that train, in the order of ``named_parameters``, but for those that are left out;
-    None where no loss arrived.
+    """{name: form} for the trainable parameters that aren't left out, in the order of ``named_parameters``.
 
-    parameters: the model's, by name
+    A form is None if no loss arrived.
+
+    parameters: the model's parameters, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
-    scaling: what the loss was multiplied by
+    scaling: the factor by which the loss was multiplied
     """
     record = recorder.record
     parameters = record.asked(dict(parameters))
@@ -49,10 +50,11 @@ def read(
     check_scale(scaling)
     if record.on_arrival is not None:
         raise NothingRecorded(
-            "inside during_backward, or streaming, each layer's record is freed as the pass runs. Read after that context."
+            "inside during_backward, or with streaming, each layer's record is freed during the pass. Read after that "
+            "context."
         )
     for segment in record.segments:
-        segment.read = True  # or tried to be
+        segment.read = True  # also if the read fails
     check_unsharded(model)
     check_hooked(model, parameters, recorder)
     check_known(model, record)
@@ -81,8 +83,8 @@ def _forms_of(
     loss_type: str | None,
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
-    """(name, form), the rows of which add up where that was still to be seen."""
-    record.plan.unread = False  # somebody reads: the next pass's are kept, also where this one's fail
+    """(name, form) pairs.  Checks that rows add up, if that was not done before."""
+    record.plan.unread = False  # somebody reads, so keep the next pass's gradients even if this read fails
     kept = any(recorded.arrived or recorded.settled for gate in gates for recorded in gate.segment.passes)
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():
@@ -98,18 +100,18 @@ def _forms_of(
 
 
 class Gate:
-    """The passes of one segment, parameter by parameter."""
+    """Reads the passes of one segment, parameter by parameter."""
 
     def __init__(self, segment: Segment, loss_type: str | None) -> None:
-        self.segment, self.samples = segment, 0  # how many rows there are of a pass
-        self._adds_up = segment.hess_type is None  # rather than that each pass has rows of its own
+        self.segment, self.samples = segment, 0  # how many rows a pass has
+        self._adds_up = segment.hess_type is None  # else each pass has rows of its own
         self._is_mean = [recorded.reduction(loss_type) == "mean" for recorded in segment.passes]
-        # By pass, of the calls that it has asked, {parameter: {call: form}}.
+        # One table for each pass, {parameter: {call: form}}, of the calls asked so far.
         self._terms: list[dict[str, dict[Use, Form]]] = [{} for _ in segment.passes]
         self._asked: set[Use] = set()
 
     def read_all(self) -> None:
-        """Asks every call for its forms, in the order of the forward, and compares their numbers of samples."""
+        """Asks every call for its forms, in the order of the forward, and checks that their numbers of samples agree."""
         for number, recorded in enumerate(self.segment.passes):
             for call in reversed(recorded.received):
                 self._ask(number, call)
@@ -121,27 +123,28 @@ class Gate:
         check_seen(call, grads)
         for local, form in call.forms(grads, self.segment.passes[number].received).items():
             count = form.samples if call.documents is None else call.documents.losses
-            own = scale(form, count) if self._is_mean[number] else form  # the mean has divided by N
+            own = scale(form, count) if self._is_mean[number] else form  # a mean loss was divided by N
             found = terms.setdefault(call.edges[local].name, {})
             found[call] = add([found[call], own]) if call in found else own
 
     def form(self, name: str) -> Form | None:
-        """J of a parameter; None where no call leads to it.  Of `backprop_hess` a row for each sample of each pass, pass by
-        pass."""
+        """J of a parameter; None if no call leads to it.
+
+        After `backprop_hess`: a row for each sample of each pass, pass by pass."""
         tables = [terms.pop(name, {}) for terms in self._terms]
         if not any(tables):
             return None
         if self._adds_up:
             return add([form for table in tables for form in table.values()])
-        if all(table.keys() == tables[0].keys() for table in tables):  # call by call, for which passes share what they can
+        if all(table.keys() == tables[0].keys() for table in tables):  # call by call, so that passes share what they can
             return add([Passes.of([table[key] for table in tables]) for key in tables[0]])
-        # Checkpointing has made the calls anew in each pass.
+        # Checkpointing has made new calls in each pass.
         like = next(form for table in tables for form in table.values())
         zero = Zero(self.samples, like.shape, like.like)
         return Passes.of([add(list(table.values()) or [zero]) for table in tables])
 
     def unsettled(self, name: str) -> Form | None:
-        """The part of a parameter's J of which it was not seen as the gradient arrived that it adds up; None for all."""
+        """The rows that were not compared with the arrived gradient yet; None if all were."""
         tables = [(terms.get(name, {}), p.settled.get(name, ())) for terms, p in zip(self._terms, self.segment.passes)]
         if not any(settled for _, settled in tables):
             return None
@@ -150,7 +153,7 @@ class Gate:
         return add(left) if left else Zero(self.samples, like.shape, like.like)
 
     def form_so_far(self, name: str) -> Form | None:
-        """J of what the only pass, which runs, has brought to a parameter since this was last asked for."""
+        """The rows that the only, running pass has brought to a parameter since the last call of this method."""
         for call in reversed(self.segment.passes[0].calls_of.get(name, ())):  # in the order of the forward
             if call not in self._asked:
                 self._asked.add(call)
@@ -158,7 +161,7 @@ class Gate:
         return self.form(name)
 
     def form_at_once(self, name: str) -> tuple[Form | None, list[Use]]:
-        """The same while the only pass runs, from which its calls are asked for; and those that are not needed any more."""
+        """The same, computed by asking the calls.  Also returns the uses that are no longer needed."""
         form, needed = self.form_so_far(name), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
@@ -166,7 +169,7 @@ class Gate:
 
 
 def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tensor) -> Form | None:
-    """The rows of all segments; zeros for a segment that did not reach the parameter."""
+    """The rows of all segments.  A segment that did not reach the parameter has zeros."""
     if len(forms) == 1 or all(form is None for form in forms):
         return forms[0]
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
@@ -176,15 +179,14 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
 
 
 def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
-    """Whether the rows of the calls that a pass has just come by add up to the gradient that it brings to a parameter, so
-    that this needn't be kept.
+    """Whether the rows of the running pass add up to the gradient that arrived at a parameter.  Then it need not be kept.
 
-    Where they don't, or can't be taken, the gradient is kept, and who reads is told what is wrong.
+    If they don't add up, or can't be computed, the gradient is kept, and the error is raised when the rows are read.
 
-    name: the parameter's, in the record
+    name: the parameter's name in the record
     """
     calls = current.calls_of[name]
-    # Passes of `backprop_hess` share what arrives; recurrent layers are recomputed for rows, once, when somebody reads.
+    # Passes of `backprop_hess` share one arrived gradient.  Recurrent layers recompute their rows only when they are read.
     if current.is_hess or any(
         isinstance(call, LayerCall) and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase) for call in calls
     ):
@@ -195,7 +197,7 @@ def settle(record: Record, current: Pass, name: str, grad: Tensor) -> bool:
             form = reader.form_so_far(name)
             if form is None or not form.samples or not adds_up(name, form, [(current, grad.detach())], None):
                 return False
-    except Exception:  # whatever a rule raises, or the gate: so it does for who reads
+    except Exception:  # the read raises the error of the rule or the gate again
         return False
     current.settled.setdefault(name, set()).update(calls)
     return True

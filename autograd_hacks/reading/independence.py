@@ -1,5 +1,7 @@
-"""Do the values that a model returns for a sample depend on the others?  Analysis of its graph tells; where that is not
-possible the model is run again with other samples replaced, and of a loss that it makes itself the rows are compared."""
+"""Checks that a model's outputs for a sample don't depend on the values of other samples.
+
+An analysis of the model's graph shows it.  If that is not possible, the model is run again with other samples replaced.  If
+the model computes a loss itself, the rows are compared too."""
 
 import copy
 from collections.abc import Mapping
@@ -32,34 +34,33 @@ from autograd_hacks.support.untouched import Aside
 
 
 class _Seen(NamedTuple):
-    """What a run has shown."""
+    """The results of one run."""
 
     outputs: list[Tensor]
     buffers: dict[str, Tensor]
-    rows: dict[str, Tensor]  # by parameter its rows along a random direction, N, where they were read
+    rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
 def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, plan: Plan, samples: int) -> None:
-    """Notes in a plan whether outputs, and buffers left, are free of other samples, or keep their values when these are
-    replaced.
+    """Records in a plan whether outputs, and changed buffers, are independent of other samples.
 
-    Raises ProbeFailed where the model can't be run again.
+    Raises ProbeFailed if the model can't be run again.
     """
     if samples < 2 or plan.mixing:
         plan.is_independent = not plan.mixing
         return
     makes_loss = any(at is None and x.numel() == 1 and x.grad_fn is not None for x, at in zip(ran.outputs, plan.outputs))
-    # As they were when the forward began: it may have overwritten them, and hooks may have given it others.
+    # The arguments as they were when the forward began: it may have overwritten them, and hooks may have replaced them.
     batch = replace(batch, leaves=[aside.reach.copy_of(leaf, "its arguments") for leaf in batch.leaves])
     if not makes_loss and _is_analysed(recorder, aside, batch, plan, samples):
         plan.is_independent, plan.replaced = True, max(plan.replaced, samples)
         return
     runs, arguments = _Runs(recorder, plan, aside, samples, makes_loss), batch.arguments()
     was_shown, draws = samples <= plan.replaced, torch.Generator().manual_seed(samples)  # at another point of training
-    # Rows take a backward pass, and are compared in two of the first proof's runs.
+    # Rows take a backward pass.  They are compared in two runs of the first proof.
     with_rows = 0 if was_shown else 2
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
-    # Rows that are moved by values go through kernels with others, which may round in other ways.
+    # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
     has_changed, rounds = False, has_choosing(ran.graph, samples)
     every = kept_samples(samples, draws)
     if was_shown:
@@ -73,29 +74,29 @@ def show_independent(recorder: Recorder, aside: Aside, batch: Batch, ran: Ran, p
         seen = runs.run(replaced, with_rows=makes_loss or turn <= with_rows)
         what, slots = runs.differing(reference, seen, kept, rounds)
         if what and not rounds and not runs.differing(reference, seen, kept, rounds=True)[0]:
-            again = runs.run(arguments, with_rows=False)  # which keeps its own bits, unless kernels add in any order
+            again = runs.run(arguments, with_rows=False)  # it gives the same bits, unless kernels add in any order
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
             plan.mixing = (
-                f"{MIXING}: when other samples were replaced, {what} changed for those that were kept, though by a way "
-                "that has no gradient. Private training needs samples that don't depend on each other."
+                f"{MIXING}: {what} changed for samples that were kept while others were replaced. There is no gradient "
+                "between them, but private training needs samples that don't depend on each other."
             )
             plan.mixed_outputs, plan.is_independent = slots, False
             return
-    # Samples that are all the same show nothing.
+    # If all samples are equal, replacing them shows nothing.
     plan.is_independent, plan.unsure = plan.is_independent or has_changed, plan.unsure or not has_changed
     plan.replaced = max(plan.replaced, samples if has_changed else 0)
 
 
 def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, samples: int) -> bool:
-    """Whether analysis shows it.  Processes decide together, by values."""
+    """Whether the analysis shows it.  With several processes it is not used, because they must decide together."""
     if plan.counted_at is not None or (dist.is_available() and dist.is_initialized()):
         return False
-    if batch.has_lists(samples):  # whose numbers are constants of a trace
+    if batch.has_lists(samples):  # their numbers are constants in a trace
         return False
     if plan.is_independent and not plan.why_unshown and samples <= plan.replaced and plan.forwards == 2:
-        return True  # it holds for all values; that the model's own code takes another way is looked for later
+        return True  # it holds for all values; whether the model's code branches is checked later
     with aside.run() as copied, Switch.paused_here():
         own = replace(batch, leaves=[copied(leaf) for leaf in batch.leaves])
         plan.why_unshown = recorder.why_unshown(aside.module, own, plan.axis, samples)
@@ -103,7 +104,7 @@ def _is_analysed(recorder: Recorder, aside: Aside, batch: Batch, plan: Plan, sam
 
 
 class _Runs:
-    """Runs of a model that leave no trace."""
+    """Runs a model and restores everything afterwards."""
 
     def __init__(self, recorder: Recorder, plan: Plan, aside: Aside, samples: int, makes_loss: bool) -> None:
         self.recorder, self.plan, self.aside, self.samples = recorder, plan, aside, samples
@@ -111,7 +112,7 @@ class _Runs:
 
     def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], with_rows: bool) -> _Seen:
         model, rows = self.aside.module, dict[str, Tensor]()
-        # What holds shards is alone already; see `distributed/agreement.py`.
+        # Processes that hold shards are handled already; see `distributed/agreement.py`.
         with nullcontext() if gathering(model) else alone(model), self.aside.run() as copied:
             args, kwargs = copied(arguments)
             try:
@@ -122,10 +123,10 @@ class _Runs:
                         outputs = tensors_of(model(*args, **kwargs))
             except PerSampleGradientError:
                 raise
-            except Exception as error:  # whatever the model says of other samples
+            except Exception as error:  # the model may raise anything for other samples
                 raise ProbeFailed(
-                    "whether samples are independent can't be shown: for that the model is run again with other samples "
-                    f"replaced, and it has raised {type(error).__name__}: {error}. Without the proof: independent=False."
+                    "independence of samples: the check runs the model again with other samples replaced, and the model "
+                    f"raised {type(error).__name__}: {error}. To skip the check, use independent=False."
                 ) from error
             buffers = {name: whole_of(x.detach()).clone() for name, x in model.named_buffers()}
             return _Seen([whole_of(x.detach()).clone() for x in outputs], buffers, rows)
@@ -134,7 +135,7 @@ class _Runs:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         recorder, found = self.recorder, dict[str, Tensor]()
-        # Other routes may be proven anew: by a plan of their own, and that proof asks for no more runs.
+        # Other routes may need a new proof.  It uses a copy of the plan, and starts no further runs.
         with recorder.aside(copy.deepcopy(self.plan)), kept_as_is(recorder.planner, "independent", "probes"):
             recorder.planner.independent, recorder.planner.probes = False, True
             outputs = tensors_of(model(*args, **kwargs))
@@ -153,14 +154,14 @@ class _Runs:
         return outputs, found
 
     def differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
-        """What differs for samples that were kept, for people, and by which outputs that shows; "" where nothing does.
+        """What differs for the kept samples, as text for messages, and the outputs that show it; "" if nothing does.
 
-        rounds: whether by more than rounding
+        rounds: whether to ignore differences that rounding explains
         """
         own, mesh = self._differing(first, other, kept, rounds), mesh_of_parts(self.aside.module.parameters())
         if mesh is None:
             return own
-        return next((found for found in from_all(own, mesh) if found[0]), own)  # what one process finds all know
+        return next((found for found in from_all(own, mesh) if found[0]), own)  # what one process finds, all must know
 
     def _differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         every = tuple(range(len(first.outputs)))
@@ -184,7 +185,7 @@ class _Runs:
 
 
 def _along(x: Tensor, seed: int) -> Tensor:
-    """An output along a random direction, of which the entries of some samples don't depend on those of others."""
+    """An output along a random direction.  For some samples no entry depends on other samples' entries."""
     return (x * noise(x.shape, key_of(seed), x.device, x.dtype)).sum().real
 
 
@@ -198,7 +199,7 @@ def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool
 
 
 def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], kept: Tensor) -> str:
-    """The parameter whose rows changed, but for one factor that is common to all: the batch's denominator."""
+    """The parameter whose rows changed by more than one factor that is common to all (the batch's denominator)."""
     names = [name for name in first if name in other]
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""Losses that a model makes itself: where the samples are in what they are made of, and do they add up over samples?"""
+"""Losses that a model computes itself: from which tensors with samples, and whether they are sums over samples."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -13,13 +13,13 @@ from autograd_hacks.support.philox import random_like
 from autograd_hacks.support.sweep import Grads, sweep
 
 SLACK = 1e3
-"""By how many units of the least digit second derivatives may differ from those of a sum of the samples' losses."""
+"""How far second derivatives may differ from those of a sum of samples' losses, in units in the last place."""
 
 
 def frontier(roots: Iterable[Node], samples: int, ends: Collection[Node]) -> list[Value]:
-    """What losses are made of: on each way from them, the first tensor that may have N samples on an axis.
+    """The tensors from which losses are computed: on each way back, the first tensor that may have N samples on an axis.
 
-    ends: nodes where to go no further
+    ends: nodes at which the search stops
     """
     found: dict[Value, None] = {}
     waiting, seen = list(roots), set[Node]()
@@ -42,13 +42,13 @@ def frontier(roots: Iterable[Node], samples: int, ends: Collection[Node]) -> lis
 def adds_up(
     loss: Tensor, behind: Mapping[Value, Layout], weights: Weights, draws: torch.Generator
 ) -> tuple[bool | None, bool]:
-    """Whether a loss is a sum of the samples' own losses: its second derivatives between samples are zero.
+    """Whether a loss is a sum of the samples' own losses: then its second derivatives between samples are zero.
 
-    Or a function f of such a sum L, the mean's root say: then H v has, beside each sample's own, a multiple of the gradient
-    that is the same for all, f″ ⟨∇L, v⟩ ∇L.
+    A function f of such a sum L is also accepted, for example the root of a mean.  Then H v has an additional term that is a
+    multiple of the gradient, with the same factor for all samples: f″ ⟨∇L, v⟩ ∇L.
 
-    behind: what it is made of, and where the samples are there
-    Returns whether it does, None where torch has no second derivatives; and whether f isn't the identity.
+    behind: the tensors from which the loss is computed, with the places of their samples
+    Returns whether it is a sum (None if torch has no second derivatives), and whether f differs from the identity.
     """
     assert loss.grad_fn is not None
     with torch.enable_grad():
@@ -80,7 +80,7 @@ def adds_up(
 
 
 def _down(given: Mapping[Value, Sequence[Tensor]], to: Collection[Value]) -> list[list[Tensor | None]]:
-    """What passes bring from some values to others, pass by pass: past hooks, which may end wrappers' steps."""
+    """The gradients that passes bring from some values to others, pass by pass.  Calls no hooks: wrappers may use them."""
     ends, arrived = {value.node for value in to}, dict[Node, list[Grads]]()
     above = Graph([value.node for value in given], ends).above(ends)
     sweep(given, arrived.__setitem__, ends, above)
@@ -91,7 +91,7 @@ def _down(given: Mapping[Value, Sequence[Tensor]], to: Collection[Value]) -> lis
 def _is_apart(
     first: Sequence[tuple[Layout, Tensor]], plain: Sequence[Tensor], weighted: Sequence[Tensor], w: Tensor
 ) -> tuple[bool, bool]:
-    """Whether H (w ∘ v) is w ∘ (H v), but for a multiple of the gradient; and whether there is one."""
+    """Whether H (w ∘ v) is w ∘ (H v), except for a multiple of the gradient; and whether there is such a multiple."""
     samples, eps = len(w), max(torch.finfo(g.dtype).eps for _, g in first)
     rows = [
         [at.samples_first(x, samples).reshape(samples, -1).double() for x in (g, h, k)]

@@ -1,5 +1,5 @@
-"""Whose are the gradients in a forward's graph?  Labelled passes through it, and what they show if a hypothesis of where
-samples are is true."""
+"""Which sample each gradient in a forward's graph belongs to: labelled passes, and what they show if a hypothesis about the
+place of the samples is true."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -29,10 +29,10 @@ from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.trees import tensors_of
 
 Where = Layout | Tensor
-"""Where samples are in an output: a layout, or the sample of each entry of axis 0."""
+"""Where samples are in an output: a layout, or the sample of each entry on axis 0."""
 
 Key = tuple[Any, int]
-"""A call and the number of its tensor, or a node and that of its tensor."""
+"""A call and the number of its tensor, or a node and the number of its output."""
 
 
 @dataclass
@@ -41,36 +41,37 @@ class Hypothesis:
 
     axis: int | None
     samples: int
-    places: Mapping[int | Value, Where]  # and in what losses are made of that the model returns
-    counted_at: int | None = None  # the output whose axis 0 tells N
-    counted_leaf: int | None = None  # the argument that tells it, where that isn't the first
+    places: Mapping[int | Value, Where]  # also in the tensors from which the model's own losses are computed
+    counted_at: int | None = None  # the output whose axis 0 gives N
+    counted_leaf: int | None = None  # the argument that gives N, if not the first
 
     @property
     def keeps_axis(self) -> bool:
-        """Whether the outputs have them on the arguments' axis."""
+        """Whether the outputs have the samples on the same axis as the arguments."""
         return all(isinstance(at, Layout) and at == Layout(self.axis or 0) for at in self.places.values())
 
 
 @dataclass
 class Found:
-    """What passes have shown, if a hypothesis is true."""
+    """What the passes have shown, if a hypothesis is true."""
 
     hypothesis: Hypothesis
     calls: dict[LayerCall, Place] = field(default_factory=dict)
     nodes: dict[Node, Place] = field(default_factory=dict)
-    labels: dict[LayerCall | Node, Tensor] = field(default_factory=dict)  # whose each entry is, where no layout says it
-    is_chosen: bool = False  # whether values have chosen rows of something whose layout says whose they are, by chance
+    labels: dict[LayerCall | Node, Tensor] = field(default_factory=dict)  # the sample of each entry, if no layout gives it
+    is_chosen: bool = False  # whether values selected rows, so that a layout fits by chance only
     checkpoints: list[Place] = field(default_factory=list)  # of reentrant ones, in the order of the graph
-    mixed: dict[str, str] = field(default_factory=dict)  # parameters in front of which samples mix, and the nodes there
+    mixed: dict[str, str] = field(default_factory=dict)  # parameters at which samples mix, with the nodes there
     meetings: Meetings | None = None
     unsure: bool = False  # whether something had no gradient, or too little
-    is_doubtful: bool = False  # whether samples mix in what may not be theirs
+    is_doubtful: bool = False  # whether samples mix in a tensor that may not belong to them
 
 
 class Passes:
-    """Backward passes from G and from w ∘ G at the outputs, and what they show if a hypothesis is true.
+    """Backward passes that start with G and with w ∘ G at the outputs, and what they show if a hypothesis is true.
 
-    batch: the arguments that have samples, and on which axes    assumed: see `Meetings`
+    batch: the arguments that have samples, with their axes
+    assumed: see `Meetings`
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class Passes:
             own = [cut_as(x, like) for x in own] if isinstance(at, int) else own
             before = self.given.get(value)
             self.given[value] = own if before is None else [x + y for x, y in zip(before, own)]
-        self.arrived: dict[str, Tensor] = {}  # at parameters, in the pass of the first weights
-        self.grads: dict[Key, Tensor] = {}  # at calls and nodes, in the pass without
+        self.arrived: dict[str, Tensor] = {}  # gradients at parameters, in the pass with the first weights
+        self.grads: dict[Key, Tensor] = {}  # gradients at calls and nodes, in the pass without weights
         self.verdicts: dict[Key, Verdict] = {}
         self.looked_at: set[Node] | None = None
 
     def run(self) -> Found:
-        """The passes, and again where calls turn out to belong to no sample, for what is behind them."""
+        """Runs the passes.  Runs them again if some calls turn out to belong to no sample, for the nodes behind these."""
         open_calls: set[LayerCall] = set()
         while True:
             found = self._run(open_calls)
@@ -116,7 +117,7 @@ class Passes:
         first = self._meetings(covered, {})
         nodes = list(dict.fromkeys([*first.climbed, *first.open(), *ran.checkpoints]))
         if self.looked_at is None or not self.looked_at.issuperset(nodes):
-            # Positions' embeddings turn out to be open; looked at as if they were, one sweep does for both.
+            # Position embeddings turn out to be open.  If they are treated so from the start, one sweep is enough.
             bare = {noted.call for noted in ran.noted if self._is_bare(noted)} | open_calls
             others = self._meetings(ran.covered(bare), {}).climbed if bare != open_calls else ()
             self._look(ran.noted, list(dict.fromkeys([*nodes, *others])))
@@ -124,7 +125,7 @@ class Passes:
         for noted in calls:
             found.calls[noted.call] = self._place(noted, found)
             made_by = next((v for slot in range(noted.call.slots) if (v := self.verdicts.get((noted.call, slot)))), None)
-            if made_by is not None:  # what layers made tells of what they were given
+            if made_by is not None:  # outputs of layers show what is known about their arguments
                 by_node = dict.fromkeys(ran.inside(noted), made_by) | by_node
         found.calls |= {call: Place(NOT_OF_BATCH) for call in open_calls}
         owned = [noted for noted in calls if self._is_owned(noted, found)]
@@ -132,7 +133,7 @@ class Passes:
         if alike := _like_meetings(meetings, by_node):
             meetings = self._meetings(covered, by_node, owned, alike)
         found.meetings = meetings
-        if self.samples == 1:  # all gradients are that sample's, also those of what follows from parameters alone
+        if self.samples == 1:  # all gradients belong to that sample, even those of values of parameters only
             inner = {taker.node for _, taker in meetings.inner}
             of_parameters = (noted.call for noted in calls if not inner.isdisjoint(ran.inside(noted)))
             found.calls |= dict.fromkeys(of_parameters, Place(NOT_OF_BATCH))
@@ -143,7 +144,7 @@ class Passes:
         found.unsure = any(not place.is_decided for place in (*found.calls.values(), *found.nodes.values()))
         for value, taker in meetings.mixed.items():
             found.mixed |= dict.fromkeys(meetings.keys.below(value.node), taker.node.name())
-        if not meetings.returned.isdisjoint(self.given):  # a way to the samples past all meetings
+        if not meetings.returned.isdisjoint(self.given):  # a way to the samples that avoids all meetings
             for node in meetings.doubtful():
                 found.mixed |= dict.fromkeys(meetings.keys.below(node), node.name())
         found.is_doubtful = bool(meetings.doubtful())
@@ -151,12 +152,12 @@ class Passes:
         return found
 
     def _is_bare(self, noted: Noted) -> bool:
-        """Whether a call was given no argument of the model, and nothing that a node made."""
+        """Whether a call got no argument of the model and no node's output."""
         given = {memory_of(x) for x, _ in self.batch}
         return not noted.inputs and given.isdisjoint(map(memory_of, noted.call.given))
 
     def _look(self, calls: Sequence[Noted], nodes: Sequence[Node]) -> None:
-        """The passes: whose is what comes to calls and to nodes, and what comes to parameters."""
+        """Runs the passes: which sample each gradient at calls and nodes belongs to, and the gradients of parameters."""
         self.grads, self.verdicts, self.arrived = {}, {}, {}
         self.looked_at = set(nodes)
         watched: dict[Node, list[tuple[Key, int, torch.Size | None]]] = {}
@@ -172,7 +173,7 @@ class Passes:
                 self.arrived[leaves[node]] = grad.detach()
             for key, number, shape in watched.get(node, ()):
                 x, *others = (own[number] for own in passes)
-                if x is not None and shape is not None:  # the node may have folded what the call returned
+                if x is not None and shape is not None:  # the node may have folded the call's output
                     x, others = x.reshape(shape), [y if y is None else y.reshape(shape) for y in others]
                 if x is not None:
                     self._judge(key, x, *others)
@@ -191,7 +192,7 @@ class Passes:
         self.grads[key], self.verdicts[key] = arrived, judged(x, weighted, self.weights, layouts)
 
     def _of_all(self, node: Node) -> Verdict | None:
-        """Whose all is that a node made."""
+        """The common verdict for all outputs of a node."""
         found = [own for n in range(len(made(node))) if (own := self.verdicts.get((node, n))) is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -199,13 +200,13 @@ class Passes:
         return replace(first, is_mixed=any(verdict.is_mixed for verdict in found))
 
     def _is_owned(self, noted: Noted, found: Found) -> bool:
-        """Whether something that a call has made belongs to samples."""
+        """Whether some output of a call belongs to samples."""
         known = (self.verdicts.get((noted.call, slot)) for slot in range(noted.call.slots))
         return found.calls[noted.call].kind != NOT_OF_BATCH and any(v is not None and v.owners for v in known)
 
     @cached_property
     def _copies(self) -> set[int]:
-        """The memory of what nodes keep that has the numbers of an argument, cast or in another order, as of a view."""
+        """The addresses of saved tensors with the same numbers as an argument: cast, or reordered as a view is."""
         by_size: dict[int, list[Tensor]] = {}
         for x, _ in self.batch:
             if x.is_floating_point() and x.layout == torch.strided and not (x.is_nested or x.is_meta) and x.numel() > 1:
@@ -222,14 +223,14 @@ class Passes:
         others: Collection[Node] = (),
     ) -> Meetings:
         ran, given = self.ran, {memory_of(x) for x, _ in self.batch} | self._copies
-        # Layers copy what they were given, so that their nodes don't tell.
+        # Layers copy their arguments, so their nodes don't show that they depend on the batch.
         of_batch = [*owned, *(noted for noted in ran.noted if not given.isdisjoint(map(memory_of, noted.call.given)))]
         inside = {node for noted in of_batch for node in ran.inside(noted)}.union(others)
         known = verdicts.get, covered, ran.ends, self.assumed, ran.of_parameters, inside
         return Meetings(ran.graph, ran.leaves, given, ran.fixed, self.samples, *known).find()
 
     def _place(self, noted: Noted, found: Found) -> Place:
-        """Where the samples are in what a call returned."""
+        """Where the samples are in a call's outputs."""
         call, layer = noted.call, noted.call.layer
         usual, packed = usual_layouts(noted, self.samples), packed_into(call)
         known = {slot: self.verdicts[call, slot] for slot in range(call.slots) if (call, slot) in self.verdicts}
@@ -241,7 +242,7 @@ class Passes:
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % self.samples:
             return Place(NOT_OF_BATCH)
         for slot, verdict in known.items():
-            if packed is not None and not slot:  # its rule knows whose each row is
+            if packed is not None and not slot:  # its rule knows the sample of each row
                 if not _are_rows_of(packed, verdict, self.grads[call, slot], self.samples):
                     return Place(NOT_OF_BATCH)
                 continue
@@ -268,11 +269,11 @@ class Passes:
         return Routes(self.ran.graph, {v.node: where for v, where in made_at if isinstance(where, Layout)}, self.samples)
 
     def _are_chosen(self, node: Node, layout: Layout) -> bool:
-        """Whether rows that lie as a layout says do so by chance: a node has chosen them by their values."""
+        """Whether rows fit a layout by chance only, because a node selected them by their values."""
         return self.samples > 1 and not layout.axis and self._routes.are_chosen(node)
 
     def _keep_rows(self, call: LayerCall, verdict: Verdict, found: Found) -> bool:
-        """Whether each entry of axis 0 belongs to one sample; and notes whose."""
+        """Whether each entry on axis 0 belongs to one sample.  If so, stores the labels."""
         rule = rule_for(call.layer)
         if verdict.labels is None or rule is None or rule.count is not None or rule.recomputes:
             return False
@@ -301,7 +302,7 @@ class Passes:
         return Place(AXES, tuple(layouts), all(v is None or v.is_decided or not v.owners for v in known))
 
     def _out_of_order(self, found: Found) -> dict[str, str]:
-        """Parameters that meet the model's own arguments where their samples are in another order or on another axis."""
+        """Parameters that meet the model's own arguments where samples are in another order or on another axis."""
         wrong, given = dict[str, str](), {memory_of(x): (x, at % x.ndim) for x, at in self.batch if x.ndim}
         if self.samples < 2 or found.meetings is None or self.hypothesis.counted_at is not None:
             return wrong
@@ -329,7 +330,7 @@ class Passes:
 
 
 def _view_of(x: Tensor, of: Tensor, axis: int) -> Layout | None:
-    """Where samples are in a view of another tensor, which has them on an axis; None where strides don't tell."""
+    """Where samples are in a view of a tensor that has them on an axis; None if strides don't show it."""
     if x.layout != torch.strided or x.is_nested or x.numel() != of.numel() or x.is_meta:
         return None
     samples, stride = of.shape[axis], of.stride(axis)
@@ -344,9 +345,9 @@ def _view_of(x: Tensor, of: Tensor, axis: int) -> Layout | None:
 
 
 def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
-    """Where samples are in what a call returned, by sizes."""
+    """Where samples are in a call's outputs, as sizes suggest."""
     is_packed_call, layer = packed_into(noted.call) is not None, noted.call.layer
-    # Of packed rows no layout says whose they are.
+    # No layout gives the samples of packed rows.
     shapes = {hook.slot: hook.shape for _, hook in noted.hooks if hook.slot or not is_packed_call}
     return tuple(
         likeliest(shapes[slot], samples, axes_for(layer, len(shapes[slot]))) if slot in shapes else None
@@ -355,7 +356,7 @@ def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
 
 
 def _has_numbers_of(x: Tensor, y: Tensor) -> bool:
-    """Whether tensors of as many entries have the same numbers, and not the same number everywhere."""
+    """Whether two tensors of the same size have the same numbers, and not one number everywhere."""
     x, y = part_of(x).to(y.dtype).flatten(), part_of(y).flatten()
     if bool((y == y[0]).all()):
         return False
@@ -363,7 +364,7 @@ def _has_numbers_of(x: Tensor, y: Tensor) -> bool:
 
 
 def _like_meetings(meetings: Meetings, verdicts: Mapping[Node, Verdict]) -> list[Node]:
-    """Nodes that are known by the same as meetings and were taken for none, as of a layer that is given sample by sample."""
+    """Nodes with the same key as a meeting that were not counted as meetings, as in a layer called sample by sample."""
     keys = meetings.keys
     met = {keys.of(meeting.value, meeting.taker) for meeting in meetings.found}
     alike = [taker.node for value, taker in meetings.inner if met and keys.of(value, taker) in met]
@@ -371,7 +372,7 @@ def _like_meetings(meetings: Meetings, verdicts: Mapping[Node, Verdict]) -> list
 
 
 def _are_rows_of(packed: PackedSequence, verdict: Verdict, x: Tensor, samples: int) -> bool:
-    """Whether gradients at packed rows are those of the sequences' own samples."""
+    """Whether gradients of packed rows belong to the samples of their own sequences."""
     rows = samples_of_rows(packed).to(x.device)
     if verdict.labels is not None:
         found = rows_of(verdict.labels)
@@ -381,7 +382,7 @@ def _are_rows_of(packed: PackedSequence, verdict: Verdict, x: Tensor, samples: i
 
 
 def rows_of(labels: Tensor) -> Tensor | None:
-    """The sample of each entry of axis 0, from those of all entries; None where it has several."""
+    """The sample of each entry on axis 0, from the samples of all entries; None if an entry has several."""
     if not labels.ndim:
         return None
     flat = labels.flatten(1) if labels.ndim > 1 else labels[:, None]
@@ -391,7 +392,7 @@ def rows_of(labels: Tensor) -> Tensor | None:
 
 
 def over(x: Tensor, values: Tensor, at: Where) -> Tensor:
-    """A value for each sample, to be multiplied by a tensor.  values: N"""
+    """A value for each sample, shaped so that it multiplies a tensor.  values: N"""
     if isinstance(at, Layout):
         return at.over(x, values)
     return values[at.to(values.device)].view(-1, *[1] * (x.ndim - 1))

@@ -1,5 +1,5 @@
-"""What is made of a model's outputs outside of it.  Do samples stay apart in it?  And where do parameters that the model
-returns, ``log_std`` say, meet the batch?"""
+"""Computations on a model's outputs outside of the model: whether samples stay separate, and where parameters that the
+model returns, for example ``log_std``, meet the batch."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,11 @@ from autograd_hacks.support.sweep import Grads, sweep
 from autograd_hacks.support.switch import Switch
 
 OUTSIDE = ("losses",)
-"""What uses of parameters in losses are known by."""
+"""The first part of the keys of uses in losses."""
 
 
 def read_losses(losses: Tensor) -> None:
-    """Has the uses of parameters in losses read in the backward pass that comes.  losses: N"""
+    """Prepares the next backward pass to read uses of parameters in losses.  losses: N"""
     if not RETURNED or losses.grad_fn is None or not Switch.on():
         return
     marks = [(edge, mark) for edge, mark in returned_in(losses) if mark.plan.returns_parameters]
@@ -56,18 +56,18 @@ def _read(recorder: Recorder, forward: int, losses: Tensor, ends: frozenset[obje
 
 
 def come_apart(x: Tensor, returned: Sequence[tuple[GradientEdge, Returned]]) -> list[bool]:
-    """Whether each sample's gradient comes to what models have returned for that sample alone, for each that it comes to.
+    """For each marked output: whether each sample's loss sends gradient to that sample's entries only.
 
-    x: N ..., follows from what was returned
+    x: N ..., computed from the outputs
     """
     root, ends = x.grad_fn, {edge.node for edge, _ in returned}
-    assert root is not None  # or nothing would be marked
+    assert root is not None  # else no output would be marked
     graph = Graph([root], ends)
     draws, dtypes = torch.Generator().manual_seed(len(x)), {y.dtype for node in graph.nodes for y in made(node)}
     weights, g = Weights(len(x), draws, dtypes), random_like(x, draws)
     given = [g, *(g * over(g, weights.of_pass(n).to(g), Layout()) for n in range(weights.passes))]
     found: dict[Node, list[Grads]] = {}
-    with torch.no_grad():  # past wrappers' hooks, which may wait for other processes
+    with torch.no_grad():  # skips wrappers' hooks, which may wait for other processes
         sweep({Value(root, x.output_nr): given}, found.__setitem__, ends, graph.above(ends))
     verdicts = []
     for edge, mark in returned:
@@ -79,7 +79,7 @@ def come_apart(x: Tensor, returned: Sequence[tuple[GradientEdge, Returned]]) -> 
 
 
 def check_losses(losses: Tensor) -> None:
-    """Raises SamplesMixed where losses of samples follow from model outputs for others, of forwards that were just proven.
+    """Raises SamplesMixed if a sample's loss depends on outputs for other samples, in forwards that were just proven.
 
     losses: N
     """
@@ -87,9 +87,9 @@ def check_losses(losses: Tensor) -> None:
     returned = [(edge, mark) for edge, mark in marks if mark.is_proven and mark.samples == len(losses) > 0]
     if returned and not all(come_apart(losses, returned)):
         for _, mark in returned:
-            mark.plan.pending = True  # the next forward's losses are looked at, too
+            mark.plan.pending = True  # so that the next forward's losses are checked too
         raise SamplesMixed(
-            "samples mix in the losses given to backward: the loss of a sample follows from what the model has returned "
-            "for others, as in a contrastive loss, or one over statistics of the batch. They have no gradients of their "
-            "own then."
+            "samples mix in the losses given to backward: a sample's loss depends on the model's outputs for other "
+            "samples, as in a contrastive loss or a loss with statistics of the batch. Such losses have no per-sample "
+            "gradients."
         )

@@ -1,5 +1,5 @@
-"""Proves how a forward is read, by backward passes through its own graph: whose are the gradients, where do parameters meet
-the batch, and do the rows add up to what arrives."""
+"""Proves how a forward is read, by backward passes through its own graph: which sample each gradient belongs to, where
+parameters meet the batch, and whether the rows add up to what arrives."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,11 +34,11 @@ from autograd_hacks.support.trees import is_packed
 from autograd_hacks.support.untouched import Aside
 
 TRIES = 6
-"""So many hypotheses are tried, of where samples are in the outputs."""
+"""How many hypotheses about the samples' places in the outputs are tried."""
 
 
 def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
-    """Fills in the plan of a forward that has run.  Returns N, or None where nothing tells."""
+    """Fills in the plan of a finished forward.  Returns N, or None if nothing shows it."""
     plan = known.plan
     plan.pending, plan.created = False, {}
     plan.summed.clear()
@@ -55,14 +55,14 @@ def prove(recorder: Recorder, known: Known, ran: Ran) -> int | None:
 def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -> int | None:
     plan = known.plan
     best: tuple[Found, Passes] | None = None
-    # First what an earlier batch has shown, which one of zeros, or of no numbers, doesn't contradict.
+    # First try what an earlier batch has shown: a batch of zeros or NaN doesn't contradict it.
     for hypothesis in sorted(hypotheses(known, ran), key=lambda own: not _is_known(plan, own)):
         is_same = best is not None and best[0].hypothesis.axis == hypothesis.axis
         if best is not None and not best[0].mixed and (is_same or hypothesis.samples == 1):
             continue
         passes = Passes(ran, batch_axes(ran, known, hypothesis), hypothesis, draws)
         found = past_zeros(ran, passes, passes.run(), draws)
-        # Of two axes of the arguments, one on which it isn't doubtful whether samples mix.
+        # If two axes of the arguments fit, prefer one for which it isn't doubtful whether samples mix.
         if best is None or (not found.mixed and (best[0].mixed or not found.is_doubtful)):
             best = found, passes
         if not (found.mixed or (found.is_doubtful and len(known.axes) > 1)):
@@ -79,17 +79,17 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
         check_losses_inside(recorder, plan, ran, found, passes, draws)
         check_rows(plan, ran, found, passes)
         check_documents(plan, ran, found, draws)
-        if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds all know
+        if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds, all must know
             for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
                 plan.disproven, plan.unsure = plan.disproven | disproven, plan.unsure | unsure
     if recorder.planner.independent and known.batch is not None and (model := next(iter(ran.modules), None)) is not None:
-        aside = known.aside or Aside(model, ran.arguments)  # of what wasn't known to be proven as it began
+        aside = known.aside or Aside(model, ran.arguments)  # if the forward began before a proof was known to be due
         show_independent(recorder, aside, known.batch, ran, plan, found.hypothesis.samples)
     return found.hypothesis.samples
 
 
 def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
-    """Whether samples are where an earlier proof has found them."""
+    """Whether samples are where an earlier proof found them."""
     places = [
         (plan.outputs[slot], at)
         for slot, at in hypothesis.places.items()
@@ -99,7 +99,7 @@ def _is_known(plan: Plan, hypothesis: Hypothesis) -> bool:
 
 
 def kept_where_open(places: Sequence[Place], before: Sequence[Place | None]) -> list[Place]:
-    """Places, with earlier ones where a batch whose gradients are zero, or no numbers, has left these open."""
+    """The places, replaced by earlier ones if zero or NaN gradients of this batch left them open."""
     if len(places) != len(before):
         return list(places)
     pairs = zip(places, before)
@@ -112,7 +112,7 @@ def kept_where_open(places: Sequence[Place], before: Sequence[Place | None]) -> 
 
 @contextmanager
 def grads_kept(ran: Ran) -> Iterator[None]:
-    """A context after which ``.grad`` is as it was: a user's function may run a backward pass of its own in its backward."""
+    """A context that restores ``.grad``, because a user's function may run its own backward pass inside backward."""
     has_functions = any(map(is_users, ran.graph.nodes))
     every = [*ran.parameters.values(), *(p for module in ran.modules for p in module.parameters())]
     grads = {p: p.grad for p in every if p.is_leaf} if has_functions else {}
@@ -128,7 +128,7 @@ def grads_kept(ran: Ran) -> Iterator[None]:
 
 
 def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -> Found:
-    """What the same passes show with noise in the place of parameters that are all zero and hide what is behind them."""
+    """Runs the same passes with noise in all-zero parameters, which hide what is behind them."""
     if found.mixed or not found.unsure:
         return found
     zeros = {name: p for name, p in ran.parameters.items() if p.numel() and not is_part(p) and not bool(p.detach().any())}
@@ -146,19 +146,19 @@ def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -
 
     with restored(undo):
         for p in before:
-            p.data.copy_(random_like(p, draws))  # which doesn't count as a change
+            p.data.copy_(random_like(p, draws))  # this doesn't count as a change of the parameter
         return Passes(ran, passes.batch, passes.hypothesis, draws).run()
 
 
 def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
-    """Fills in a plan by sizes, where no output has the samples in it."""
+    """Fills in a plan by sizes, if no output has samples."""
     plan.why_unproven = "no output of the model has an axis of as many entries as there are samples"
     for noted in ran.noted:
         plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
 
 
 def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Tensor, int]]:
-    """The arguments that have samples, if a hypothesis is true, with their axes."""
+    """The arguments that have samples if a hypothesis is true, with their axes."""
     batch = known.batch
     if batch is None or known.samples is None or hypothesis.counted_at is not None:
         return [(x, 0) for x in ran.tensors]
@@ -167,11 +167,11 @@ def batch_axes(ran: Ran, known: Known, hypothesis: Hypothesis) -> list[tuple[Ten
 
 
 def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
-    """Where samples may be in the arguments and the outputs, the likeliest first."""
+    """Possible places of the samples in the arguments and outputs, the likeliest first."""
     batch = known.batch
     assert batch is not None
     outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
-    # Arguments that don't tell, or not rightly, as of a list with a sample each: as many as the first output has entries.
+    # The arguments may not show N, or show it wrongly, as for a list of samples: then use the first output's size.
     first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
     by_output: Hypothesis | None = None
     if first is not None and not (batch.axes is not None and any(axis is not None for axis in batch.axes)):
@@ -183,7 +183,7 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
         if samples in batch.lists and known.samples != samples:
             yield by_output
     found = [hypothesis for axis in known.axes for hypothesis in on_axis(batch, axis, ran, outputs)]
-    if len(known.axes) > 1:  # one that the outputs have comes first, and that more arguments have, and of several samples
+    if len(known.axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
         found.sort(key=lambda own: (not own.keeps_axis, -batch.agreeing(own.axis), own.samples == 1))
     yield from found
     if by_output is not None and (known.samples is None or batch.lists):
@@ -191,7 +191,7 @@ def hypotheses(known: Known, ran: Ran) -> Iterator[Hypothesis]:
 
 
 def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Where samples may be in the outputs if they are on an axis of the arguments."""
+    """Possible places of the samples in the outputs, if they are on a given axis of the arguments."""
     tried: list[Mapping[Any, Layout]] = []
     size = next((x.shape[axis] for x in outputs.values() if axis is not None and x.ndim > axis), 1)
     counted_leaf = batch.told_otherwise(axis, size)
@@ -222,7 +222,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
 def chosen_rows(
     ran: Ran, outputs: Mapping[int, Tensor], samples: int, options: Mapping[int | Value, Sequence[Layout]]
 ) -> dict[int | Value, Where]:
-    """Outputs whose rows were chosen by their values, from tensors with N entries on axis 0, or packed: whose each is."""
+    """For outputs whose rows values selected, from packed tensors or N entries on axis 0: the sample of each row."""
     routes = Routes(ran.graph, {}, samples, by_size=True)
     found: dict[int | Value, Where] = {**ran.packed}
     for slot, x in outputs.items():
@@ -236,7 +236,7 @@ def chosen_rows(
 
 
 def leave_out_mixed(ran: Ran, found: Found, passes: Passes, draws: torch.Generator) -> tuple[Found, Passes, list[int]]:
-    """In which outputs samples mix, one by one; and what the others show together."""
+    """Finds the outputs in which samples mix, one by one, and what the other outputs show together."""
     places, hypothesis = found.hypothesis.places, found.hypothesis
     losses = [slot for slot, x in enumerate(ran.outputs) if slot not in places and x.grad_fn is not None]
 
@@ -257,8 +257,8 @@ def leave_out_mixed(ran: Ran, found: Found, passes: Passes, draws: torch.Generat
 
 
 FEW = 8
-"""So many ways in which nodes leave samples where they were are kept of one plan: they differ where N is the size of
-something else, heads say."""
+"""How many ways in which nodes leave samples in place are kept for one plan.  They differ if N equals another size, for
+example the number of heads."""
 
 
 def _found_in(plan: Plan) -> object:
@@ -267,7 +267,7 @@ def _found_in(plan: Plan) -> object:
 
 
 def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> None:
-    """Puts into a plan what passes have shown."""
+    """Stores in a plan what passes have shown."""
     hypothesis, meetings, before = found.hypothesis, found.meetings, _found_in(plan)
     assert meetings is not None
     outputs = [hypothesis.places.get(slot) for slot in range(len(ran.outputs))]
@@ -287,7 +287,7 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
         (place,) = kept_where_open([found.calls[noted.call]], [plan.place_of(noted.call.path, noted.number)])
         plan.set_place(noted.call.path, noted.number, place)
         if place.kind == NOT_OF_BATCH:
-            noted.call.edges = {}  # whose rows come of where its output meets the batch
+            noted.call.edges = {}  # its rows come from where its output meets the batch
     plan.checkpoints = found.checkpoints
     keys, places, behind = meetings.keys, dict[Any, list[Place]](), Behind(ran)
     plan.nodes = {}
@@ -319,15 +319,15 @@ def fill(plan: Plan, ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> No
         is_alive = labels != NOBODY
         if rows is not None and torch.equal(rows.to(labels)[is_alive], labels[is_alive]):
             ran.labels[use] = rows
-        else:  # the nodes don't tell: each forward is looked at anew
+        else:  # the nodes don't show it: check each forward
             ran.labels[use], plan.is_labelled = labels.clamp(min=0), True
 
 
 class Behind:
-    """What nodes lead to, for people: the next call of a layer with a rule, or what the model returns."""
+    """Where nodes lead, as text for messages: to the next call of a layer with a rule, or to the outputs."""
 
     def __init__(self, ran: Ran) -> None:
-        self.takers: dict[Node, Node] = {}  # by node one that takes what it made
+        self.takers: dict[Node, Node] = {}  # by node, one that takes its output
         for value, takers in ran.graph.takers.items():
             self.takers.setdefault(value.node, takers[0].node)
         self.paths = {node: noted.call.path for noted in ran.noted for node in ran.inside(noted)}
@@ -342,7 +342,7 @@ class Behind:
 def check_losses_inside(
     recorder: Recorder, plan: Plan, ran: Ran, found: Found, passes: Passes, draws: torch.Generator
 ) -> None:
-    """Notes which of the losses that the model returns are no sums over samples."""
+    """Records which of the losses that the model returns are not sums over samples."""
     places = found.hypothesis.places
     behind: dict[Value, Layout] = {}
     for at, where in places.items():
@@ -358,14 +358,14 @@ def check_losses_inside(
         if is_sum is False:
             plan.mixed_outputs = (*plan.mixed_outputs, slot)
             plan.mixing = (
-                f"{MIXING}: the model's output number {slot}, a loss that it makes itself, is no sum over samples: its "
-                "derivative by what it has of one sample depends on the others. A loss of samples alone can be made outside "
-                "the model: backward(losses)."
+                f"{MIXING}: output number {slot} of the model is a loss computed inside the model, but not a sum over "
+                "samples: its derivative at one sample's values depends on the other samples. Compute a loss of single "
+                "samples outside the model instead: backward(losses)."
             )
 
 
 def why_mixed(ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> str:
-    """How samples mix, for people."""
+    """How samples mix, as text for messages."""
     for noted in ran.noted:
         rule = rule_for(noted.call.layer)
         if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
@@ -373,9 +373,8 @@ def why_mixed(ran: Ran, found: Found, mixed_outputs: Sequence[int]) -> str:
     slots = ", ".join(f"{slot} (shape {tuple(ran.outputs[slot].shape)})" for slot in mixed_outputs)
     name, node = next(iter(found.mixed.items()), ("a parameter", "its node"))
     return (
-        f"{MIXING}: gradients given at one sample's entries of the model's output number {slots} come to those of others "
-        f"in front of {name}, at {node}, whichever axis was taken for the batch. If the batch is not on axis 0 of the "
-        "model's input, say where it is: add_hooks(model, batch_dim=...); give a sample without a batch axis as a batch of "
-        "one: x.unsqueeze(0). A loss of samples alone can be made outside the "
-        "model: backward(losses)."
+        f"{MIXING}: the gradient at one sample's entries of output number {slots} of the model reaches other samples at "
+        f"{node}, before {name}. This holds for every axis that was tried as the batch. If the batch is not axis 0 of the "
+        "model's input, name its axis: add_hooks(model, batch_dim=...). Give a sample without a batch axis as a batch of "
+        "one: x.unsqueeze(0). Compute a loss of single samples outside the model: backward(losses)."
     )

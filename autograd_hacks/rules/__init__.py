@@ -1,4 +1,4 @@
-"""What each layer's J is: the support list and what a rule sees.  `autograd_hacks.register_rule` is the user's way in."""
+"""What J each layer has: the table of supported layers, and what a rule gets.  Users add rules by `register_rule`."""
 
 from autograd_hacks.rules.rule import Call, Rule, positionwise, single_input
 from autograd_hacks.rules.table import RULES, rule_for

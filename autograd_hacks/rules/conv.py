@@ -31,8 +31,8 @@ def convolution(
 ) -> Form:
     """x̄: N C *S    g: N O *L    shape: the weight's.  Sample n's gradient is the ordinary weight gradient of x[n] and g[n].
 
-    settings: stride, padding, dilation, groups; padding may say before and after an axis, negative to cut off
-    Zeros of equal number on both sides are left to the convolution, which needs no copy; else x itself is padded.
+    settings: stride, padding, dilation, groups.  Padding may be a pair for each axis (before, after); negative cuts off.
+    Equal numbers of zeros on both sides are left to the convolution, which needs no copy.  Otherwise x itself is padded.
     """
     stride, padding, dilation, groups = settings
     if padding == "same":
@@ -48,9 +48,9 @@ def convolution(
 
 
 def transposed_convolution(x: Tensor, g: Tensor, shape: torch.Size, settings: _Settings) -> Form:
-    """x̄: N C *S    g: N O *L.  The operation is a convolution's input gradient, so x and g change places.
+    """x̄: N C *S    g: N O *L.  The operation is a convolution's input gradient, so x and g swap roles.
 
-    That convolution takes L to S.  Its padding after L is smaller than that before by output_padding.
+    That convolution maps L to S.  Its padding after L is smaller than the padding before L, by output_padding.
     """
     spread = zip(x.shape[2:], g.shape[2:], shape[2:], *settings[:3])
     sides = [

@@ -1,4 +1,4 @@
-"""Embedding and EmbeddingBag: tables read by index."""
+"""Embedding and EmbeddingBag: rows of a table, selected by index."""
 
 from collections.abc import Mapping
 
@@ -14,13 +14,13 @@ from autograd_hacks.support.parts import Cut, part_of
 
 def embedding(layer: nn.Embedding, call: Call) -> Mapping[str, Form]:
     """index: N *T    g: N *T D.  Sample n's gradient has g[n, t] added at row index[n, t]."""
-    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # as it was then, whole or a part
+    weight = call.state["weight"][0] if "weight" in call.state else layer.weight  # the value at the call, whole or a part
     index, g, own = call.argument(0, "input"), call.grad, part_of(weight).shape
     needs_batch(index, at_least=1, layout="(N, ...)")
     refuse_scaling_by_frequency(layer.scale_grad_by_freq)
     if own[0] == len(weight):
         return {"weight": lookup(index, g, own, layer.padding_idx)}
-    index, first = index.long(), Cut.of(weight).start(0)  # of the entries that this process holds
+    index, first = index.long(), Cut.of(weight).start(0)  # the first entry that this process holds
     outside = (index < first) | (index >= first + own[0])
     if layer.padding_idx is not None:
         outside |= index == layer.padding_idx
@@ -39,8 +39,10 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
-    """N bags    g: N D.  Each entry of a bag gets the bag's g: for 'sum' times its weight, for 'mean' divided by the number
-    of entries, for 'max' only in the features where it is the largest."""
+    """N bags    g: N D.  Each entry of a bag gets the bag's g.
+
+    For 'sum' g is multiplied by the entry's weight.  For 'mean' it is divided by the number of entries.  For 'max' an entry
+    gets only the features in which it is the largest."""
     refuse_scaling_by_frequency(layer.scale_grad_by_freq)
     index, offsets, g = call.argument(0, "input"), call.argument(1, "offsets"), call.grad
     weights = call.argument(2, "per_sample_weights")
@@ -64,7 +66,7 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
 
 
 def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
-    """Each feature's gradient goes to the entry that is the largest there; torch's operation returns which one it is."""
+    """Each feature's gradient goes to the entry with the largest value there; torch's operation returns which one it is."""
     largest = 2  # torch's number for the mode
     weight = call.read("weight")
     out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
@@ -76,6 +78,6 @@ def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor,
 def refuse_scaling_by_frequency(scale_grad_by_freq: bool) -> None:
     if scale_grad_by_freq:
         raise SamplesMixed(
-            "divides gradients by how often the whole batch reads an entry (scale_grad_by_freq), so that a sample's "
-            "gradient depends on the others. Build it with scale_grad_by_freq=False."
+            "divides gradients by how often the whole batch reads an entry (scale_grad_by_freq), so a sample's gradient "
+            "depends on the other samples. Build it with scale_grad_by_freq=False."
         )

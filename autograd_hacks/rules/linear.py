@@ -23,7 +23,7 @@ def product(left: Tensor, right: Tensor, shape: torch.Size | None = None, gradie
 
 
 def added(g: Tensor, last: int | None = None) -> Form:
-    """g: N *T *S.  What is added, on the `last` axes, or on axis 1, the channels, where `last` is None."""
+    """g: N *T *S.  The gradient of an addend on the `last` axes, or on axis 1 (channels) if `last` is None."""
     shared = range(1, g.ndim - last) if last else range(2, g.ndim)
     return Dense(g.sum(tuple(shared)) if len(shared) else g)
 
@@ -66,8 +66,9 @@ def prelu(layer: nn.PReLU, x: Tensor, g: Tensor) -> Mapping[str, Form]:
 
 
 def linear_cross_entropy(layer: Any, call: Call) -> Mapping[str, Form]:
-    """x: N I    target: N *S, or N C *S.  The loss is recomputed from the logits, N C *S, a linear map of x, which the
-    reduction comes after: so the gradient at a sample's logits belongs to that sample alone."""
+    """x: N I    target: N *S, or N C *S.  The loss is computed again from the logits, N C *S, a linear map of x.
+
+    The reduction comes after the logits, so the gradient at a sample's logits belongs to that sample alone."""
     x, target = call.argument(0, "input").detach(), call.argument(1, "target")
     needs_batch(x, at_least=2, layout="(N, in_features)")
     settings = {"reduction": layer.reduction, "label_smoothing": layer.label_smoothing}

@@ -1,7 +1,7 @@
-"""LSTM, backpropagated through time by hand: no formula but an optimisation of `recurrent`, for the usual LSTM.
+"""LSTM with hand-written backpropagation through time: a faster version of `recurrent` for the usual LSTM.
 
-The layer returned its state h at every step.  So the gates of all steps are computed at once from x and h, and loops over
-time remain for the cell state c and for the gradients alone; `recurrent` runs every step again under autograd.
+The layer returned its state h at every step.  So the gates of all steps are computed at once from x and h.  Only the cell
+state c and the gradients need loops over time, while `recurrent` runs every step again under autograd.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from autograd_hacks.rules.rule import Call
 
 @torch.no_grad()
 def lstm(layer: nn.LSTM, call: Call, x: Tensor, states: Sequence[tuple[Tensor, ...]]) -> dict[str, Form]:
-    """x: T N I    states: h and c before the first step for each layer and direction, each N H.  Not for projections."""
+    """x: T N I    states: h and c before the first step for each layer and direction, each N H.  Without projections."""
     out = call.outputs[0].transpose(0, 1) if layer.batch_first else call.outputs[0]
     directions, size = 2 if layer.bidirectional else 1, layer.hidden_size
     ways = [[_Direction(call, depth, side) for side in range(directions)] for depth in range(layer.num_layers)]
@@ -69,12 +69,12 @@ class _Direction:
         return f"_l{self.depth}" + "_reverse" * self.side
 
     def weights(self) -> list[Tensor]:
-        """Of the input and of the state, and the biases, if there are any."""
+        """The weights of the input and of the state, and the biases, if there are any."""
         names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.call.layer.bias else ()))
         return [self.call.read(name + self.suffix) for name in names]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """x: T ..., forwards in time.  Returns it in the order in which this direction runs, and the other way round."""
+        """x: T ..., forwards in time.  Returns it in this direction's order.  Also converts back."""
         return x.flip(0) if self.side else x
 
     def back(
@@ -82,8 +82,10 @@ class _Direction:
     ) -> tuple[Tensor, Tensor]:
         """Backpropagation through time.
 
-        x: T N I    h, g: T N H, the states and the gradients at them    g_last, g_cell: N H, those at the last h and c
-        Returns the gradients at the gates, T N 4H, and the states before each step, T N H, in the order of this direction.
+        x: T N I
+        h, g: T N H, the states and the gradients at them
+        g_last, g_cell: N H, the gradients at the last h and c
+        Returns the gradients at the gates, T N 4H, and the states before each step, T N H, in this direction's order.
         """
         x, h, g = self.in_order(x), self.in_order(h), self.in_order(g)
         before = torch.cat([state[0][None].to(h.dtype), h[:-1]])

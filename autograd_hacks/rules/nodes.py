@@ -1,5 +1,5 @@
-"""Which J a node of autograd's graph has, where a value of parameters meets the batch: {its name: a formula of what it keeps
-and of the gradient that arrives}.  For a node that isn't here `by_node` asks the node itself, once for each sample."""
+"""The J of nodes of autograd's graph at which parameters meet the batch: {node name: formula of its saved tensors and the
+arriving gradient}.  For a node without a formula, `by_node` calls the node itself, once for each sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from autograd_hacks.support.switch import NO_TASK, current_task
 
 
 class Kept:
-    """What a node keeps, by name.  ready: what is done to its tensors before they are used"""
+    """The saved values of a node, by name.  ready: applied to its tensors before they are used"""
 
     def __init__(self, node: Any, ready: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
         self._node, self._ready = node, ready
@@ -35,10 +35,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Met:
-    """One use of a value of parameters, as a formula sees it.
+    """One use of a value of parameters, as a formula gets it.
 
-    kept: what the node keeps, by name    grad: at the node's only output    layout: where the samples are in it
-    samples: N    place: which of the node's inputs the value is    shape: the value's
+    kept: the node's saved values, by name
+    grad: the gradient at the node's only output
+    layout: where the samples are in the gradient
+    samples: N
+    place: the number of the node's input that is the value
+    shape: the value's shape
     """
 
     kept: Kept
@@ -49,35 +53,35 @@ class Met:
     shape: torch.Size
 
     def grad_times(self, name: str) -> Tensor:
-        """The gradient times a number that the value was multiplied by, which is mostly 1."""
-        factor = self.kept[name].conjugate()  # as gradients are
+        """The gradient times the number by which the value was multiplied, which is usually 1."""
+        factor = self.kept[name].conjugate()  # as in gradients
         return self.grad if factor == 1 else self.grad * factor
 
     def first(self, x: Tensor) -> Tensor:
-        """A tensor of the gradient's layout, samples first: N ..."""
+        """A tensor with the gradient's layout, with samples first: N ..."""
         return self.layout.samples_first(x, self.samples)
 
     def summed(self, x: Tensor) -> Form | None:
-        """x: of the gradient's shape, what each entry adds to the entry of the value that was broadcast there."""
+        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there."""
         sizes = [1] * (x.ndim - len(self.shape)) + list(self.shape)
-        taken = 2 if self.layout.fold == POSITIONS else 1  # axes on which the samples are
+        taken = 2 if self.layout.fold == POSITIONS else 1  # how many axes the samples take
         if any(size != 1 for size in sizes[self.layout.axis : self.layout.axis + taken]):
             return None  # the value has an entry for each sample
         rows = self.first(x)
-        if self.layout.fold in ("", POSITIONS):  # else the positions stand where the folded axis was
+        if self.layout.fold in ("", POSITIONS):  # else the positions are where the folded axis was
             del sizes[self.layout.axis : self.layout.axis + taken]
         over = [n + 1 for n, size in enumerate(sizes) if size == 1 and rows.shape[n + 1] != 1]
         return Dense((rows.sum(over) if over else rows).reshape(self.samples, *self.shape))
 
 
 Formula = Callable[[Met], Form | None]
-"""The value's form; None for a case that isn't covered."""
+"""The value's form; None if the case isn't covered."""
 
 
 def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
-    """y = x W or y = W x, two matrices, and what was added to that.
+    """y = x W or y = W x for two matrices, possibly with an addend.
 
-    names: by the node's input, under which it keeps it; None for what is added
+    names: for each input of the node, the name under which it is saved; None for the addend
     """
     name = names[met.place]
     if name is None:
@@ -94,7 +98,7 @@ def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
 
 
 def batched_product(met: Met) -> Form | None:
-    """y[b] = x[b] W[b] or W[b] x[b], the samples along what the other matrix has."""
+    """y[b] = x[b] W[b] or W[b] x[b], with the samples on an axis of the other matrix."""
     on_right = met.place == 1
     if met.layout.axis != (1 if on_right else 2):
         return None
@@ -122,12 +126,12 @@ def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | Non
 
 def embedding(met: Met) -> Form | None:
     refuse_scaling_by_frequency(met.kept["scale_grad_by_freq"])
-    padding = met.kept["padding_idx"]  # unsigned: -1 is none
+    padding = met.kept["padding_idx"]  # unsigned: -1 means that there is none
     return table(met, met.kept["indices"], padding if padding < met.shape[0] else None)
 
 
 def indexed(met: Met) -> Form | None:
-    """Entries of the first axes: the indices are read as one, of these axes laid end to end."""
+    """Entries selected on the first axes: the indices are combined to one index of these axes, flattened."""
     given = list(met.kept["indices"])
     while given and given[-1] is None:
         given.pop()
@@ -147,9 +151,9 @@ def index_select(met: Met) -> Form | None:
 
 
 def product_of(x: Tensor, *factors: Tensor, is_new: bool = True) -> Tensor:
-    """A product of tensors of one shape, in x's memory where nobody else knows x, and nobody differentiates.
+    """A product of tensors of one shape, written into x if nothing else uses x and no gradient is needed.
 
-    is_new: whether x was made for it
+    is_new: whether x was made for this product
     """
     for factor in factors:
         in_place = is_new and not torch.is_grad_enabled() and torch.result_type(x, factor) == x.dtype
@@ -158,7 +162,7 @@ def product_of(x: Tensor, *factors: Tensor, is_new: bool = True) -> Tensor:
 
 
 def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
-    """y = x̂ · weight + bias, on the last axes.  mean, scale: names of what x was normalised with"""
+    """y = x̂ · weight + bias, on the last axes.  mean, scale: names of the saved mean and scale of the normalisation"""
     last = len(met.kept["normalized_shape"])
     if met.layout.axis + (met.layout.fold == POSITIONS) >= met.grad.ndim - last:
         return None
@@ -169,7 +173,7 @@ def layer_norm(met: Met, mean: str | None, scale: str) -> Form | None:
 
 
 def group_norm(met: Met) -> Form | None:
-    """y = x̂ · weight + bias, by channel: axis 1."""
+    """y = x̂ · weight + bias, by channel, which is axis 1."""
     if met.layout.axis:
         return None
     x, g = met.kept["input"], met.grad
@@ -185,8 +189,8 @@ def batch_norm(met: Met) -> Form | None:
         return None
     if met.kept["training"]:
         raise SamplesMixed(
-            "normalises with statistics of the batch (training=True), so that its samples have no gradients of their own. "
-            "Give it training=False, or use group_norm."
+            "normalises with statistics of the batch (training=True), so its samples have no gradients of their own. "
+            "Use training=False, or group_norm."
         )
     g, x = met.grad, met.kept["input"]
     if met.place == 1:
@@ -197,7 +201,7 @@ def batch_norm(met: Met) -> Form | None:
 
 
 def _by_sample(met: Met, form: Form) -> Form:
-    """form: of M rows, M being N·T or T·N or N."""
+    """form: of M rows, where M is N·T, T·N or N."""
     if not met.layout.fold:
         return form
     return gathered(form, met.layout.rows(form.samples, met.samples, met.grad.device), met.samples)
@@ -209,7 +213,7 @@ def convolved(met: Met) -> Form | None:
     if met.place == 2:
         return _by_sample(met, added(met.grad))
     axes = len(met.shape) - 2
-    settings = [(tuple(met.kept[name]) * axes)[:axes] for name in ("stride", "padding", "dilation")]  # some are one for all
+    settings = [(tuple(met.kept[name]) * axes)[:axes] for name in ("stride", "padding", "dilation")]  # some have one number
     make = transposed_convolution if met.kept["transposed"] else convolution
     return _by_sample(met, make(met.kept["input"].conj(), met.grad, met.shape, (*settings, met.kept["groups"])))
 
@@ -220,7 +224,7 @@ def prelu(met: Met) -> Form | None:
 
 
 def repeat(met: Met) -> Form | None:
-    """The value, several times along each axis."""
+    """The value, repeated along each axis."""
     times = list(met.kept["repeats"])
     sizes = [1] * (len(times) - len(met.shape)) + list(met.shape)
     if met.layout.fold or sizes[met.layout.axis] != 1:
@@ -233,7 +237,7 @@ def repeat(met: Met) -> Form | None:
 
 
 def grouped_product(met: Met, owners: Tensor) -> Form | None:
-    """y = x W[e], where expert e has the rows between offs[e - 1] and offs[e].  x: M I    W: E I O"""
+    """y = x W[e], where expert e has the rows from offs[e - 1] to offs[e].  x: M I    W: E I O"""
     x, g, ends = met.kept["self"].conj(), met.grad, met.kept["offs"]
     if met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None:
         return None
@@ -266,7 +270,7 @@ NODES: dict[str, Formula] = {
     "ConvolutionBackward0": convolved,
     "PreluKernelBackward0": prelu,
 }
-"""{a node's name: its formula}"""
+"""{node name: formula}"""
 
 BY_POSITION = frozenset(
     (
@@ -274,7 +278,7 @@ BY_POSITION = frozenset(
         "NativeLayerNormBackward0", "FusedRmsNormBackward0",
     )
 )  # fmt: skip
-"""Nodes whose formula may be told that each position is a row, on two axes."""
+"""Nodes whose formula also works if each position is a row, on two axes."""
 
 OF_NODES = frozenset(
     (
@@ -282,18 +286,20 @@ OF_NODES = frozenset(
         nn.BatchNorm3d,
     )
 )  # fmt: skip
-"""Layers that are one node, which has a formula here."""
+"""Layers that are a single node with a formula here."""
 
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": grouped_product}
-"""Formulas that are told whose each row of the gradient is, M, and give rows by sample."""
+"""Formulas that get the sample of each row of the gradient, M, and return rows by sample."""
 
 
 def by_node(
     node: Any, place: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None], samples: int, shape: torch.Size
 ) -> Tensor:
-    """The rows of any value, ``(N, *shape)``: the node's own derivative of each sample's part of the gradients.
+    """The rows of any value, ``(N, *shape)``, from the node's own derivative for each sample's part of the gradients.
 
-    grads: at each output of the node    owners: whose each entry is    place: which of its inputs the value is
+    grads: at each output of the node
+    owners: the sample of each entry
+    place: the number of the node's input that is the value
     """
 
     def rows() -> list[Tensor | None]:
@@ -306,16 +312,16 @@ def by_node(
         return found
 
     found = rows()
-    if any(row is None for row in found) and current_task() != NO_TASK:  # a pass that has no need of the value's gradient
+    if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient
         found = outside_passes(rows)
     like = next(g for g in grads if g is not None)
     return torch.stack([like.new_zeros(shape) if row is None else row.to_dense().sum_to_size(shape) for row in found])
 
 
 def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
-    """The parameters' rows, by name, from those of a value that is made of them: row by row through the nodes between.
+    """The parameters' rows, by name, from the rows of a value computed from them: row by row through the nodes between.
 
-    leaves: the parameters' names, by where they end the graph
+    leaves: the parameters' names, by the node at which each ends the graph
     """
     found: dict[str, Tensor] = {}
 
@@ -329,6 +335,6 @@ def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[
 
     if current_task() == NO_TASK:
         run()
-    else:  # the running pass may have no need of some gradients between
+    else:  # the running pass may not need some gradients on the way
         outside_passes(run)
     return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}

@@ -1,5 +1,5 @@
-"""Normalisations: y = x̂ · weight + bias, where x̂ is x normalised.  So J is g x̂ for the weight and g for the bias, summed
-over the positions that share an entry."""
+"""Norm layers: y = x̂ · weight + bias, where x̂ is x normalised.  J is g x̂ for the weight and g for the bias, summed over
+the positions that share an entry."""
 
 from collections.abc import Mapping
 from math import prod
@@ -15,7 +15,7 @@ from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
 from autograd_hacks.rules.linear import added
 from autograd_hacks.rules.rule import Call, needs_batch, single_input
 
-_INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # axes of a batch
+_INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # number of axes with a batch
 
 
 @single_input
@@ -25,7 +25,7 @@ def layer_norm(layer: nn.LayerNorm | nn.RMSNorm, x: Tensor, g: Tensor) -> Mappin
     is_rms = isinstance(layer, nn.RMSNorm)
     normalise: Any = F.rms_norm if is_rms else F.layer_norm
     width = prod(layer.normalized_shape)
-    # By torch seven numbers are read or written for each of x: x̂ is written, multiplied, and added up.
+    # torch's kernels read or write seven numbers for each of x: x̂ is written, multiplied, and added up.
     if width <= WIDEST_VECTOR and layer.eps is not None and takes_kernel(7, 2, x, g):
         from autograd_hacks.kernels.affine import affine_rows  # imports Triton
 
@@ -47,7 +47,7 @@ def why_norm_mixes(layer: nn.modules.batchnorm._NormBase, training: bool) -> str
     if not of_batch or isinstance(layer, nn.modules.instancenorm._InstanceNorm):
         return None
     return (
-        f"normalises with statistics of the batch ({'training mode' if training else 'no running statistics'}), so that its "
+        f"normalises with statistics of the batch ({'training mode' if training else 'no running statistics'}), so its "
         "samples have no gradients of their own. Call .eval() on it, or use GroupNorm."
     )
 

@@ -1,5 +1,6 @@
-"""RNN, LSTM, GRU and their cells: every time step is recomputed as plain linear maps, and one backward pass runs through
-that.  In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
+"""RNN, LSTM, GRU and their cells.  Every time step is computed again as linear maps, with one backward pass through all.
+
+In a step one map takes the input to i and one takes the state to h; the gates are functions of i and h.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def count_sequences(layer: nn.RNNBase, args: Sequence[object], kwargs: Mapping[s
 
 
 def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
-    """x: T N I, or N T I where batch_first, or packed    states: layers·directions N H.  Every layer, direction and time
-    step is recomputed as linear maps; a weight's gradient sums over its map's uses."""
+    """x: T N I, or N T I with batch_first, or packed    states: layers·directions N H.
+
+    Every layer, direction and time step is computed again by linear maps.  A weight's gradient sums over its map's uses."""
     x, packing = call.argument(0, "input"), None
     if isinstance(x, PackedSequence):
         packing = _Packing(x)
@@ -52,14 +54,14 @@ def recurrent(layer: nn.RNNBase, call: Call) -> Mapping[str, Form]:
                 last.append(state)
             x = torch.cat(sides, 2)
             if layer.dropout and call.training and depth < layer.num_layers - 1:
-                # Packed, as in the forward pass, so that the same random numbers fall on the same places.
+                # Packed, as in the forward pass, so that the random numbers fall on the same entries.
                 x = packing.pad(F.dropout(packing.pack(x), layer.dropout)) if packing else F.dropout(x, layer.dropout)
         out = packing.pack(x) if packing else x.transpose(0, 1) if layer.batch_first else x
         return maps.forms([out, *[torch.stack(parts) for parts in zip(*last)]])
 
 
 def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
-    """x: N I    states: N H.  The step is recomputed as linear maps."""
+    """x: N I    states: N H.  The step is computed again as linear maps."""
     x, state = call.argument(0, "input"), call.argument(1, "hx")
     needs_batch(x, at_least=2, layout="(N, input_size)")
     parts = state if isinstance(state, tuple) else () if state is None else (state,)
@@ -79,7 +81,7 @@ def _run(
         after = _step(layer, by_input[t], maps(state[0], "hh" + suffix), state)
         if layer.proj_size:
             after = (maps(after[0], "hr" + suffix), *after[1:])
-        if packing:  # a sequence that has ended, or has not begun, keeps its state
+        if packing:  # a sequence that has ended, or not yet begun, keeps its state
             after = tuple(torch.where(packing.running[t], new, old) for new, old in zip(after, state))
         state = after
         outputs[t] = state[0]
@@ -87,7 +89,7 @@ def _run(
 
 
 def _step(layer: nn.RNNBase | nn.RNNCellBase, i: Tensor, h: Tensor, state: State) -> State:
-    """The state after a step.  i, h: N gates·H, the outputs of the input's map and the state's"""
+    """The state after a step.  i, h: N gates·H, the outputs of the input's map and of the state's map"""
     if isinstance(layer, nn.LSTM | nn.LSTMCell):
         take, keep, new, show = (i + h).chunk(4, 1)
         c = keep.sigmoid() * state[1] + take.sigmoid() * new.tanh()
@@ -109,18 +111,19 @@ def _states(layer: nn.RNNBase, given: State | Tensor | None, x: Tensor) -> list[
 
 
 class _Maps:
-    """A layer's linear maps, which remember their inputs and outputs: a weight's factors are its inputs and the gradients at
-    its outputs."""
+    """A layer's linear maps, which remember their inputs and outputs.
+
+    A weight's factors are the map's inputs and the gradients at its outputs."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.uses: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (x, y) by the map's name
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
-        """x Wᵀ + b, with the layer's weight of a name, and its bias if there is one.  x: N I, or T N I"""
+        """x Wᵀ + b with the named weight of the layer, and its bias if there is one.  x: N I, or T N I"""
         has_bias = f"bias_{name}" in self.call.state
         y = F.linear(x, self.call.read(f"weight_{name}"), self.call.read(f"bias_{name}") if has_bias else None)
-        if not y.requires_grad:  # where nothing that it was computed from does
+        if not y.requires_grad:  # if nothing that it was computed from requires gradients
             y.requires_grad_()
         self.uses.setdefault(name, []).append((x.detach(), y))
         return y
@@ -135,7 +138,7 @@ class _Maps:
         for name, uses in self.uses.items():
             left = torch.cat([_samples_first(next(grads)) for _ in uses], 1)
             forms[f"weight_{name}"] = Outer(left, torch.cat([_samples_first(x) for x, _ in uses], 1))
-            forms[f"bias_{name}"] = Dense(left.sum(1))  # which the layer may not have
+            forms[f"bias_{name}"] = Dense(left.sum(1))  # the layer may not have it
         return forms
 
 
@@ -145,7 +148,7 @@ def _samples_first(x: Tensor) -> Tensor:
 
 
 class _Packing:
-    """Where each row of packed data goes in a padded batch, whose samples are in the order in which the user gave them."""
+    """Where each row of packed data goes in a padded batch, whose samples are in the user's order."""
 
     def __init__(self, packed: PackedSequence) -> None:
         sizes = packed.batch_sizes.to(packed.data.device)

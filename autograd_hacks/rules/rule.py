@@ -1,5 +1,5 @@
-"""A rule is a formula of a layer's J, and what else must be known of the layer; what a formula sees of a call; and two
-decorators for common formulas."""
+"""A rule: a formula for a layer's J, with what else the library must know about the layer.  Also the `Call` that a formula
+gets, and two decorators for common formulas."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,91 +20,91 @@ from autograd_hacks.support.trees import version_of
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer, as a formula gets it: in the parameters' dtype."""
+    """One call of a layer, as a formula gets it, in the parameters' dtype."""
 
     #: the layer's name in the model
     path: str
     #: the layer itself
     layer: nn.Module
-    #: what the layer's forward was given by position
+    #: the positional arguments of the layer's forward
     args: tuple[Any, ...]
-    #: what the layer's forward was given by name
+    #: the keyword arguments of the layer's forward
     kwargs: Mapping[str, Any]
     #: whether the layer was in training mode
     training: bool
-    #: for each tensor that the layer returned, the gradient of the batch's loss at it; None where the loss did not reach it
+    #: for each tensor that the layer returned, the gradient of the batch's loss; None if the loss did not reach it
     grads: tuple[Tensor | None, ...] = ()
     #: the layer's parameters and buffers with their versions, for `read`
     state: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
-    #: the generators' states before the call, for layers with dropout inside
+    #: the generators' states before the call, for layers that contain dropout
     random_state: Mapping[str, Tensor] | None = None
-    #: what the layer returned, for rules that recompute it
+    #: the layer's outputs, for rules that recompute them
     outputs: tuple[Tensor, ...] = ()
-    #: autocast's dtype, where the call ran under it
+    #: autocast's dtype, if autocast was on
     precision: torch.dtype | None = None
 
     @property
     def grad(self) -> Tensor:
-        """The gradient at the layer's only output.  Raises TypeError where it returned several."""
+        """The gradient at the layer's only output.  Raises TypeError if the layer returned several tensors."""
         if len(self.grads) != 1 or self.grads[0] is None:
             raise TypeError(
                 f"{where(self.path, self.layer)} returned {len(self.grads)} tensors, but its rule asks for one gradient. "
-                "Let the rule read call.grads instead, which holds them all."
+                "Use call.grads in the rule: it has a gradient for each tensor."
             )
         return self.grads[0]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """What the layer's forward was given at a position or under a name."""
+        """The argument of the layer's forward at a position or with a name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def read(self, name: str) -> Tensor:
         """A parameter or buffer of the layer, as it was in the forward pass.
 
-        Raises StaleRecord where it has changed since.
+        Raises StaleRecord if it has changed since.
         """
         tensor, version = self.state[name]
         *path, own_name = name.split(".")
         if version_of(tensor) != version or getattr(self.layer.get_submodule(".".join(path)), own_name) is not tensor:
             raise StaleRecord(
-                f"{name!r} of {where(self.path, self.layer)} has changed since the forward pass, and the layer's per-sample "
-                "gradients depend on it. Read them before optimizer.step(), and before another forward in training mode."
+                f"{where(self.path, self.layer)}: {name!r} has changed since the forward pass, but per-sample gradients "
+                "need its old value. Read them before optimizer.step() and before another forward in training mode."
             )
         return tensor.detach()
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """A context in which a layer runs again, with the same random numbers (for dropout) as in the forward pass."""
+        """A context for running a layer again, with the same random numbers (for dropout) as in the forward pass."""
         with torch.enable_grad(), with_random_state(self.random_state or {}):
             yield
 
     def check_same(self, seen: Iterable[Tensor], again: Iterable[Tensor]) -> None:
-        """Raises StaleRecord where recomputed tensors differ from those seen in the forward pass."""
+        """Raises StaleRecord if recomputed tensors differ from those of the forward pass."""
         if not all(is_recomputed(before, now, self.precision) for before, now in zip(seen, again)):
             raise StaleRecord(
-                f"{where(self.path, self.layer)} could not be recomputed as it ran: its outputs came out different. Its "
-                "weights have changed since (read per-sample gradients before the update), or its dropout drew other random "
-                "numbers (set its dropout to 0)."
+                f"{where(self.path, self.layer)} could not be recomputed: its outputs differ from those of the forward "
+                "pass. Either its weights have changed since (read per-sample gradients before the update), or its dropout "
+                "drew other random numbers (set its dropout to 0)."
             )
 
 
 def is_recomputed(seen: Tensor, out: Tensor, precision: torch.dtype | None) -> bool:
-    """Whether an output equals the one seen before, up to rounding.  precision: autocast's dtype, where it was on"""
-    # The tolerance is far above rounding in the coarsest precision that the forward pass used, and far below what changed
-    # weights do.
+    """Whether an output equals the earlier one, up to rounding.  precision: autocast's dtype, if autocast was on"""
+    # The tolerance is far above rounding in the lowest precision of the forward pass, and far below the effect of changed
+    # weights.
     eps = max(torch.finfo(dtype).eps for dtype in (seen.dtype, precision or seen.dtype))
     factor = max((1e3 if eps < 1e-6 else 20) * eps, 20 * unit_of_products(seen, (MATMUL, RNN)))
     out = out.detach().to(seen.dtype)
     if not seen.numel() or seen.is_meta:
         return True
     error, size = (float(torch.linalg.vector_norm(x, torch.inf)) for x in (out - seen, seen))
-    if error <= factor * size < torch.inf:  # the usual case, which reads the memory few times
+    if error <= factor * size < torch.inf:  # the usual case, which reads the memory a few times
         return True
     tolerance = factor * float(seen.nan_to_num(posinf=0, neginf=0).abs().amax())
     return torch.allclose(out, seen, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def needs_batch(x: Tensor, at_least: int, layout: str) -> None:
-    """Raises for an input with fewer axes than a batch has.  layout: the shape expected, for people."""
+    """Raises if an input has fewer axes than a batch.  layout: the expected shape, for messages"""
     if x.ndim < at_least:
         raise BatchSizeError(
             f"was given an input without a batch axis, of shape {tuple(x.shape)}; expected {layout}. "
@@ -118,43 +118,44 @@ Formula = Callable[[Any, Call], Mapping[str, Form]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which J a layer's parameters have, and what the library must know of the layer to ask for it."""
+    """The J of a layer's parameters, and what the library must know about the layer to use it."""
 
     #: ``formula(layer, call)``: {name: form}, a form for each parameter
     formula: Formula
-    #: ``features(layer)``, for a layer that does the same at every position, wherever the batch is: how many of the output's
-    #: last axes belong to one position.  Its formula gets samples first
+    #: ``features(layer)``, for a layer that treats every position alike, on whatever axis the batch is: how many of the
+    #: output's last axes belong to one position.  Its formula gets samples first
     features: Callable[[Any], int] | None = None
     #: ``axes(layer)``: where the samples are in each output.  None: on axis 0
     axes: Callable[[Any], Sequence[int]] | None = None
-    #: ``count(layer, args, kwargs)``: how many samples a call has.  None: as many as axis 0 of its output has entries
+    #: ``count(layer, args, kwargs)``: the number of samples in a call.  None: the size of axis 0 of the output
     count: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None
     #: ``covers(layer)``: submodules whose parameters the layer reads itself, so that the formula has forms for them too
     covers: Callable[[Any], Sequence[str]] | None = None
-    #: ``mixes(layer, training)``: why the layer mixes samples in this mode, for people, or None
+    #: ``mixes(layer, training)``: why the layer mixes samples in this mode, as text for messages, or None
     mixes: Callable[[Any, bool], str | None] | None = None
-    #: whether the output may be a loss of the whole batch, so that only the first argument tells where the samples are
+    #: whether the output may be a loss of the whole batch, so that only the first argument shows where the samples are
     by_input: bool = False
-    #: whether the formula recomputes the layer's output, which is kept for it as ``call.outputs``
+    #: whether the formula recomputes the layer's output, which is then kept as ``call.outputs``
     recomputes: bool = False
 
     @property
     def name(self) -> str:
-        """The formula's name, for people."""
+        """The formula's name, for messages."""
         return getattr(self.formula, "__name__", "of yours")
 
 
 def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -> Formula:
-    """A formula of (layer, call) from ``formula(layer, x, g)``, for a layer of one tensor in, x, and one out, with the
-    gradient g at it."""
+    """A formula of (layer, call) from ``formula(layer, x, g)``, for a layer with one input tensor x and one output tensor.
+
+    g is the gradient at the output."""
 
     @wraps(formula)
     def of_call(layer: nn.Module, call: Call) -> Mapping[str, Form]:
         inputs = (*call.args, *call.kwargs.values())
         if len(inputs) != 1:
             raise TypeError(
-                f"{where(call.path, layer)} was given {len(inputs)} arguments, but its rule {formula.__name__} is for one. "
-                "Write rule(layer, call) without single_input, which sees all of them."
+                f"{where(call.path, layer)} got {len(inputs)} arguments, but its rule {formula.__name__} takes one. "
+                "Write rule(layer, call) without single_input; call has all arguments."
             )
         return formula(layer, inputs[0], call.grad)
 
@@ -162,8 +163,8 @@ def single_input(formula: Callable[[Any, Tensor, Tensor], Mapping[str, Form]]) -
 
 
 def positionwise(features: Callable[[Any], int]) -> Callable[[Formula], Rule]:
-    """A `autograd_hacks.rules.Rule` from the formula of a layer that does the same at every position, wherever the batch is.
+    """A `autograd_hacks.rules.Rule` for a layer that treats every position alike, on whatever axis the batch is.
 
-    ``features(layer)`` says how many of the output's last axes belong to one position.
+    ``features(layer)``: how many of the output's last axes belong to one position
     """
     return lambda formula: Rule(formula, features=features)

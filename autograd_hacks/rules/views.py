@@ -1,4 +1,4 @@
-"""Rows of a view of a parameter as the parameter's own: what each node of views does to a form."""
+"""Converts the rows of a view of a parameter to the parameter's own rows: what each view node does to a form."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ Step = Callable[[Form], Form]
 
 
 def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
-    """The form of a parameter of which the other is the transpose.  dims: the axes that were exchanged"""
+    """The form of a parameter, from the form of its transpose.  dims: the axes that were exchanged"""
     first, second = sorted(dim % len(shape) for dim in dims)
     if isinstance(form, Placed) and first:
         cut = {at: torch.Size((at[1] - at[0], *shape[1:])) for at in form.entries}
@@ -40,7 +40,7 @@ def _swap(node: Any, number: int, shape: torch.Size) -> Step:
 
 
 def _part(node: Any, number: int, shape: torch.Size) -> Step | None:
-    """Entries of the first axis: one, a slice, or one of several pieces."""
+    """A part of the first axis: one entry, a slice, or one of several pieces."""
     if number_of(node, "dim") != 0:
         return None
     if node.name() == "SelectBackward0":
@@ -68,4 +68,4 @@ STEPS: dict[str, Callable[[Any, int, torch.Size], Step | None]] = {
     "ToCopyBackward0": lambda node, number, shape: lambda form: form,  # formulas compute in the parameter's dtype
     **dict.fromkeys(("SelectBackward0", "SliceBackward0", "SplitBackward0"), _part),
 }  # fmt: skip
-"""{a node's name: ``step(node, number, shape)`` of one that views a tensor; None for a case that isn't covered}"""
+"""{node name: ``step(node, number, shape)``} for nodes that view a tensor; None for a case that isn't covered"""

@@ -1,1 +1,1 @@
-"""What everything may use and nothing else is about."""
+"""General helpers that all other folders may use."""

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class ByTensor(Generic[T]):
-    """Values by tensor, the very object, which this doesn't keep alive.
+    """A dictionary with tensors as keys, compared by identity and not kept alive.
 
-    torch's own WeakTensorKeyDictionary takes 1 µs for a look-up, and this 0.2.
+    A look-up takes 0.2 µs; in torch's own WeakTensorKeyDictionary it takes 1 µs.
     """
 
     def __init__(self) -> None:
@@ -38,5 +38,5 @@ class ByTensor(Generic[T]):
 
 
 def _forget(held: dict[int, tuple[weakref.ref[Tensor], T]], key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in held and held[key][0] is reference:  # and not another tensor's by now, at the same address
+    if key in held and held[key][0] is reference:  # another tensor may have the same address by now
         del held[key]

@@ -1,4 +1,4 @@
-"""Autograd's graph behind a forward's outputs: its nodes, and who takes what each of them makes."""
+"""Autograd's graph behind a forward's outputs: its nodes, and which nodes take each value."""
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cache
@@ -13,36 +13,37 @@ from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_o
 from autograd_hacks.support.internals import made as made
 
 Leaf: Any = AccumulateGrad
-"""Where a parameter, or another leaf, ends the graph; its ``variable`` is that."""
+"""The node at which a parameter or another leaf ends the graph; its ``variable`` is the leaf."""
 
 CHECKPOINT = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint, whose own backward would add to parameters' ``.grad``."""
+"""The node of a reentrant checkpoint.  Its own backward would add to parameters' ``.grad``."""
 
 
 class Value(NamedTuple):
-    """A tensor of the forward, as the graph has it: what a node made."""
+    """A tensor of the forward, as the output of a node in the graph."""
 
     node: Node
-    number: int  # which of the tensors that it made
+    number: int  # the output's number at the node
 
 
 class Taker(NamedTuple):
     """A use of a value."""
 
     node: Node
-    place: int  # which of its inputs the value is
+    place: int  # the number of the node's input that is the value
 
 
 class Graph:
-    """The nodes behind some others.
+    """All nodes behind some others.
 
-    roots: where to begin    ends: nodes behind which to look no further
+    roots: where to begin
+    ends: nodes at which to stop
     """
 
     def __init__(self, roots: Iterable[Node], ends: Set[Node] = frozenset()) -> None:
         self.takers: dict[Value, list[Taker]] = {}
         self.leaves: list[Any] = []
-        self.nodes: dict[Node, None] = {}  # in an order that is the same for the same graph
+        self.nodes: dict[Node, None] = {}  # the same graph always gives the same order
         waiting = list(roots)
         while waiting:
             node = waiting.pop()
@@ -59,7 +60,7 @@ class Graph:
                     waiting.append(ahead)
 
     def above(self, nodes: Iterable[Node]) -> set[Node]:
-        """The nodes that lead to some others."""
+        """The nodes that lead to given ones."""
         found, waiting = set[Node](), list(nodes)
         while waiting:
             node = waiting.pop()
@@ -89,7 +90,7 @@ def inputs_of(node: Node) -> Iterator[Value]:
 
 
 _OF_RESULTS = tuple(RAW + name for name in ("result", "output", "rstd", "mean", "save_", "logsumexp", "philox"))
-"""What attributes begin with under which nodes keep tensors that they made themselves."""
+"""The first part of the names of attributes under which nodes save their own results."""
 
 
 @cache
@@ -98,8 +99,9 @@ def _raw_names(kind: type) -> tuple[str, ...]:
 
 
 def operands_of(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node keeps and that have no graph: what it was given and nobody differentiates by.  Those that a
-    user's hooks have packed are left out."""
+    """The tensors that a node saves and that have no graph: inputs by which nobody differentiates.
+
+    Tensors that a user's hooks have packed are left out."""
     for name in _raw_names(type(node)):
         kept = () if name.startswith(_OF_RESULTS) else getattr(node, name)
         for raw in kept if isinstance(kept, tuple | list) else (kept,):
@@ -109,24 +111,24 @@ def operands_of(node: Node) -> Iterator[Tensor]:
 
 
 def is_users(node: object) -> bool:
-    """Whether a node is of a custom autograd.Function that isn't torch's own."""
+    """Whether a node belongs to a user's autograd.Function, not torch's own."""
     kind: Any = type(node)
     return isinstance(node, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
 
 
 def number_of(node: Any, name: str) -> int | None:
-    """A number that a node keeps, with its sign, which autograd drops."""
+    """An integer that a node saves, with its sign, which autograd drops."""
     number = getattr(node, f"{SAVED}{name}")
     return None if number is None else signed(number)
 
 
 def signed(number: int) -> int:
-    """A number as it was before autograd dropped its sign."""
+    """An integer with the sign that autograd has dropped."""
     return number if number < 2**63 else number - 2**64
 
 
 def kept_by(node: Any, name: str) -> Any:
-    """What a node keeps under a name.  It stays there, also where hooks have packed it, for the pass that runs."""
+    """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
     raw = getattr(node, f"{RAW}{name}", None)
     unpack = getattr(raw, "unpack_hook", None)
     if raw is None or unpack is None:
@@ -138,7 +140,9 @@ def kept_by(node: Any, name: str) -> Any:
 
 
 def put_back_by(node: Any) -> Callable[[], None]:
-    """Takes what checkpoints have computed again for a node, and hand out once a pass, to be put back after each call."""
+    """Returns a function that restores what checkpoints recomputed for a node.
+
+    Checkpoints give each recomputed tensor out only once per pass.  Call the function after each call of the node."""
     every = [getattr(node, name) for name in _raw_names(node.__class__)]
     kept = [raw for own in every for raw in (own if isinstance(own, tuple | list) else (own,))]
     packed = [(raw.data, raw.unpack_hook) for raw in kept if getattr(raw, "unpack_hook", None) is not None]
@@ -164,4 +168,4 @@ def _put_back(packed: Any, unpack: Any, x: Any) -> None:
 
 
 class _Handle:
-    """Stands for a tensor that a checkpoint has computed again."""
+    """Represents a tensor that a checkpoint has recomputed."""

@@ -1,7 +1,7 @@
-"""The names of torch's own that the package reads, each in one place.  Seen in torch 2.11, 2.12 and 2.13.
+"""All of torch's internal names that the package uses, each in one place.  Seen in torch 2.11, 2.12 and 2.13.
 
-Attributes of ``nn.Module`` and of tensors that torch has had since 1.0 (``_parameters``, ``_version``, ``_base``) are read
-where they are needed.
+Exceptions are attributes of ``nn.Module`` and of tensors that torch has had since 1.0 (``_parameters``, ``_version``,
+``_base``).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _C: Any = torch._C
 _autograd: Any = torch.autograd
 
 # The running backward pass.
-current_task: Callable[[], int] = _C._current_graph_task_id  # -1 where none runs
+current_task: Callable[[], int] = _C._current_graph_task_id  # -1 if none runs
 current_node: Callable[[], Node] = _C._current_autograd_node
 will_execute: Callable[[Node], bool] = _C._will_engine_execute_node  # raises for a leaf that torch.autograd.grad captures
 keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
@@ -36,14 +36,14 @@ call_at_end: Callable[[Callable[[], None]], None] = _autograd.Variable._executio
 
 # Nodes.
 AccumulateGrad: Any = _C._functions.AccumulateGrad
-sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")  # which of its thread's nodes it is
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")  # its number among its thread's nodes
 class_of_function: Callable[[Any], Any] = attrgetter("_forward_cls")  # the user's subclass that a node's class is of
 SAVED, RAW = "_saved_", "_raw_saved_"
-"""What attributes of a node begin with under which it keeps something: its value, and the tensor as hooks have packed it."""
+"""The first part of the names of a node's attributes for saved values, and for saved tensors as hooks have packed them."""
 
 
 def made(node: Node) -> tuple[Any, ...]:
-    """What is known of the tensors that a node made: ``shape``, ``dtype``, ``device``.  Nothing for a leaf's."""
+    """The metadata of a node's outputs: ``shape``, ``dtype``, ``device``.  Empty for a leaf."""
     return getattr(node, "_input_metadata", ())
 
 
@@ -69,12 +69,12 @@ def is_transformed() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
-is_traced: Callable[[], Any] = _C._get_tracing_state  # true where torch.jit.trace runs
-is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # by is_grads_batched
+is_traced: Callable[[], Any] = _C._get_tracing_state  # true while torch.jit.trace runs
+is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # for is_grads_batched
 
 
 # Memory.
-versions_kept: Any = _autograd._unsafe_preserve_version_counter  # a context that leaves no trace in counts of writes
+versions_kept: Any = _autograd._unsafe_preserve_version_counter  # a context that doesn't count writes
 
 
 def uses_of(storage: Any) -> int:

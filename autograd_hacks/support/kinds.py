@@ -1,4 +1,4 @@
-"""Which values are numbers, NumPy's too, and tensors without axes."""
+"""Which values are numbers, including NumPy's and tensors without axes."""
 
 from numbers import Integral, Real
 

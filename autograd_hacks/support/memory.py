@@ -1,6 +1,6 @@
-"""Memory of an earlier step, to be written into again: fresh memory costs more than arithmetic.
+"""Memory of an earlier step, to be reused: fresh memory costs more than arithmetic.
 
-On two cores 307 MB took 62 ms to write into new pages and 18 into held ones.  CUDA's allocator holds pages by itself.
+On two cores 307 MB took 62 ms to write into new pages and 18 ms into held ones.  CUDA's allocator holds pages itself.
 """
 
 import sys
@@ -13,11 +13,11 @@ from torch import Tensor
 from autograd_hacks.support.internals import uses_of
 
 SMALL = 64 * 1024
-"""Bytes up to which new memory takes less time than to find out whether the old may be used: 1 µs against 6."""
+"""Up to this many bytes, allocating (1 µs) is faster than checking whether old memory may be reused (6 µs)."""
 
 
 class Pool:
-    """Memory by key: a tensor that this has made, and that was given back, is written into again if nobody else holds it."""
+    """Memory by key.  A tensor that the pool made and got back is reused if nobody else holds it."""
 
     def __init__(self) -> None:
         self.reuse = True
@@ -25,34 +25,34 @@ class Pool:
         self._held: dict[str, list[Tensor]] = {}
 
     def give_back(self, key: str, tensor: Tensor | None) -> None:
-        """Takes memory back, if this has made it."""
+        """Takes memory back if the pool made it."""
         made = self._made.get(key)
         if self.reuse and tensor is not None and made is not None and made() is tensor:
             self._held[key] = [tensor]
 
     def take(self, key: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor to write into, of a shape, and of the dtype and device of another."""
+        """A tensor to write into, with the given shape and the dtype and device of ``like``."""
         box = self._held.pop(key, None)
         if box is not None and _is_free(box, tuple(shape), like):
             return box[0]
-        box = None  # the old makes room before the new comes
+        box = None  # free the old memory before allocating the new
         new = like.new_empty(tuple(shape))
         if self.reuse and new.nbytes >= SMALL:
             self._made[key] = weakref.ref(new)
         return new
 
     def clear(self) -> None:
-        """Frees what is held."""
+        """Frees all memory."""
         self._held.clear()
 
 
 def _is_free(box: list[Tensor], shape: tuple[int, ...], like: Tensor) -> bool:
-    """Whether a tensor can be written into as a new one of a shape, and of the dtype and device of another.
+    """Whether a tensor can be reused for a new one, with the given shape and the dtype and device of ``like``.
 
-    box: the tensor, which must be held by no other list or name than this list of one
+    box: a list that contains only the tensor; no other list or name may hold it
     """
     old = box[0]
-    if vars(old) or weakref.getweakrefcount(old) > 1:  # the pool's own is one
+    if vars(old) or weakref.getweakrefcount(old) > 1:  # one belongs to the pool
         return False
     del old
     if _holders(box) != _FREE:

@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part: DTensors, and tensors that a collective still fills."""
+"""Tensors of which each process holds a part: DTensors, and tensors that a collective has not filled yet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_part(x: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     if type(x) in _WHOLE:
         return False
-    tensors = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and has been where there are any
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and imported already if there are any
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def may_have_parts() -> bool:
-    """Whether there may be DTensors at all."""
+    """Whether DTensors are possible at all."""
     return "torch.distributed.tensor" in sys.modules
 
 
@@ -35,9 +35,9 @@ def has_parts(model: nn.Module) -> bool:
 
 
 def part_of(x: Tensor) -> Tensor:
-    """What this process holds of a tensor, outside of its graph; x itself where it is whole.
+    """The part of a tensor that this process holds, without its graph; x itself if it is whole.
 
-    A part's version doesn't count what is written to the whole.
+    The part's version doesn't count writes to the whole tensor.
     """
     if type(x) in _WHOLE:
         return x
@@ -50,7 +50,7 @@ def part_of(x: Tensor) -> Tensor:
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same, where processes have parts of a sum once these are added up.  All call it, in one order."""
+    """The same, after adding up a sum of which processes have parts.  All processes must call it, in the same order."""
     whole: Any = x
     if is_part(x) and any(place.is_partial() for place in whole.placements):
         replicate = _tensors().Replicate()
@@ -60,23 +60,23 @@ def settled(x: Tensor) -> Tensor:
 
 
 def own_of(x: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a tensor, as another one of its shape is cut.  All call it, in one order."""
+    """This process's part of a tensor, split like another of its shape.  All processes must call it, in the same order."""
     return Cut.of(like).own(x) if is_part(like) else part_of(x)
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor that all processes have alike, as a DTensor that is cut as another of its shape; x where that is whole."""
+    """A tensor that all processes have, as a DTensor split like another one of its shape; x itself if that is whole."""
     return Cut.of(like).whole(x) if is_part(like) else x
 
 
 def joined(part: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of the parts that processes hold, cut as another one; the part where that is whole.  See `Cut.joined`"""
+    """The DTensor of the parts that processes hold, split like another one; the part itself if that is whole."""
     return Cut.of(like).joined(part) if is_part(like) else part
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut over processes."""
+    """How a tensor is split over processes."""
 
     mesh: Any
     places: tuple[Any, ...]  # for each axis of the mesh
@@ -90,16 +90,16 @@ class Cut:
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """The process groups along which it is cut."""
+        """The process groups over which it is split."""
         cut = [axis for axis, place in enumerate(self.places) if place.is_shard() and self.mesh.size(axis) > 1]
         return tuple([self.mesh.get_group(axis) for axis in cut])
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor of its shape that all processes have alike, as one that is cut so, without a word between them."""
+        """A tensor of this shape that all processes have, as a DTensor with this split.  Without communication."""
         return _tensors().distribute_tensor(x, self.mesh, self.places, src_data_rank=None)
 
     def own(self, x: Tensor) -> Tensor:
-        """This process's part of a tensor of its shape, a DTensor or one that all have alike."""
+        """This process's part of a tensor of this shape, which is a DTensor or the same on all processes."""
         other: Any = x
         if is_part(x) and other.device_mesh == self.mesh:
             return part_of(other.redistribute(self.mesh, self.places))
@@ -107,7 +107,7 @@ class Cut:
         return part_of(self.whole(x))
 
     def joined(self, part: Tensor) -> Tensor:
-        """The DTensor of the parts that processes hold.  part: may have more axes, in front"""
+        """The DTensor of the parts that processes hold.  part: may have more axes at the front"""
         more = part.shape[: part.ndim - len(self.shape)]
         shape = torch.Size((*more, *self.shape))
         places = [_moved(place, len(more)) for place in self.places]
@@ -115,7 +115,7 @@ class Cut:
         return _tensors().DTensor.from_local(part, self.mesh, places, **kept)
 
     def start(self, axis: int) -> int:
-        """Where on an axis this process's part begins."""
+        """The start of this process's part on an axis."""
         if axis >= len(self.shape) or not any(place.is_shard(axis) for place in self.places):
             return 0
         places = [_tensors().Shard(0) if place.is_shard(axis) else _tensors().Replicate() for place in self.places]
@@ -124,10 +124,10 @@ class Cut:
 
 
 def _moved(place: Any, axes: int) -> Any:
-    """Where a tensor lies on an axis of a mesh that has more axes in front."""
-    if not (axes and hasattr(place, "dim")):  # torch says is_shard() of none that is cut once more
+    """The placement of a tensor on a mesh if the tensor has more axes at the front."""
+    if not (axes and hasattr(place, "dim")):  # torch's is_shard() is False for a tensor that is split again
         return place
-    strides = {"split_factor": place.split_factor} if hasattr(place, "split_factor") else {}  # of what was cut once more
+    strides = {"split_factor": place.split_factor} if hasattr(place, "split_factor") else {}  # if split again
     return type(place)(place.dim + axes, **strides)
 
 

@@ -1,4 +1,4 @@
-"""How coarsely products in single precision round their factors: to TF32, of ten bits, where torch is told that it may."""
+"""How products in single precision round their factors: to TF32, with a ten-bit mantissa, if torch's settings allow it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 MATMUL, CONV, RNN = "matmul", "conv", "rnn"
 KINDS = (MATMUL, CONV, RNN)
 UNITS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-"""By torch's name of what factors are rounded to: a unit of the last digit that they keep, of 1."""
+"""By torch's name of the rounded format: its unit in the last place, for 1."""
 
-_CUDNN: Any = torch.backends.cudnn  # whose settings have no types
+_CUDNN: Any = torch.backends.cudnn  # its settings have no types
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {MATMUL: torch.backends.cuda.matmul, CONV: _CUDNN.conv, RNN: _CUDNN.rnn},
     "cpu": {kind: getattr(torch.backends.mkldnn, kind) for kind in KINDS},
@@ -21,10 +21,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def unit_of_products(x: Tensor, kinds: Iterable[str] = KINDS) -> float:
-    """The unit to which the factors of products on x's device may be rounded; 0 where they keep all digits.
+    """The unit to which products on x's device may round their factors; 0 if they keep all digits.
 
-    By default cuDNN rounds those of convolutions and recurrent layers to TF32; ``torch.set_float32_matmul_precision`` and
-    ``allow_tf32`` tell it of others.
+    By default cuDNN rounds the factors of convolutions and recurrent layers to TF32.  For other products, this depends on
+    ``torch.set_float32_matmul_precision`` and ``allow_tf32``.
 
     kinds: of products, some of `KINDS`
     """

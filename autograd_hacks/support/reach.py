@@ -1,4 +1,4 @@
-"""All that a model can reach and its forward may change: attributes, containers, closures, globals, generators, iterators.
+"""Everything that a model's forward can reach and change: attributes, containers, closures, globals, generators, iterators.
 
 No mathematics.
 """
@@ -28,19 +28,19 @@ from autograd_hacks.support.trees import like_its_kind
 _ATOMS = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
 
 _HOSTS = ("lightning", "pytorch_lightning")
-"""What runs models, and is reached from them with all of a program behind it."""
+"""Packages whose classes run models and hold a whole program.  The search stops at them."""
 
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
 class Holder(NamedTuple):
-    """Something that holds other things, by key."""
+    """An object that holds others, by key."""
 
     where: str
-    content: Callable[[], dict[Any, Any]]  # what it holds now
-    fill: Callable[[dict[Any, Any]], None]  # has it hold something else
+    content: Callable[[], dict[Any, Any]]  # returns what it holds now
+    fill: Callable[[dict[Any, Any]], None]  # makes it hold something else
     kept: dict[Any, Any]  # what it held
-    copied: list[Any]  # the keys of what is copied
+    copied: list[Any]  # the keys of the values that are copied
 
     def put(self, content: dict[Any, Any]) -> None:
         now = self.content()
@@ -49,21 +49,23 @@ class Holder(NamedTuple):
 
 
 class Reach:
-    """What a model can reach, as it is now.  Raises ProbeFailed where something has a state that can't be put back.
+    """What a model can reach now.  Raises ProbeFailed if the state of something can't be restored.
 
-    roots: where to begin, by name    shared: tensors that stay where they are    strict: whether it raises
+    roots: where to begin, by name
+    shared: tensors that stay where they are
+    strict: whether it raises
     """
 
     def __init__(self, roots: Mapping[str, Any], shared: Iterable[Tensor] = (), strict: bool = True) -> None:
         self.strict = strict
         self.holders: list[Holder] = []
-        # Of generators of random numbers and files: what reads and sets their state, and what it was.
+        # For random generators and files: functions that read and set their state, and the old state.
         self.states: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         self._note_state(random.getstate, random.setstate)
         self._shared = {id(x): x for x in shared}
-        self._memo: dict[int, Any] = {}  # copies, by what they are copies of
-        self._then: dict[int, Any] = {}  # the same, of how things were
-        self._kept: list[Any] = []  # so that no number is used again
+        self._memo: dict[int, Any] = {}  # copies, by the id of the original
+        self._then: dict[int, Any] = {}  # the same, for the old state
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is used again
         self._numpy: Any = sys.modules.get("numpy")
         if self._numpy is not None:
             self._note_state(self._numpy.random.get_state, self._numpy.random.set_state)
@@ -81,7 +83,7 @@ class Reach:
         return isinstance(value, Tensor) or type(value) is tuple or is_array or _is_iterator(value)
 
     def keep(self, *others: Any) -> None:
-        """Copies tensors, arrays and iterators, since they may be changed before they are asked for."""
+        """Copies tensors, arrays and iterators now, because they may change before they are needed."""
         self._memo = dict(self._shared)
         for holder in self.holders:
             self._copies(holder)
@@ -92,14 +94,14 @@ class Reach:
         return {key: self.copy_of(holder.kept[key], f"{holder.where}{key}") for key in holder.copied}
 
     def put_back(self, copies: bool = False) -> None:
-        """Has everything as it was, but for the numbers in tensors and arrays.  copies: with copies in their place"""
+        """Restores everything except the numbers in tensors and arrays.  copies: whether to put copies in their place"""
         for holder in self.holders:
             holder.put(holder.kept | self._copies(holder) if copies else holder.kept)
         for _, put, kept in self.states:
             put(kept)
 
     def put_copies(self) -> Callable[[], None]:
-        """Has everything as it was, with copies in the place of tensors, arrays and iterators.  Returns what undoes that."""
+        """Restores everything, with copies for tensors, arrays and iterators.  Returns a function that undoes this."""
         now = [(holder, holder.content()) for holder in self.holders]
         states = [(put, get()) for get, put, _ in self.states]
         self._memo = dict(self._shared)
@@ -115,7 +117,7 @@ class Reach:
         return undo
 
     def copy_of(self, value: Any, where: str) -> Any:
-        """A copy of what a forward may change and is no container, and of tuples of that; all else as it is."""
+        """A copy of a value that a forward may change, or of a tuple of such values.  Returns all else itself."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         original, value = value, self._then.get(id(value), value)
@@ -124,7 +126,7 @@ class Reach:
             if isinstance(value, nn.Parameter):
                 found = nn.Parameter(found, value.requires_grad)
             elif value.requires_grad:
-                with torch.enable_grad():  # no leaf, which couldn't be written to
+                with torch.enable_grad():  # not a leaf: a forward could not write into that
                     found = like_its_kind(value, found.requires_grad_().clone())
         elif type(value) is tuple:
             parts = [self.copy_of(part, f"{where}[{n}]") for n, part in enumerate(value)]
@@ -134,7 +136,7 @@ class Reach:
         elif _is_iterator(value):
             try:
                 found = copy.deepcopy(value, dict(self._memo))
-            except Exception as error:  # whatever copying it says
+            except Exception as error:  # copying may raise anything
                 raise _refused(where, value, f"{type(error).__name__}: {error}") from error
         else:
             return value
@@ -143,7 +145,7 @@ class Reach:
         return found
 
     def _enter(self, where: str, thing: Any) -> list[tuple[str, Any]]:
-        """Notes what a thing holds, or its state.  Returns what it leads to."""
+        """Records what an object holds, or its state.  Returns the objects to which it leads."""
         if isinstance(thing, GeneratorType | AsyncGeneratorType):
             if self.strict:
                 raise _refused(where, thing, "Python can't copy it")
@@ -181,7 +183,7 @@ class Reach:
         self.states.append((get, put, get()))
 
     def _has_state(self, thing: Any) -> bool:
-        """Whether a thing is a generator of random numbers, or a file, whose state is noted."""
+        """Whether an object is a random generator or a file.  If so, its state is recorded."""
         of_numpy: Any = self._numpy and self._numpy.random
         if isinstance(thing, torch.Generator) or (of_numpy and isinstance(thing, of_numpy.RandomState)):
             self._note_state(thing.get_state, thing.set_state)
@@ -232,7 +234,7 @@ class Reach:
         found: list[tuple[str, Any]] = [] if _is_known(type(thing)) else [(where, type(thing))]
         if isinstance(own := getattr(thing, "__dict__", None), dict):
             held = self._hold(where, lambda: dict(own), partial(refill, own))
-            # Where processes hold parts of parameters, whole ones are in their place while the model runs.
+            # If processes hold parts of parameters, whole ones replace them while the model runs.
             parts = thing._parameters if is_module and any(map(is_part, thing._parameters.values())) else None
             found += [(at, value) for at, value in held if parts is None or value is not parts]
         if slots_of(thing):
@@ -246,15 +248,14 @@ class Reach:
 
 def _refused(where: str, thing: Any, why: str) -> ProbeFailed:
     return ProbeFailed(
-        f"whether samples are independent can't be shown: for that the model is run again, and {where}, an object of "
-        f"type {type(thing).__name__}, would be somewhere else afterwards ({why}). Nothing has been run. Give the model "
-        "what comes out of it as an argument, or keep something that copy.deepcopy takes; without the proof: "
-        "independent=False."
+        f"independence of samples: the check runs the model again, but can't restore {where}, of type "
+        f"{type(thing).__name__} ({why}). Nothing has been run. Pass what it yields to the model as an argument, or use an "
+        "object that copy.deepcopy accepts. To skip the check, use independent=False."
     )
 
 
 def _is_known(thing: Any) -> bool:
-    """Whether a class or a function is Python's own, torch's, this package's or a trainer's, and has nothing of a user's."""
+    """Whether a class or function belongs to Python, torch, this package or a trainer, and holds nothing of the user's."""
     top = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
     return top in ("torch", "numpy", "autograd_hacks", *_HOSTS) or (
         top in sys.stdlib_module_names and top not in ("types", "__main__")
@@ -266,13 +267,13 @@ def _is_iterator(thing: Any) -> bool:
 
 
 def _mentioned(code: CodeType) -> list[str]:
-    """The names that a function's code uses, and the functions that it defines."""
+    """The names used in a function's code, including the functions that it defines."""
     inside = [name for const in code.co_consts if isinstance(const, CodeType) for name in _mentioned(const)]
     return [*code.co_names, *inside]
 
 
 def slots_of(thing: object) -> dict[str, Any]:
-    """What an object holds in slots, by name."""
+    """The values in an object's slots, by name."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
     names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
     return {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
@@ -281,7 +282,7 @@ def slots_of(thing: object) -> dict[str, Any]:
 def _content_of_cell(name: str, cell: Any) -> dict[str, Any]:
     try:
         return {name: cell.cell_contents}
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # the cell is still empty
         return {}
 
 
@@ -295,7 +296,7 @@ def _fill_cell(cell: Any, kept: dict[str, Any]) -> None:
 
 
 def refill(box: Any, content: Any) -> None:
-    """Makes a container what it was, in its order, past what the user's own class does."""
+    """Restores a container's content and order, without calling methods of the user's own class."""
     if isinstance(box, dict):
         kind: Any = OrderedDict if isinstance(box, OrderedDict) else dict
         if list(dict.keys(box)) != list(content):

@@ -1,4 +1,4 @@
-"""Putting things back, at whatever line an interrupt comes."""
+"""Restores things, even if an interrupt comes at any line."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ from autograd_hacks.support.internals import (
 
 @contextmanager
 def restored(undo: Callable[[], None]) -> Iterator[None]:
-    """A context at whose end ``undo`` puts things back, and once more where an interrupt has stopped it half-way.
+    """A context that calls ``undo`` at its end, and once more if an interrupt stopped it halfway.
 
-    To be entered before the first change.  It is a generator, which Python ends at once where an interrupt comes as the
-    ``with`` around it is left.
+    Enter it before the first change.  It is a generator, which Python ends at once if an interrupt comes while the ``with``
+    statement is left.
 
-    undo: gives the same whether it is called once or several times
+    undo: must have the same effect if it is called several times
     """
     try:
         try:
@@ -38,7 +38,7 @@ def restored(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def kept(own: object, *names: str) -> Iterator[None]:
-    """A context after which an object's attributes are as they were: those that are named, or all."""
+    """A context that restores an object's attributes: the named ones, or all."""
     attributes = vars(own)
     with restored(partial(attributes.update, {name: attributes[name] for name in names or attributes})):
         yield
@@ -46,7 +46,7 @@ def kept(own: object, *names: str) -> Iterator[None]:
 
 @contextmanager
 def undone_by(undo: Callable[[], None]) -> Iterator[None]:
-    """A context that ``undo`` undoes where it is left by an exception."""
+    """A context that calls ``undo`` if an exception leaves it."""
     try:
         yield
     except BaseException:
@@ -56,8 +56,9 @@ def undone_by(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def switches_kept() -> Iterator[None]:
-    """A context after which torch's switches for this thread are as they were: gradients, autocast, its cache, attention's
-    fast way, modes.  torch's own contexts miss an interrupt that comes as they are left."""
+    """A context that restores torch's switches for this thread: gradients, autocast and its cache, fast attention, modes.
+
+    torch's own contexts don't do that if an interrupt comes while they are left."""
     devices = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
@@ -87,13 +88,13 @@ def switches_kept() -> Iterator[None]:
 
 
 def _saves_by() -> object:
-    """What packs tensors that autograd saves; None where nothing does."""
+    """The hooks that pack the tensors that autograd saves; None if there are none."""
     found: Any = top_saved_hooks(True)
     return None if found is None else found[0]
 
 
 def _autocasts() -> int:
-    """How many autocasts are open: with the last, its memory of weights goes."""
+    """How many autocast contexts are open.  Autocast's cache of weights is cleared with the last one."""
     torch.autocast_increment_nesting()
     depth: int = torch.autocast_decrement_nesting()
     return depth

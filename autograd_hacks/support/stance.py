@@ -1,4 +1,4 @@
-"""Running what torch.compile has made as it was written."""
+"""Runs code that torch.compile has compiled as ordinary Python."""
 
 import sys
 import threading
@@ -11,8 +11,8 @@ import torch
 from autograd_hacks.support.internals import COMPILER
 from autograd_hacks.support.restored import restored
 
-_OPEN: set[object] = set()  # contexts, in whatever thread: of two that overlap, torch would forget what was before
-_STANCE: list[Any] = []  # what undoes the first
+_OPEN: set[object] = set()  # contexts of all threads: if two overlapped, torch would forget the older setting
+_STANCE: list[Any] = []  # undoes the first one
 _LOCK = threading.RLock()
 
 
@@ -22,7 +22,7 @@ def as_written(wanted: bool = True) -> Iterator[None]:
 
     wanted: False does nothing
     """
-    if not wanted or COMPILER not in sys.modules:  # the compiler, which takes a second to import
+    if not wanted or COMPILER not in sys.modules:  # it takes a second to import
         yield
         return
     mine = object()

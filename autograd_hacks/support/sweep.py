@@ -1,5 +1,4 @@
-"""Brings gradients through a graph as autograd's engine does, and past every hook: nothing but the nodes themselves hears of
-it."""
+"""Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,19 +22,19 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 Made = TypeVar("Made")
 
 Grads = list[Tensor | None]
-"""What one pass brings to a node, by the number of what it made."""
+"""What one pass brings to a node, by the number of the node's output."""
 
 _IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
-"""Functions of torch's that hand gradients on as they are, and tell its engine or its wrappers of them."""
+"""Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
 
 def _is_function(node: object) -> bool:
-    """Whether a node is of a torch.autograd.Function."""
+    """Whether a node belongs to a torch.autograd.Function."""
     return isinstance(node, BackwardCFunction)
 
 
 def is_repeatable(node: Any) -> bool:
-    """Whether a node may be called, and once more: torch's own, none of the user's, and none that runs a forward."""
+    """Whether a node may be called several times: torch's own nodes, except those that run a forward."""
     return not is_users(node) and node.name() != CHECKPOINT
 
 
@@ -48,9 +47,11 @@ def sweep(
 ) -> None:
     """Brings the gradients of several passes down to the leaves, all passes at once.
 
-    given: by value what each pass begins with    arrive: hears of each node before it is called, with what each pass has
-    brought there    ends: nodes that are not called    wanted: those that are called; all unless told
-    to_leaves: the pass of which leaves alone need gradients, where one is enough; all unless told
+    given: by value, the gradients with which each pass begins
+    arrive: called for each node before the node runs, with the gradients of each pass
+    ends: nodes that are not called
+    wanted: nodes that are called, by default all
+    to_leaves: the only pass for which leaves need gradients, by default all passes
     """
     with Switch.paused_here():  # checkpoints run the user's modules
         as_one_pass(partial(_sweep, given, arrive, ends, wanted, to_leaves))
@@ -91,7 +92,7 @@ def _sweep(
 
 
 def _dependencies(roots: Sequence[Node], ends: Collection[Node], wanted: Collection[Node] | None) -> dict[Node, int]:
-    """By node how many edges lead there from others that a sweep comes by."""
+    """By node, how many edges lead there from other nodes of the sweep."""
     left, waiting = dict.fromkeys(roots, 0), list(dict.fromkeys(roots))
     while waiting:
         node = waiting.pop()
@@ -107,7 +108,7 @@ def _dependencies(roots: Sequence[Node], ends: Collection[Node], wanted: Collect
 
 
 def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor | None]) -> None:
-    """Adds what passes bring to a value, as the engine does."""
+    """Adds gradients to those that have arrived at a value, as the engine does."""
     passes = brought.get(value.node)
     if passes is None:
         passes = brought[value.node] = [[None] * max(1, len(made(value.node))) for _ in grads]
@@ -119,7 +120,7 @@ def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor 
 
 
 def fitted(grad: Tensor, value: Value) -> Tensor:
-    """A gradient as its value is: of its shape, where that was broadcast, and of its dtype."""
+    """A gradient with the value's dtype, and with the value's shape if that was broadcast."""
     grad = grad if grad.layout == torch.strided else grad.to_dense()
     if grad.is_nested:
         return grad
@@ -130,7 +131,7 @@ def fitted(grad: Tensor, value: Value) -> Tensor:
 
 
 def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-    """What a node makes of the gradients at what it made."""
+    """The gradients that a node computes from those at its outputs."""
     if all(grad is None for grad in grads):
         return None
     if not _is_function(node):
@@ -146,8 +147,9 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @contextmanager
 def _put_back(node: Any) -> Iterator[None]:
-    """A context in which a user's function may free what it kept for its backward, or count: the passes that come find all
-    as it was."""
+    """A context that restores a user's function, which may free what it saved for backward, or count its calls.
+
+    Later passes then find everything unchanged."""
     function, kept = class_of_function(type(node)), dict(vars(node))
     reach = Reach({"its function": function, "its backward": function.backward, "what it keeps": vars(node)}, strict=False)
 
@@ -160,13 +162,13 @@ def _put_back(node: Any) -> Iterator[None]:
 
 
 def _by_edge(node: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    # One for each argument of its forward; edges are there for tensors alone.
+    # The function returns a gradient for each argument of its forward, but only tensors have edges.
     of_tensors = iter([grad for grad, asks in zip(found, node.needs_input_grad) if asks])
     return [None if ahead is None else next(of_tensors) for ahead, _ in node.next_functions]
 
 
 def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """What a node makes of the gradients of several passes."""
+    """The gradients that a node computes, for several passes."""
     if node.name() == CHECKPOINT:
         return _run_again(node, passes)
     found, put_back = list[Sequence[Tensor | None] | None](), None
@@ -177,13 +179,13 @@ def _call(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | 
             put_back = put_back_by(node)
         try:
             found.append(call_node(node, grads))
-        except CheckpointError:  # of a node that doesn't show what it keeps
+        except CheckpointError:  # a node that doesn't show what it saves
             found.append(outside_passes(partial(call_node, node, grads)))
     return found
 
 
 def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | None] | None]:
-    """What a reentrant checkpoint's node makes of the gradients of several passes: what it runs is run once more."""
+    """The gradients that a reentrant checkpoint's node computes, for several passes.  Runs its function once more."""
     tensors = node.saved_tensors
     args: list[Any] = list(node.inputs)
     for place, x in zip(node.tensor_indices, tensors):
@@ -205,7 +207,7 @@ def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | Non
         grads = [g for own in passes if (g := own[number]) is not None]
         if isinstance(x, Tensor) and x.requires_grad and grads:
             given[Value(*get_gradient_edge(x)[:2])] = grads
-    found: list[list[Tensor | None]] = [[None] * (2 + len(args)) for _ in passes]  # behind the function and a setting
+    found: list[list[Tensor | None]] = [[None] * (2 + len(args)) for _ in passes]  # after the function and a setting
     places = {id(x): place for place, x in enumerate(args, 2) if isinstance(x, Tensor)}
 
     def arrive(leaf: Any, brought: list[Grads]) -> None:
@@ -218,7 +220,7 @@ def _run_again(node: Any, passes: Sequence[Grads]) -> list[Sequence[Tensor | Non
 
 
 def as_one_pass(run: Callable[[], None]) -> None:
-    """Runs a function as a part of a backward pass: within one checkpoints compute once what they hand out."""
+    """Runs a function inside a backward pass.  There, checkpoints recompute only once what they return several times."""
     if current_task() != NO_TASK:
         run()
         return
@@ -236,7 +238,7 @@ def as_one_pass(run: Callable[[], None]) -> None:
 
 
 def outside_passes(run: Callable[[], Made]) -> Made:
-    """What a function returns outside the running backward pass, within which nodes make only what that is for."""
+    """A function's result outside the running backward pass, in which nodes compute only what that pass needs."""
     makes_graph = torch.is_grad_enabled()
     streams = [torch.cuda.current_stream()] if torch.cuda.is_initialized() else []
     is_paused = Switch.is_paused_here()
@@ -249,5 +251,5 @@ def outside_passes(run: Callable[[], Made]) -> Made:
                 stack.enter_context(torch.cuda.stream(stream))
             return run()
 
-    with ThreadPoolExecutor(1) as threads:  # the running pass is a thread's own
+    with ThreadPoolExecutor(1) as threads:  # the running pass belongs to a thread
         return threads.submit(in_thread).result()

@@ -10,15 +10,15 @@ from autograd_hacks.support.internals import current_task as current_task
 from autograd_hacks.support.restored import restored
 
 NO_TASK = -1
-"""What torch calls the current backward pass where none runs."""
+"""torch's number for the current backward pass if none runs."""
 
 
 class Switch:
-    """Whether hooks record, everywhere in the process."""
+    """Whether hooks record, in the whole process."""
 
     enabled = True
-    pauses: ClassVar[set[object]] = set()  # contexts that are open, in whatever thread
-    here = threading.local()  # .paused: whether one of the library's own is, in this thread
+    pauses: ClassVar[set[object]] = set()  # open contexts, of all threads
+    here = threading.local()  # .paused: whether this thread is in one of the library's own contexts
 
     @classmethod
     def on(cls) -> bool:
@@ -26,13 +26,13 @@ class Switch:
 
     @classmethod
     def is_paused_here(cls) -> bool:
-        """Whether this thread's forwards are none of the user's."""
+        """Whether this thread's forwards are the library's and not the user's."""
         return getattr(cls.here, "paused", False)
 
     @classmethod
     @contextmanager
     def paused_here(cls) -> Iterator[None]:
-        """A context in which this thread's forwards are none of the user's."""
+        """A context for the library's own forwards in this thread."""
         before = cls.is_paused_here()
         with restored(partial(setattr, cls.here, "paused", before)):
             cls.here.paused = True
@@ -41,7 +41,7 @@ class Switch:
     @classmethod
     @contextmanager
     def paused(cls) -> Iterator[None]:
-        """A context in which nothing is recorded, in whatever thread."""
+        """A context in which nothing is recorded, in any thread."""
         mine = object()
         with restored(partial(cls.pauses.discard, mine)):
             cls.pauses.add(mine)

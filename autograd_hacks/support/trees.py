@@ -1,4 +1,4 @@
-"""Tensors in nested arguments: tuples, dicts, packed sequences and objects; their versions; and modules in a model."""
+"""Tensors in nested arguments (tuples, dicts, packed sequences, objects), their versions, and the modules of a model."""
 
 import weakref
 from collections import OrderedDict, UserDict, UserList
@@ -18,12 +18,12 @@ from autograd_hacks.support.internals import register_pytree_node, tree_leaves, 
 _CLOSED = (Tensor, NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module, PackedSequence)
 _LEAVES = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype, torch.device}
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
-"""An object is opened if its class makes new ones as one of these does."""
+"""An object is opened if its class creates instances in the same way as one of these."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors of a tree in order; of a packed sequence the data."""
-    if isinstance(tree, Tensor):  # the usual cases first, which need no walk
+    """All tensors of a tree, in order.  For a packed sequence, its data."""
+    if isinstance(tree, Tensor):  # the usual cases first, without a walk
         return [tree]
     if _is_flat(tree):
         return list(tree)
@@ -35,12 +35,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """All tensors of a call's arguments in order."""
+    """All tensors among a call's arguments, in order."""
     return tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
 
 
 def made_by(tree: Any) -> frozenset[Node]:
-    """The nodes of the graph that made a tree's tensors."""
+    """The graph nodes that made a tree's tensors."""
     return frozenset(x.grad_fn for x in tensors_of(tree) if x.grad_fn is not None)
 
 
@@ -62,9 +62,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """What torch's ``tree_leaves`` returns, in less than half of the time for tuples, lists and dicts.
+    """The same as torch's ``tree_leaves``, in less than half of the time for tuples, lists and dicts.
 
-    is_leaf: of what is neither of these
+    is_leaf: applied to everything else
     """
     kind = type(tree)
     if kind is tuple or kind is list:
@@ -75,21 +75,21 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 class Unpacked:
-    """What an object holds, in its place in a tree, so that torch's functions of trees go on into it."""
+    """The contents of an object, which replace it in a tree so that torch's tree functions can enter it."""
 
     def __init__(self, parts: list[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> None:
         self.parts, self.context = parts, context  # its class, the keys of its items, the names of its attributes
 
 
 def _closed(parts: Iterable[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> Any:
-    """An object of a class with these parts, which no code of the class has seen."""
+    """An object of a class with these parts, made without calling code of the class."""
     kind, keys, names = context
     base: Any = next(base for base in _BASES if issubclass(kind, base))
     made, left = base.__new__(kind), iter(parts)
     for key in keys:
         list.append(made, next(left)) if base is list else base.__setitem__(made, key, next(left))
     for name, part in zip(names, left):
-        object.__setattr__(made, name, made if part is _ITSELF else part)  # frozen ones, too
+        object.__setattr__(made, name, made if part is _ITSELF else part)  # works for frozen ones too
     return made
 
 
@@ -99,8 +99,9 @@ register_pytree_node(Unpacked, lambda x: (x.parts, x.context), _closed)
 
 
 def unpacked(tree: Any, everything: bool = False) -> Any:
-    """The tree with its objects opened: dataclasses and what is like them, the user's own dictionaries and lists; and with
-    ``everything`` all others that hold a tensor.  Mapped or unflattened it has objects again, copies of those."""
+    """The tree with its objects opened: dataclasses and similar objects, and user-defined dictionaries and lists.
+
+    With ``everything``, also all others that hold a tensor.  Mapping or unflattening gives copies of the objects."""
     if _is_flat(tree) or (type(tree) is tuple and len(tree) == 2 and _is_flat(tree[0]) and _is_empty(tree[1])):
         return tree  # most arguments
     known: dict[int, Any] = {}
@@ -109,7 +110,7 @@ def unpacked(tree: Any, everything: bool = False) -> Any:
         if isinstance(leaf, _CLOSED):
             return leaf
         if id(leaf) in known:
-            if known[id(leaf)] is _ITSELF:  # it is being unpacked, and holds what holds it
+            if known[id(leaf)] is _ITSELF:  # it is being unpacked, and contains itself
                 known[id(leaf)] = leaf
             return known[id(leaf)]
         kind, is_record = type(leaf), _is_record(leaf)
@@ -123,7 +124,7 @@ def unpacked(tree: Any, everything: bool = False) -> Any:
         held_parts = [_ITSELF if part is leaf else part for part in (*items.values(), *own.values())]
         parts = [tree_map(at_leaf, part, is_leaf=is_packed) for part in held_parts]
         is_circle, known[id(leaf)] = known[id(leaf)] is leaf, leaf
-        if is_circle:  # no copy of it could be made part by part
+        if is_circle:  # it can't be copied part by part
             return leaf
         if is_record or any(isinstance(x, Tensor | PackedSequence) for x in tree_leaves(parts, is_packed)):
             known[id(leaf)] = Unpacked(parts, (kind, tuple(items), tuple(own)))
@@ -144,21 +145,21 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def weakly(tree: Any) -> Any:
-    """The tree with a weak reference in the place of each tensor, and of each object that takes one; see `held`."""
+    """The tree with weak references instead of tensors, and of objects that support them; see `held`."""
     if _is_flat(tree) or _is_empty(tree):
         return tuple([weakref.ref(leaf) for leaf in tree]) if tree else tree
 
     def at_leaf(leaf: Any) -> Any:
         try:
             return weakref.ref(leaf)
-        except TypeError:  # numbers and strings take none
+        except TypeError:  # numbers and strings don't support them
             return leaf
 
     return tree_map(at_leaf, unpacked(tree), is_leaf=is_packed)
 
 
 def held(tree: Any) -> Any:
-    """What `weakly` was given.  Raises ReferenceError where something in it is gone."""
+    """The tree that was given to `weakly`.  Raises ReferenceError if something in it is gone."""
 
     def at_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, weakref.ref):
@@ -181,26 +182,26 @@ def _is_flat(tree: Any) -> bool:
 
 
 def _is_empty(tree: Any) -> bool:
-    """Whether a tree is what most keywords are."""
+    """Whether a tree is empty, as most keyword arguments are."""
     return type(tree) is dict and not tree
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model, in the order of ``model.modules()``, which spells their names and takes four times as long."""
+    """All modules, in the order of ``model.modules()``, which builds their names and takes four times as long."""
     found: dict[int, nn.Module] = {}
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            if module._modules:  # which most have not
+            if module._modules:  # most have none
                 waiting.extend([child for child in reversed(list(module._modules.values())) if child is not None])
     return list(found.values())
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """``dict(model.named_parameters())``, which takes four times as long."""
-    if type(model).named_parameters is not nn.Module.named_parameters:  # the user's own
+    if type(model).named_parameters is not nn.Module.named_parameters:  # overridden by the user
         return dict(model.named_parameters())
     found: dict[str, nn.Parameter] = {}
     _find_parameters(model, "", found, set())
@@ -219,7 +220,7 @@ def _find_parameters(module: nn.Module, prefix: str, found: dict[str, nn.Paramet
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
-    """x with what the user's own class of tensors has beside the numbers: the class, if x has lost it, and attributes."""
+    """x with the class of the user's tensor subclass, if x has lost it, and its attributes."""
     is_plain = type(kind) is Tensor or isinstance(kind, nn.Parameter) or not holds_numbers(kind)
     if is_plain or type(x) not in (Tensor, type(kind)):
         return x
@@ -234,13 +235,13 @@ def cloned(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """x outside the graph, and of torch's own class."""
+    """x without its graph, as torch's own class."""
     x = x.detach()
     return x if type(x) is Tensor or not holds_numbers(x) else x.as_subclass(Tensor)
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """Whether a tensor is one in memory, and no wrapper around others that computes in a way of its own."""
+    """Whether a tensor has its own memory, and is not a wrapper around others that computes in its own way."""
     return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
@@ -249,5 +250,5 @@ def is_packed(tree: Any) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been overwritten; inference tensors don't count that."""
+    """How often a tensor has been overwritten; 0 for inference tensors, which don't count that."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""To run a module once more and leave no trace: neither in it nor in what it can reach."""
+"""Runs a module once more without a trace in the module, or in anything that it can reach."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,11 +20,11 @@ from autograd_hacks.support.stance import as_written
 
 
 class Aside:
-    """All that a module and its arguments can reach, as it is now, to be put aside while it runs once more.
+    """Everything that a module and its arguments can reach now, to be restored after the module runs once more.
 
-    keeps: whether it may change before that; runs begin with how it is now
+    keeps: whether it may change before that; runs begin with its present state
 
-    Raises ProbeFailed where something has a state that can't be put back, a generator object say.
+    Raises ProbeFailed if the state of something can't be restored, for example of a generator object.
     """
 
     def __init__(self, module: nn.Module, arguments: Any = (), keeps: bool = False) -> None:
@@ -32,19 +32,21 @@ class Aside:
         self.trained = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
         with without_collection():
             self.reach = Reach({"the model": module, "its arguments": arguments}, self.trained)
-        self._before: list[Tensor] = []  # the trained parameters' numbers, where they may change
+        self._before: list[Tensor] = []  # copies of the trained parameters, if they may change
         if keeps:
             self.reach.keep(arguments)
             self._before = [part_of(p).detach().clone() for p in self.trained]
 
     @contextmanager
     def run(self) -> Iterator[Callable[[Any], Any]]:
-        """A context in which the module may run; afterwards everything is as it was: parameters, buffers and attributes are
-        the same objects with the same values, generators and iterators go on as if it had not run, and so do what users'
-        hooks keep, torch's caches of weights, its switches, and the random numbers of torch, Python and NumPy.
+        """A context in which the module may run.  Afterwards everything is restored.
 
-        While it runs, copies of tensors stand where tensors were; the parameters that it trains stay, and have copies of
-        their numbers.  Gives ``copied(arguments)``, a tuple of them with copies of tensors.
+        Parameters, buffers and attributes are the same objects with the same values.  Generators and iterators continue as
+        if the module had not run.  Restored too: what users' hooks keep, torch's caches of weights and its switches, and the
+        random numbers of torch, Python and NumPy.
+
+        While it runs, copies replace tensors.  Trained parameters stay, with copies of their numbers.  Gives a function
+        ``copied(arguments)``, which returns a tuple of the arguments with copies of tensors.
         """
         parameters = [(p, part_of(p), part_of(p).data, p.grad) for p in self.trained]
         starts = self._before or [data for _, _, data, _ in parameters]
@@ -58,17 +60,17 @@ class Aside:
                 p.requires_grad_()
             parametrize._cache = cached
 
-        # A forward that writes into a parameter would be taken for one that spoils what the user's graph has kept.
+        # Otherwise a forward that writes into a parameter would seem to overwrite what the user's graph has saved.
         versions = versions_kept(tuple(held for _, held, _, _ in parameters))
         with restored(undo), versions, with_random_state(self._state), switches_kept(), as_written():
             for (p, held, _, _), start in zip(parameters, starts):
                 held.data, p.grad = start.clone(), None
-            # What they keep would be stale here; and by what is kept here, gradients would go through this graph.
+            # Cached values would be stale here, and with values cached here gradients would go through this graph.
             parametrize._cache = {}
             torch.set_autocast_cache_enabled(False)
             yield partial(self.reach.copy_of, where="its arguments")
 
 
 def untouched(module: nn.Module, arguments: Any = ()) -> AbstractContextManager[Callable[[Any], Any]]:
-    """A context in which a module may run, once; see `Aside`."""
+    """A context in which a module may run once; see `Aside`."""
     return Aside(module, arguments).run()

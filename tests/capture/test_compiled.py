@@ -127,7 +127,7 @@ def test_rows_of_a_compiled_model(
     assert not captured.out + captured.err
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own, of a checkpoint in evaluation
 @pytest.mark.parametrize("param_grad", [True, False])
 @pytest.mark.parametrize("way", [outside, itself, block_itself, blocks_replaced])
@@ -146,7 +146,7 @@ def test_parameters_past_layers_and_checkpoints(
     check(run, model, plain, run, param_grad)
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 def test_a_layer_that_torch_compile_has_returned() -> None:
     model, graphs = Net().double(), Graphs()
     plain = copy.deepcopy(model)

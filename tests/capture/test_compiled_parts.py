@@ -21,7 +21,7 @@ def _forgets() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 def test_hooks_on_the_model_and_on_what_was_compiled() -> None:
     model, graphs = Net().double(), Graphs()
     plain = copy.deepcopy(model)
@@ -39,7 +39,7 @@ def test_hooks_on_the_model_and_on_what_was_compiled() -> None:
     assert model._compiled_call_impl is None
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_compiled_part_with_hooks_of_its_own(order: int) -> None:
     model, graphs = Net().double(), Graphs()
@@ -90,7 +90,7 @@ def test_compiling_as_one_graph() -> None:
         assert ran(graphs, compiled) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 def test_compiled_functions_of_tensors_alone_stay_compiled() -> None:
     model, graphs = Net().double(), Graphs()
     plain = copy.deepcopy(model)
@@ -103,7 +103,7 @@ def test_compiled_functions_of_tensors_alone_stay_compiled() -> None:
     assert graphs.ran == 1
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled, and compiled code has no hooks")
+@pytest.mark.filterwarnings("ignore:.* is compiled, but compiled code has no hooks")
 def test_contexts_that_overlap_leave_the_compiler_as_it_was() -> None:
     graphs = Graphs()
     compiled = torch.compile(torch.sin, backend=graphs)

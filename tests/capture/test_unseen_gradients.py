@@ -75,7 +75,7 @@ def test_a_penalty_run_by_itself_is_noticed_unless_hooks_are_paused(model: nn.Mo
     x, y = batch()
     step(model, x, y)
     model[0].weight.square().sum().backward()
-    with pytest.raises(UnseenGradient, match=r"0\.weight by a way"):
+    with pytest.raises(UnseenGradient, match=r"0\.weight: got gradient"):
         autograd_hacks.compute_grad1(model)
     step(model, x, y)
     with autograd_hacks.pause_hooks():
@@ -119,7 +119,7 @@ def test_a_weight_used_past_its_layer() -> None:
 def test_a_weight_used_past_its_layer_behind_layers_that_are_hooked(model: nn.Sequential) -> None:
     x, _ = batch()
     F.linear(torch.tanh(model[0](x)), model[2].weight).sum().backward()
-    with pytest.raises(UnseenGradient, match=r"2\.weight by"):
+    with pytest.raises(UnseenGradient, match=r"2\.weight: got gradient"):
         autograd_hacks.compute_grad1(model)
 
 
@@ -153,7 +153,7 @@ def test_a_forward_hook_that_gets_ahead(model: nn.Sequential) -> None:
     x, y = batch()
     model[0].register_forward_hook(lambda layer, args, out: 2 * out, prepend=True)
     step(model, x, y)
-    with pytest.raises(UnseenGradient, match=r"before the library's on layer '0' \(Linear\)"):
+    with pytest.raises(UnseenGradient, match=r"layer '0' \(Linear\): another forward hook runs"):
         autograd_hacks.compute_grad1(model)
     autograd_hacks.remove_hooks(model)
     autograd_hacks.add_hooks(model)
@@ -198,12 +198,12 @@ def test_hooks_that_came_after_the_forward() -> None:
     autograd_hacks.add_hooks(model)
     loss.backward()
     for read in (autograd_hacks.compute_grad1, autograd_hacks.per_sample_grads):
-        with pytest.raises(UnseenGradient, match=r"^gradient has reached .* through a forward that ran before add_hooks"):
+        with pytest.raises(UnseenGradient, match=r"^.*: got gradient through a forward without hooks"):
             read(model)
     model.zero_grad()
     with autograd_hacks.pause_hooks():
         late = squares(model(x), y).mean()
     model(x)  # one with hooks, which has nothing to do with it
     late.backward()
-    with raises(model, UnseenGradient, "a forward pass from before add_hooks"):
+    with raises(model, UnseenGradient, "a forward before add_hooks"):
         autograd_hacks.compute_grad1(model)

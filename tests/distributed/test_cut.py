@@ -219,12 +219,12 @@ def refusals() -> None:
     for probe in (True, False):
         net = distribute_module(Scaled(), mesh)
         net.head = nn.Linear(4, 2)
-        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="scale, which no layer"):
+        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="scale: split over"):
             net(torch.randn(3, 4))
     # Cut along the samples.
     net = distribute_module(nn.Sequential(nn.Linear(5, 3)), mesh, input_fn=_along_samples)
     for probe in (True, False):
-        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="where the samples are"):
+        with autograd_hacks.add_hooks(net, probe=probe), pytest.raises(ShardedParameters, match="which is the batch"):
             net(x)
     # A layer whose rule is not right for parts.
     net = distribute_module(nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), mesh, _cut, _enter)

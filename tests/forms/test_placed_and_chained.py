@@ -73,7 +73,7 @@ def test_norms_of_slices_overflow_only_where_the_true_norm_does() -> None:
     ],
 )
 def test_placed_refuses_slices_that_do_not_fit(entries: dict[tuple[int, int], Form]) -> None:
-    with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\); expected forms of disjoint slices"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\); expected at least one form"):
         Placed(entries, torch.Size((4, 2)))
 
 

@@ -38,7 +38,7 @@ def test_samples_that_mix(how: Callable[[Tensor], Tensor]) -> None:
     model = Mixing(how)
     with autograd_hacks.add_hooks(model):
         squares(model(torch.randn(6, 3))).mean().backward()
-        with pytest.raises(SamplesMixed, match=r"samples mix: .* come to those of others in front of first.* batch_dim"):
+        with pytest.raises(SamplesMixed, match=r"samples mix: .* reaches other samples at .*, before first.* batch_dim"):
             autograd_hacks.compute_grad1(model)
 
 

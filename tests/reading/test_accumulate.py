@@ -57,7 +57,7 @@ def test_accumulate_left_by_an_exception(model: nn.Module) -> None:
 
     with pytest.raises(KeyError, match="loader"):
         fail()
-    with raises(model, NothingRecorded, "accumulate(model) was left by KeyError"):
+    with raises(model, NothingRecorded, "accumulate(model): KeyError left the context"):
         autograd_hacks.compute_grad1(model)
 
 

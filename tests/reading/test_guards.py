@@ -94,7 +94,7 @@ def test_an_input_overwritten_before_the_backward(model: nn.Sequential) -> None:
     loss = squares(model(x), y).mean()
     x.zero_()
     loss.backward()
-    with pytest.raises(StaleRecord, match=r"input of layer '0' \(Linear\), of shape \(5, 3\)"):
+    with pytest.raises(StaleRecord, match=r"layer '0' \(Linear\): its input, of shape \(5, 3\)"):
         autograd_hacks.compute_grad1(model)
 
 
@@ -118,7 +118,7 @@ def test_a_gradient_overwritten_after_the_backward(model: nn.Module) -> None:
     gradient = torch.ones(5, 2, dtype=torch.float64)
     model(batch()[0]).backward(gradient)
     gradient.mul_(2)
-    with raises(model, StaleRecord, "gradient at the output of layer '2'"):
+    with raises(model, StaleRecord, "layer '2' (Linear): its gradient at the output"):
         autograd_hacks.compute_grad1(model)
 
 
@@ -128,5 +128,5 @@ def test_an_input_overwritten_before_a_backward_that_needs_it(model: nn.Module) 
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with raises(model, StaleRecord, "input of layer '0' (Linear), of shape (5, 3)"):
+    with raises(model, StaleRecord, "layer '0' (Linear): its input, of shape (5, 3)"):
         autograd_hacks.compute_grad1(model)

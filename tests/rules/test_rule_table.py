@@ -104,7 +104,7 @@ def test_a_single_input_rule_for_a_layer_of_several() -> None:
     try:
         with autograd_hacks.add_hooks(model):
             model(torch.ones(3, 2), y=torch.ones(3, 2)).sum().backward()
-            with pytest.raises(TypeError, match=r"the model itself \(Shifted\) .* given 2 arguments.* without single_input"):
+            with pytest.raises(TypeError, match=r"the model itself \(Shifted\) got 2 arguments.* without single_input"):
                 autograd_hacks.compute_grad1(model)
     finally:
         del RULES[Shifted]
@@ -124,5 +124,5 @@ def test_a_rule_registered_between_steps_holds_from_then_on(model: nn.Sequential
     for _ in range(14):  # proofs are made again in forward 16
         model.zero_grad()
         step(model, *batch())
-    with pytest.raises(VerificationFailed, match=r"the rows of 0\.weight don't add up .* its rule is wrong"):
+    with pytest.raises(VerificationFailed, match=r"the rows of 0\.weight don't add up .* Its rule is wrong"):
         autograd_hacks.compute_grad1(model)

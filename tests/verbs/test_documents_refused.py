@@ -46,7 +46,7 @@ def test_a_loss_on_padding_is_refused() -> None:
     each[:, :3].sum().backward()
     autograd_hacks.per_sample_grads(model)
     losses(model, *given).sum().backward()
-    with pytest.raises(UnseenGradient, match="positions of padding"):
+    with pytest.raises(UnseenGradient, match="got gradient at padding"):
         autograd_hacks.per_sample_grads(model)
 
 
@@ -93,7 +93,7 @@ def test_what_is_of_samples_entries_or_private_is_refused() -> None:
 
     model, given = hooked(ids_of), batch(2, [2, 2])
     each = losses(model, *given)[:, :2] * torch.tensor([[1.0], [0.0]])
-    with pytest.raises(BatchSizeError, match="per_sample_jacobian has rows of samples' entries"):
+    with pytest.raises(BatchSizeError, match="per_sample_jacobian gives rows of samples' entries"):
         autograd_hacks.per_sample_jacobian(model, each)
     each = losses(model, *given)[0].sum()
     each.backward()

@@ -214,7 +214,7 @@ def test_an_earlier_micro_batch_that_nobody_has_read(read: Callable[[nn.Module],
         for _ in range(2):
             for seed in range(2):
                 step(model, *batch(3, seed))
-            with pytest.raises(NothingRecorded, match=r"thrown away.*accumulate.*add=True"):
+            with pytest.raises(NothingRecorded, match=r"discarded.*accumulate.*add=True"):
                 read(model)
             assert all(p.grad is None for p in model.parameters())
             autograd_hacks.clear_backprops(model)
