@@ -18,7 +18,7 @@ from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.probe.documents import Segments
+from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.probe.planner import ONCE, Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
@@ -70,11 +70,11 @@ def add_hooks(
     the first forward of each kind and ever more rarely. Reading then raises where it was not shown: for private training
 
     segments: where several documents are packed into one sample, and rows are to be theirs, (D, ...): the name of the
-    model's argument that tells them, or a function of all arguments that returns (B, T) whole numbers. An argument named
-    with "position" has the position of each token in its document, one named with "cu_seq" the D + 1 places at which
-    documents begin and end, any other a number for each token, negative for padding. The proofs show that no document's
-    gradients come to another's positions. 'tokens' has each position's own part of its sample's gradient, see
-    `PerSampleGrads.tokens`
+    model's argument that tells them; (B, T) whole numbers, for batches that are all packed alike; or a function of all
+    arguments that returns such numbers. An argument named with "position" has the position of each token in its document,
+    one named with "cu_seq" the D + 1 places at which documents begin and end, any other a number for each token, negative
+    for padding. The proofs show that no document's gradients come to another's positions. 'tokens' has each position's own
+    part of its sample's gradient, see `PerSampleGrads.tokens`
 
     Called again it hooks the layers that were added since, and no layer twice, and takes the new settings.  As a context
     manager it removes the hooks at the end, unless the model had hooks before, which then have their settings again::
@@ -110,11 +110,8 @@ def add_hooks(
         )
     if probe not in (True, False, ONCE):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
-    if segments is not None and not (isinstance(segments, str) or callable(segments)):
-        raise TypeError(
-            f"add_hooks was given segments of type {type(segments).__name__}; expected the name of an argument of the "
-            "model, or a function of its arguments that returns a number for each position" + ON_SEGMENTS
-        )
+    if segments is not None:
+        check_segments(segments, "add_hooks")
     if segments is not None and (independent or not probe or batch_dim != 0):
         raise ValueError(
             f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}: that "
