@@ -18,7 +18,7 @@ from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
-from autograd_hacks.probe.documents import Segments
+from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.probe.planner import ONCE, Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
@@ -70,8 +70,8 @@ def add_hooks(
     model runs again with other samples replaced, at the first forward of each kind and then ever more rarely. Reading
     raises if independence was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
-    argument that separates the documents, or a function of all arguments that returns (B, T) integers. An argument whose
-    name contains "position" holds each token's position in its document; "cu_seq", the D + 1 offsets of the documents; any
+    argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all
+    arguments that returns such integers. An argument whose name contains "position" holds each token's position in its document; "cu_seq", the D + 1 offsets of the documents; any
     other name, a document number for each token, negative for padding. The check shows that no document's gradient reaches
     another document's positions. With 'tokens', each row is one position's part of its sample's gradient, see
     `PerSampleGrads.tokens`
@@ -109,11 +109,8 @@ def add_hooks(
         )
     if probe not in (True, False, ONCE):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
-    if segments is not None and not (isinstance(segments, str) or callable(segments)):
-        raise TypeError(
-            f"add_hooks was given segments of type {type(segments).__name__}; expected the name of an argument of the "
-            "model, or a function of its arguments that returns a number for each position" + ON_SEGMENTS
-        )
+    if segments is not None:
+        check_segments(segments, "add_hooks")
     if segments is not None and (independent or not probe or batch_dim != 0):
         raise ValueError(
             f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}. With "

@@ -16,8 +16,8 @@ from autograd_hacks.forms.factored import Paired
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.trees import tensors_of
 
-Segments: TypeAlias = str | Callable[..., Tensor]
-"""The name of an argument that separates documents, `TOKENS`, or a function of the model's arguments."""
+Segments: TypeAlias = str | Tensor | Callable[..., Tensor]
+"""The name of an argument that separates documents, `TOKENS`, a number for each position, or a function of the arguments."""
 
 TOKENS = "tokens"
 """A value of ``segments``: each position is a document of its own."""
@@ -159,6 +159,20 @@ def tokens_of(samples: int, positions: int) -> Documents:
     return Documents(ids, samples * positions, is_of_tokens=True)
 
 
+def check_segments(segments: object, verb: str) -> None:
+    """Raises TypeError for what tells no documents.  verb: what was given it"""
+    is_of_positions = isinstance(segments, Tensor) and segments.ndim == 2 and not segments.is_floating_point()
+    if not (is_of_positions or isinstance(segments, str) or (callable(segments) and not isinstance(segments, Tensor))):
+        what = f"type {type(segments).__name__}"
+        if isinstance(segments, Tensor):
+            what = f"{segments.dtype} and shape {tuple(segments.shape)}"
+        raise TypeError(
+            f"{verb} was given segments of {what}; expected the name of an argument of the model, a number for each "
+            "position of a batch, (B, T) whole numbers, or a function of the model's arguments that returns such"
+            + ON_SEGMENTS
+        )
+
+
 def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Documents:
     """The documents of a forward's batch.
 
@@ -175,6 +189,8 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
             "could contain documents." + ON_SEGMENTS
         )
     samples, positions = like.shape[:2]
+    if isinstance(segments, Tensor):
+        return _by_ids(segments, samples, positions, "the tensor that add_hooks or over was given as segments")
     if segments == TOKENS:
         return tokens_of(samples, positions)
     if callable(segments):

@@ -16,7 +16,7 @@ from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_DATA_SETS, ON_PASSES
 from autograd_hacks.forms import Dense, Form, Lookup, Outer
 from autograd_hacks.forms.base import written_bytes
-from autograd_hacks.probe.documents import Segments
+from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.internals import hooks_after
 from autograd_hacks.support.kinds import is_number
@@ -95,6 +95,8 @@ def over(
     if record.accumulating:
         raise RuntimeError("over reads after each batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
+    if segments is not None:
+        check_segments(segments, "over")
     file: RowFile | RowFolder | None = None
     if out is not None:
         weights = digest_of(model.state_dict() if states is None else states)

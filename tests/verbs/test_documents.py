@@ -77,6 +77,7 @@ def test_every_way_to_tell_documents_says_the_same() -> None:
     for segments in (
         "position_ids",
         as_ids,
+        as_ids(*given[:2]),
         lambda *args, **kwargs: as_ids(*args, **kwargs) + 7,
         "document_ids",
         "cu_seqlens",
@@ -141,6 +142,29 @@ def test_over_a_loader_of_packed_batches() -> None:
     assert autograd_hacks.per_sample_grads(model).samples == 2  # of samples again
 
 
+def test_numbers_of_positions_for_batches_that_are_packed_alike() -> None:
+    model, batches = hooked(None), [batch(2, [3, 2]), batch(2, [3, 2])]
+
+    def of_documents(model: nn.Module, given: Any) -> Tensor:
+        return losses(model, *given).split([3, 2], 1)[0].sum(1).repeat_interleave(2) * torch.tensor([1.0, 0.0, 1.0, 0.0])
+
+    told = torch.tensor([[0, 0, 0, 1, 1]]).expand(2, 5)
+    norms = autograd_hacks.over(model, batches, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
+    rows = [one_by_one(model, 2, [3, 2], given) for given in batches]
+    by_hand = torch.cat([torch.cat([x.flatten(1) for x in own.values()], 1).norm(dim=1) for own in rows])
+    assert_close(norms[::2], by_hand[::2])
+    assert not norms[1::2].any()
+    for other, match in [
+        ([*batches, batch(2, [3, 3])], r"the tensor that .* as segments is .* \(2, 5\); expected .* \(2, 6\)"),
+        ([*batches, batch(3, [3, 2])], r"expected .* of shape \(3, 5\)"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            autograd_hacks.over(model, other, of_documents, autograd_hacks.PerSampleGrads.norms, segments=told)
+    autograd_hacks.add_hooks(model, segments=told)
+    with pytest.raises(ValueError, match=r"the tensor that .* as segments is .* \(2, 5\)"):
+        losses(model, *batch(2, [3, 3]))
+
+
 def test_a_loss_of_what_has_no_positions_is_refused() -> None:
     class Pooled(Packed):
         def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Any:
@@ -175,8 +199,11 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
     autograd_hacks.add_hooks(model, segments="cu_seqlens")
     with pytest.raises(ValueError, match="ascending from 0 to 10"):
         model(given[0], cu_seqlens=torch.tensor([0, 3, 9]))
-    with pytest.raises(TypeError, match="segments"):
-        autograd_hacks.add_hooks(model, segments=3)
+    for wrong in (3, [[0, 0, 1]], torch.rand(2, 5), torch.zeros(5, dtype=torch.long)):
+        with pytest.raises(TypeError, match=r"^add_hooks was given segments"):
+            autograd_hacks.add_hooks(model, segments=wrong)
+        with pytest.raises(TypeError, match=r"^over was given segments"):
+            autograd_hacks.over(model, [], losses, autograd_hacks.PerSampleGrads.norms, segments=wrong)
     with pytest.raises(ValueError, match="segments"):
         autograd_hacks.add_hooks(model, segments="position_ids", independent=True)
 
