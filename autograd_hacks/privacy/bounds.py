@@ -87,7 +87,7 @@ class QuantileClip:
             )
         return float(left**-0.5)
 
-    def follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
+    def _follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
         """Takes the bound of the next step from a step's norms.  multiplier: of the step's noise; 0 without noise"""
         # Each sample counts 1/2 or -1/2, so that it moves the count by 1/2, as `multiplier` has it; of 0 or 1 it would be 1.
         count = float((norms <= bound).sum()) - float(norms.isfinite().sum()) / 2

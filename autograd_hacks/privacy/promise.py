@@ -51,7 +51,7 @@ class PrivateStep(Shown):
             raise ValueError(f"sensitivity was given {relation!r}; expected one of {', '.join(RELATIONS)}" + ON_CLIPPING)
         return RELATIONS[relation] * self.bound / self.expected_batch_size
 
-    def first(self, samples: int) -> PrivateStep:
+    def _first(self, samples: int) -> PrivateStep:
         """The same without the padding behind."""
         whole = self.weights
         weights = {key: w[:samples] for key, w in whole.items()} if isinstance(whole, Mapping) else whole[:samples]

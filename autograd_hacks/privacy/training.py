@@ -273,7 +273,7 @@ class PrivateTraining:
             p.grad = own
         self._sums = []
         found = self._clipped(mark, self._scale if scale is None else scale)
-        self._parts.append(found.first(mark.samples))
+        self._parts.append(found._first(mark.samples))
         self._scale = 1.0
         if not mark.is_last:
             # An optimizer that steps amid must not find a sum that has no noise yet, and zero_grad() must not lose it.
@@ -285,7 +285,7 @@ class PrivateTraining:
         add_steps(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or seeded(self._seed, "count", mark.step)
-            self.clip.follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
+            self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
         if scaler is not None and scaler.is_enabled():
             for p in self._model.parameters():
                 if p.grad is not None:
@@ -300,7 +300,7 @@ class PrivateTraining:
         if self._model is not None:
             clear_backprops(self._model)
 
-    def at_hand(self) -> Mark:
+    def _at_hand(self) -> Mark:
         """Of the micro-batch whose `step` is next: which step it is of, and how many samples, in front, are no padding."""
         if not self._marks and not self._pieces:
             raise RuntimeError(
@@ -311,7 +311,7 @@ class PrivateTraining:
         return (self._pieces or self._marks)[0]
 
     def _next(self) -> Mark:
-        mark, held = self.at_hand(), len(self._marks) + bool(self._pieces)
+        mark, held = self._at_hand(), len(self._marks) + bool(self._pieces)
         (self._pieces or self._marks).popleft()
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
@@ -361,7 +361,7 @@ class PrivateTraining:
             scale=scale,
         )  # fmt: skip
 
-    def split(self, most: int) -> list[int]:
+    def _split(self, most: int) -> list[int]:
         """Cuts the micro-batch at hand into smaller ones of that many samples at most, and returns their sizes.  Each then
         has a `step` of its own."""
         mark = self._marks.popleft()
