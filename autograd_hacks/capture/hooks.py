@@ -70,11 +70,11 @@ def add_hooks(
     model runs again with other samples replaced, at the first forward of each kind and then ever more rarely. Reading
     raises if independence was not shown
     segments: for samples that pack several documents. Rows then belong to documents, (D, ...). Give the name of the
-    argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all
-    arguments that returns such integers. An argument whose name contains "position" holds each token's position in its document; "cu_seq", the D + 1 offsets of the documents; any
-    other name, a document number for each token, negative for padding. The check shows that no document's gradient reaches
-    another document's positions. With 'tokens', each row is one position's part of its sample's gradient, see
-    `PerSampleGrads.tokens`
+    argument that separates the documents; (B, T) integers, if all batches are packed alike; or a function of all arguments
+    that returns such integers. An argument whose name contains "position" holds each token's position in its document;
+    "cu_seq", the D + 1 offsets of the documents; any other name, a document number for each token, negative for padding.
+    The check shows that no document's gradient reaches another document's positions. With 'tokens', each row is one
+    position's part of its sample's gradient, see `PerSampleGrads.tokens`
 
     A second call hooks the layers that were added since, hooks no layer twice, and replaces the settings.  As a context
     manager it removes the hooks at the end; if the model had hooks before, they stay and their old settings return::

@@ -170,7 +170,7 @@ class Steps:
         scales = parts.noise_scale(per_parameter=True)
         assert isinstance(scales, dict)
         each = {name: (x.noise.item() * factor**2, x.signal.item() * factor**2) for name, x in scales.items()}
-        self._scales.take(each)
+        self._scales._take(each)
         measures = {"noise": sum(noise for noise, _ in each.values()), "signal": sum(signal for _, signal in each.values())}
         means = {"noise_scale": self._scales.noise_scale()}
         if self.per_parameter:

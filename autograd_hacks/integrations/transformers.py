@@ -213,9 +213,9 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             # Samples that overflowed had no part in the step, so that the scaler itself has seen nothing.
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             self._overflowed = False
-        total, mark = torch.zeros((), device=self.args.device), self.private.at_hand()
-        for part in _cut(inputs, self.private.split(self.args.per_device_train_batch_size)):
-            of_padding = self.private.at_hand().samples
+        total, mark = torch.zeros((), device=self.args.device), self.private._at_hand()
+        for part in _cut(inputs, self.private._split(self.args.per_device_train_batch_size)):
+            of_padding = self.private._at_hand().samples
             with self.compute_loss_context_manager():
                 losses = self.per_sample_losses(model, part)
             self.private.backward(losses, scaler)

@@ -91,7 +91,7 @@ class QuantileClip:
             )
         return float(left**-0.5)
 
-    def follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
+    def _follow(self, norms: Tensor, bound: float, expected: float, multiplier: float, noise: Noise) -> None:
         """Sets the next step's bound from a step's norms.
 
         multiplier: the step's noise multiplier; 0 for no noise

@@ -115,7 +115,7 @@ def clip_and_noise_(
     if multiplier:
         _add_noise(model, spread, recorder, deviation, noise)
     if isinstance(clip, QuantileClip):
-        clip.follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
+        clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w, 0.0) for w in weights]
     whole = placed[0] if len(parts) == 1 and not parts[0].pattern else {part.pattern: w for part, w in zip(parts, placed)}
     unit = "sample" if groups is None else "group"

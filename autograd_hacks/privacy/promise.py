@@ -54,7 +54,7 @@ class PrivateStep(Shown):
             raise ValueError(f"sensitivity was given {relation!r}; expected one of {', '.join(RELATIONS)}" + ON_CLIPPING)
         return RELATIONS[relation] * self.bound / self.expected_batch_size
 
-    def first(self, samples: int) -> PrivateStep:
+    def _first(self, samples: int) -> PrivateStep:
         """The same step without the padding at the end.
 
         samples: how many samples to keep

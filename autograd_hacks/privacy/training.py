@@ -287,7 +287,7 @@ class PrivateTraining:
             p.grad = own
         self._sums = []
         found = self._clipped(mark, self._scale if scale is None else scale)
-        self._parts.append(found.first(mark.samples))
+        self._parts.append(found._first(mark.samples))
         self._scale = 1.0
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
@@ -299,7 +299,7 @@ class PrivateTraining:
         add_steps(self.history, self.multiplier, mark.rate)
         if isinstance(self.clip, QuantileClip):
             noise = self._secure or seeded(self._seed, "count", mark.step)
-            self.clip.follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
+            self.clip._follow(whole.norms, whole.bound, whole.expected_batch_size, self.multiplier, noise)
         if scaler is not None and scaler.is_enabled():
             for p in self._model.parameters():
                 if p.grad is not None:
@@ -314,7 +314,7 @@ class PrivateTraining:
         if self._model is not None:
             clear_backprops(self._model)
 
-    def at_hand(self) -> Mark:
+    def _at_hand(self) -> Mark:
         """The `Mark` of the next micro-batch: its step, and how many of its samples, at the front, are not padding."""
         if not self._marks and not self._pieces:
             raise RuntimeError(
@@ -325,7 +325,7 @@ class PrivateTraining:
         return (self._pieces or self._marks)[0]
 
     def _next(self) -> Mark:
-        mark, held = self.at_hand(), len(self._marks) + bool(self._pieces)
+        mark, held = self._at_hand(), len(self._marks) + bool(self._pieces)
         (self._pieces or self._marks).popleft()
         if mark.step != self.steps or held > self._ahead:
             raise RuntimeError(
@@ -375,7 +375,7 @@ class PrivateTraining:
             scale=scale,
         )  # fmt: skip
 
-    def split(self, most: int) -> list[int]:
+    def _split(self, most: int) -> list[int]:
         """Splits the next micro-batch into ones of at most ``most`` samples and returns their sizes.  Call `step` for each."""
         mark = self._marks.popleft()
         starts = range(0, mark.size, most)

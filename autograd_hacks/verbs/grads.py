@@ -170,7 +170,7 @@ class PerSampleGrads(Algebra):
             )
         model = self._model()
         named = [] if model is None else list(model.named_parameters(remove_duplicate=False))
-        maps, forms = metric.of(named, list(self)), dict[str, Form]()
+        maps, forms = metric._of(named, list(self)), dict[str, Form]()
         with self.reading():
             for name, form in self.items():
                 try:

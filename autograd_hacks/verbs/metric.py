@@ -79,7 +79,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             rows.append((name, type(by).__name__, ", ".join(str(tuple(x.shape)) for x in by.tensors())))
         return Table(f"Metric of {len(self)} parameters", rows)
 
-    def of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
+    def _of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
         """{name: map} for all of some parameters.  named: all names of a model's parameters    names: the first ones of some
 
         Raises ValueError for a parameter without a map or with several, for a pattern that matches none, and where no

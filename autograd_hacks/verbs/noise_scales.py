@@ -56,11 +56,11 @@ class NoiseScales(Shown):
             raise TypeError(f"NoiseScales.update was given {kind_of(grads)}; expected per_sample_grads(model)" + ON_NOISE)
         scales = grads.noise_scale(per_parameter=True, budget=budget)
         assert isinstance(scales, dict)
-        self.take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
+        self._take({name: (own.noise.item(), own.signal.item()) for name, own in scales.items()})
         if self.elementwise:
             self._take_each(grads, budget)
 
-    def take(self, found: Mapping[str, tuple[float, float]]) -> None:
+    def _take(self, found: Mapping[str, tuple[float, float]]) -> None:
         """Adds a step's noise and signal, {parameter's name: both}."""
         wrong = [name for name, own in found.items() if not all(map(isfinite, own))]
         if wrong:

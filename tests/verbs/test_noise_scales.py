@@ -105,8 +105,8 @@ def test_a_checkpoint_goes_on() -> None:
 
 def test_a_parameter_that_comes_later_has_means_of_its_own() -> None:
     scales = NoiseScales(BETA)
-    scales.take({"a": (1.0, 2.0)})
-    scales.take({"a": (3.0, 4.0), "b": (5.0, 6.0)})
+    scales._take({"a": (1.0, 2.0)})
+    scales._take({"a": (3.0, 4.0), "b": (5.0, 6.0)})
     assert_close(scales.noise_scale("parameter")["b"].noise, torch.tensor(5.0, dtype=torch.float64))
     assert_close(scales.noise_scale("parameter")["a"].noise, torch.tensor((0.9 + 3) / 1.9, dtype=torch.float64))
 
