@@ -112,8 +112,8 @@ class Store(Shown):
             if stored != given:
                 raise ValueError(
                     f"{file.path} has rows of other weights than this {type(model).__name__}: the digest of state_dict() "
-                    f"was {stored[:12]}… when they were written, and is {given[:12]}… now. Load the old weights, or write the "
-                    "rows again by over(model, ..., out=...)" + ON_STORES
+                    f"was {stored[:12]}… when they were written, and is {given[:12]}… now. Load the old weights, or write "
+                    "the rows again by over(model, ..., out=...)" + ON_STORES
                 )
 
     # Searches.
