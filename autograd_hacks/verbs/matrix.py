@@ -342,8 +342,8 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             if version_of(tensor) != version:
                 raise StaleRecord(
                     f"the per-sample gradients of {name!r} need a tensor of shape {tuple(tensor.shape)} that was "
-                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read them before "
-                    "that, or give the layer a copy: x.clone()."
+                    f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
+                    "before that, or give the layer a copy: x.clone()."
                 )
 
     def _shapes(self) -> dict[str, torch.Size]:

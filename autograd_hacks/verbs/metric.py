@@ -376,8 +376,8 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     if not hasattr(kfac, "sides"):
         raise TypeError(
             f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight has shape (O, I), as in Linear, or "
-            "(I, O), as in Conv1D; expected the kfac that compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned) of "
-            "autograd_hacks.curvature.kronecker" + ON_METRICS
+            "(I, O), as in Conv1D; expected the kfac that compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned)"
+            " of autograd_hacks.curvature.kronecker" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
     fans = p.shape[:1].numel(), p.shape[1:].numel()
