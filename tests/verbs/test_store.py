@@ -95,7 +95,7 @@ def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Pat
 def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
     rows = torch.tensor([[1.0, 0], [torch.nan, 1], [2, 0], [0, 0], [torch.inf, 0]])
     store, queries = written(tmp_path / "rows.npy", rows), torch.tensor([[1.0, 0], [0, 0]])
-    with pytest.warns(RuntimeWarning, match=r"2 rows .* were left out: \[1, 4\]"):
+    with pytest.warns(RuntimeWarning, match=r"2 rows .* were left out, the first of them \[1, 4\]"):
         values, numbers = store.search(queries, 5)
     assert numbers.tolist()[0] == [2, 0, 3, -1, -1]
     assert values[0].tolist() == [2, 1, 0, -torch.inf, -torch.inf]
@@ -205,12 +205,12 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     model, data = net(), batches(2)
     with pytest.raises(ValueError, match="returned one tensor. Give a file"):
         over(model, data, loss, lambda grads: grads.project(4), out=tmp_path / "rows")
-    with pytest.raises(ValueError, match="returned a dictionary; expected a file"):
+    with pytest.raises(ValueError, match="returned a dictionary. Give a file"):
         over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
     over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match="another verb's; delete the folder"):
+    with pytest.raises(ValueError, match="(?i)another verb.*delete the folder"):
         over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"'a/b', which is no name for a file"):
+    with pytest.raises(ValueError, match=r"'a/b', which can't be the name of a file"):
         over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
     with pytest.raises(ValueError, match="other weights"):
         over(net(1), data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
@@ -229,5 +229,5 @@ def test_an_unfinished_store_warns(tmp_path: Path) -> None:
 
     with pytest.raises(Interrupted):
         over(model, data, loss, verb, out=path)
-    with pytest.warns(RuntimeWarning, match="has 2 rows so far"):
+    with pytest.warns(RuntimeWarning, match="has 2 rows"):
         assert len(Store(path)) == 2
