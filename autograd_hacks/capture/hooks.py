@@ -282,7 +282,7 @@ class Hooked(Shown):
         }
 
     def remove(self) -> None:
-        """Removes the hooks for good, as `remove_hooks` does.  Does nothing if there are none."""
+        """Removes the hooks for good, as `remove_hooks` does.  Does nothing if there are no hooks."""
         if self._resting is not None:
             self.on()
         if _recorder_of(self._model) is not None:

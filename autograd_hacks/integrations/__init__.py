@@ -1,1 +1,1 @@
-"""The library in other people's tools, a module for each, which needs that tool: see docs/integrations."""
+"""Integrations with other tools.  Each module needs the tool that it is named after.  See docs/integrations."""

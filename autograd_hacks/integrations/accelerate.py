@@ -1,4 +1,4 @@
-"""accelerate: steps of a loop under an Accelerator, measured and clipped."""
+"""accelerate: measures and clips the steps of a loop with an Accelerator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class AcceleratedSteps(Steps):
                     optimizer.step()
                     optimizer.zero_grad()
 
-    accelerator, model: prepared    the others: as `Steps` takes them
+    accelerator: the Accelerator, with prepared optimizers
+    model: the prepared model
+    options: as in `Steps`
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, **options: Any) -> None:
@@ -39,5 +41,5 @@ class AcceleratedSteps(Steps):
         self.detach()
 
     def step_begins(self) -> dict[str, float] | None:
-        """`Steps.read`, where the optimizer is about to step; None after a micro-batch that isn't the step's last."""
+        """`Steps.read`, if the optimizer is about to step; None before the step's last micro-batch."""
         return self.read(self.accelerator.scaler) if self.accelerator.sync_gradients else None

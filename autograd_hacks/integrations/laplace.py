@@ -1,4 +1,4 @@
-"""laplace-torch: Gauss-Newton matrices, Kronecker factors, Jacobians and gradients, as a backend."""
+"""laplace-torch: backends for Gauss-Newton matrices, Kronecker factors, Jacobians and gradients."""
 
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ with needed("laplace"):
 
 
 class _Backend(CurvatureInterface):
-    """What a model, or its last layer, is asked by laplace-torch.  The hooks stay on it."""
+    """The quantities that laplace-torch needs of a model or its last layer.  The model keeps its hooks."""
 
     def __init__(self, model: nn.Module, likelihood: str, *args: Any, **options: Any) -> None:
         super().__init__(model, likelihood, *args, **options)
@@ -30,7 +30,7 @@ class _Backend(CurvatureInterface):
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """The outputs' Jacobian by the parameters, N × C × P, and the outputs, N × C.
 
-        enable_backprop: whether to let gradients flow through them, which laplace-torch's own torch.func does
+        enable_backprop: let gradients flow through them; laplace-torch's own code by torch.func then computes them
         """
         if enable_backprop:
             with pause_hooks():
@@ -38,18 +38,24 @@ class _Backend(CurvatureInterface):
         return self._rows_of(f := self._outputs(x), f)
 
     def selected_output_jacobians(self, x: Any, outputs: Tensor, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The same of some outputs.  outputs: N, or N × K, their numbers"""
+        """The Jacobian of some outputs, N × K × P, and all outputs, N × C.
+
+        outputs: the numbers of the outputs, N or N × K
+        """
         if enable_backprop:
             with pause_hooks():
                 return cast(tuple[Tensor, Tensor], super().selected_output_jacobians(x, outputs, True))
         f = self._outputs(x)
         index = outputs[:, None] if outputs.ndim == 1 else outputs
         if len(index) != len(f):
-            raise ValueError(f"outputs has {len(index)} rows for {len(f)} samples; expected one for each" + ON_LAPLACE)
+            raise ValueError(
+                f"selected_output_jacobians: outputs has {len(index)} rows; expected {len(f)}, one for each sample"
+                + ON_LAPLACE
+            )
         return self._rows_of(f.gather(1, index.to(f.device, torch.long)), f)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the samples' losses, N × P, and the batch's loss, their sum."""
+        """The gradients of the samples' losses, N × P, and the sum of the losses."""
         f = self._outputs(x)
         kind = nn.MSELoss if self.likelihood == "regression" else nn.CrossEntropyLoss
         losses = kind(reduction="none")(f, y)
@@ -57,7 +63,7 @@ class _Backend(CurvatureInterface):
         return self._flat(per_sample_jacobian(self._model, losses).dense(), 1), losses.sum().detach()
 
     def _outputs(self, x: Any) -> Tensor:
-        """N × C, with a graph that begins at the last layer's input where that is all that is asked for."""
+        """The outputs, N × C.  For the last layer only, their graph begins at its input."""
         with torch.enable_grad():
             if not self.last_layer:
                 return cast(Tensor, self.model(x))
@@ -74,16 +80,16 @@ class _Backend(CurvatureInterface):
 
 
 class AutogradHacksGGN(_Backend, GGNInterface):
-    """A backend of ``Laplace(..., backend=AutogradHacksGGN)``: generalised Gauss-Newton, or Fisher, matrices.
+    """A backend for ``Laplace(..., backend=AutogradHacksGGN)``: generalised Gauss-Newton, or Fisher, matrices.
 
-    Its 'full', 'diag' and 'kron' posteriors are those of laplace-torch's default backend.  In ``backend_kwargs``
+    Its 'full', 'diag' and 'kron' posteriors equal those of laplace-torch's default backend.  ``backend_kwargs`` may hold
+    the arguments below, ``stochastic`` (sample labels from the model) and ``num_samples`` (how many for each sample).
 
-    stochastic, num_samples: whether to draw labels from the model, and how many for each sample
     kfac_approx: 'expand' or 'reduce', how positions that share a weight are treated
-    kfac_bias: 'shared', as in laplace-torch's default, or 'exact', a bias's own block, which differs for convolutions
+    kfac_bias: 'shared', laplace-torch's default, or 'exact', a separate block for a bias; they differ for convolutions
 
-    Raises UnsupportedLayer for 'kron' of parameters without a single pair of Kronecker factors, as tables and grouped
-    convolutions, ValueError for outputs that are not N × C, and SamplesMixed for a model that mixes samples.
+    Raises UnsupportedLayer for 'kron' of parameters with other than one pair of Kronecker factors, such as embeddings and
+    grouped convolutions; ValueError for outputs that are not N × C; and SamplesMixed for a model that mixes samples.
     """
 
     def __init__(self, *args: Any, kfac_approx: str = "expand", kfac_bias: str = "shared", **options: Any) -> None:
@@ -91,18 +97,18 @@ class AutogradHacksGGN(_Backend, GGNInterface):
         self.kfac_approx, self.kfac_bias = kfac_approx, kfac_bias
 
     def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        """The batch's loss, and the matrix of its sum, P × P."""
+        """The batch's loss, and the matrix summed over samples, P × P."""
         loss = self._passes(x, y)
         rows = self._flat(per_sample_grads(self._model).dense(), 1)
         return loss, rows.mT @ rows
 
     def diag(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        """The same matrix's diagonal, P."""
+        """The batch's loss, and the diagonal of the matrix, P."""
         loss = self._passes(x, y)
         return loss, self._flat(per_sample_grads(self._model).second_moment(), 0)
 
     def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Kron]:
-        """Its Kronecker factors, A of the inputs being the mean over all N samples of the data, a part of it here."""
+        """The batch's loss, and its Kronecker factors.  A, of the inputs, is this batch's share of the mean over all N."""
         loss = self._passes(x, y)
         compute_hess(self._model, "kfac", self.kfac_approx, kfac_bias=self.kfac_bias)
         factors, samples = [], len(y)
@@ -111,9 +117,9 @@ class AutogradHacksGGN(_Backend, GGNInterface):
             if kfac[0].ndim != 2:
                 name = next(name for name, own in self._model.named_parameters() if own is p)
                 raise UnsupportedLayer(
-                    f"laplace-torch's Kron has two matrices for a weight, and {name} has factors of shapes "
-                    f"{tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}: a table, or several blocks. Take 'diag' for this "
-                    "model, or a Laplace approximation of other parameters."
+                    f"laplace-torch's Kron needs two matrices for each weight, but {name} has factors of shapes "
+                    f"{tuple(kfac[0].shape)} and {tuple(kfac[1].shape)}, as embeddings and layers with several blocks do. "
+                    "Use 'diag' for this model, or a Laplace approximation of other parameters."
                 )
             a, b = kfac[0] * (samples / N), kfac[1] * samples
             factors.append([b] if p.ndim < 2 else [a, b] if kfac.is_turned else [b, a])
@@ -123,7 +129,7 @@ class AutogradHacksGGN(_Backend, GGNInterface):
         return p.new_zeros(2 * (p.shape[1:].numel(),)), p.new_zeros(2 * p.shape[:1])
 
     def _passes(self, x: Any, y: Tensor) -> Tensor:
-        """The loss; it leaves rows in the record whose products add up to the matrix."""
+        """The loss.  It records rows whose products add up to the matrix."""
         f = self._outputs(x)
         loss = self.factor * self.lossfunc(f, y)
         kind = "LeastSquares" if self.likelihood == "regression" else "CrossEntropy"
@@ -132,4 +138,4 @@ class AutogradHacksGGN(_Backend, GGNInterface):
 
 
 class AutogradHacksEF(_Backend, EFInterface):
-    """A backend of ``Laplace(..., backend=AutogradHacksEF)``: empirical Fisher matrices, 'full' and 'diag'."""
+    """A backend for ``Laplace(..., backend=AutogradHacksEF)``: empirical Fisher matrices, 'full' and 'diag'."""

@@ -1,4 +1,4 @@
-"""Lightning: callbacks that measure steps, and clip them, or train privately."""
+"""Lightning: callbacks that measure and clip steps, or train privately."""
 
 from typing import Any
 
@@ -18,12 +18,15 @@ with needed("lightning"):
 class GradsCallback(Steps, pl.Callback):
     """A callback for ``Trainer``: norms, the noise scale and clipping of each step, over all its micro-batches.
 
-    part: the path of the module that ``training_step`` calls, 'net' for ``self.net(x)``; the LightningModule itself, called
-    by ``self(x)``, unless told    the others: as `Steps` takes them
+    The results go into ``history``, step by step, and to the trainer's loggers.  A ``gradient_clip_val`` of the trainer is
+    applied afterwards.
 
-    What it finds goes into ``history``, step by step, and to the trainer's loggers.  A ``gradient_clip_val`` of the
-    trainer's clips what this has left.  Raises NotImplementedError for manual optimization and for several optimizers, and
-    ValueError where ``max_norm`` was given and the optimizer steps parameters outside of the part, which nothing would clip.
+    part: the path of the module that ``training_step`` calls, 'net' for ``self.net(x)``; by default the LightningModule
+    itself, for ``self(x)``
+    options: as in `Steps`
+
+    Raises NotImplementedError for manual optimization and for several optimizers, and ValueError if ``max_norm`` is given
+    and the optimizer also steps parameters outside of the part, because they would not be clipped.
     """
 
     def __init__(self, part: str = "", **options: Any) -> None:
@@ -34,8 +37,9 @@ class GradsCallback(Steps, pl.Callback):
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise NotImplementedError(
                 f"GradsCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
-                f"{pl_module.automatic_optimization}; expected one, stepped by the trainer. Otherwise use "
-                "autograd_hacks.integrations.steps.Steps in training_step: attach, read before each step." + ON_STEPS
+                f"{pl_module.automatic_optimization}; expected one optimizer, stepped by the trainer. Otherwise use "
+                "autograd_hacks.integrations.steps.Steps in training_step: attach once, and read before each step."
+                + ON_STEPS
             )
         self.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
 
@@ -57,14 +61,15 @@ class PrivateCallback(pl.Callback):
         trainer = pl.Trainer(callbacks=[PrivateCallback(private)])
         trainer.fit(module, private.loader(data))
 
-    private: draws the batches, clips, adds the noise and counts    part: as in `GradsCallback`
+    With ``accumulate_grad_batches=k`` use ``private.loader(data, parts=k)``.  ``epsilon`` is logged and shown in the
+    progress bar.  Checkpoints contain the training's state, which is as secret as the data.  ``last_step`` is the last
+    step's `PrivateStep`.
 
-    With ``accumulate_grad_batches=k`` say ``private.loader(data, parts=k)``.  ``epsilon`` is logged, and in the progress
-    bar; the checkpoint has the training's state, which is as secret as the data.  `last_step` is the last step's
-    `PrivateStep`.
+    private: the `PrivateTraining`
+    part: as in `GradsCallback`
 
-    Raises NotImplementedError for manual optimization and several optimizers, ValueError for another loader, for losses
-    that are no vector, and where the optimizer steps parameters outside of the part.
+    Raises NotImplementedError for manual optimization and several optimizers; ValueError for another loader, for losses
+    that are not a vector, and if the optimizer steps parameters outside of the part.
     """
 
     def __init__(self, private: PrivateTraining, part: str = "") -> None:
@@ -76,17 +81,17 @@ class PrivateCallback(pl.Callback):
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise NotImplementedError(
                 f"PrivateCallback was given {len(trainer.optimizers)} optimizers, automatic_optimization="
-                f"{pl_module.automatic_optimization}; expected one, stepped by the trainer" + ON_PRIVATE
+                f"{pl_module.automatic_optimization}; expected one optimizer, stepped by the trainer" + ON_PRIVATE
             )
         if not isinstance(loader, PrivateLoader):
             raise ValueError(
-                f"PrivateCallback was given a {type(loader).__name__}; expected private.loader(data), whose batches are "
-                "Poisson-sampled, as epsilon takes them to be" + ON_PRIVATE
+                f"PrivateCallback was given a {type(loader).__name__}; expected private.loader(data), because epsilon is "
+                "computed for Poisson-sampled batches" + ON_PRIVATE
             )
         if loader.batches.parts != trainer.accumulate_grad_batches:
             raise ValueError(
-                f"PrivateCallback was given accumulate_grad_batches={trainer.accumulate_grad_batches}, and a loader of "
-                f"{loader.batches.parts} micro-batches a step; expected the same: private.loader(data, parts=...)"
+                f"PrivateCallback was given accumulate_grad_batches={trainer.accumulate_grad_batches}, and a loader with "
+                f"{loader.batches.parts} micro-batches per step; expected the same number: private.loader(data, parts=...)"
                 + ON_PRIVATE
             )
         self.private.attach(pl_module.get_submodule(self.part), *trainer.optimizers)
@@ -96,7 +101,7 @@ class PrivateCallback(pl.Callback):
         if losses.ndim != 1:
             raise ValueError(
                 f"training_step returned a loss of shape {tuple(losses.shape)}; expected N losses, one for each sample "
-                "(reduction='none'): a mean may divide each by what the others bring" + ON_PRIVATE
+                "(reduction='none'): in a mean, one sample's loss may depend on the others" + ON_PRIVATE
             )
         backward(losses, "sum")
 
@@ -108,7 +113,8 @@ class PrivateCallback(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self.last_step is None:
             raise RuntimeError(
-                "the trainer steps amid a private step; its micro-batches and the loader's differ" + ON_PRIVATE
+                "the trainer stepped before the private step was complete: it counts other micro-batches than the loader"
+                + ON_PRIVATE
             )
         pl_module.log("epsilon", self.private.epsilon(), prog_bar=True)
 

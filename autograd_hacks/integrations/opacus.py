@@ -1,4 +1,4 @@
-"""Opacus: its loader, noise and accountants, with norms and clipped sums from what layers saw: nothing of size N × P."""
+"""Opacus: its loader, noise and accountants, with norms and clipped sums from hooks.  Nothing of size N × P is stored."""
 
 from collections.abc import Callable
 from math import inf
@@ -23,16 +23,19 @@ with needed("opacus"):
 
 
 class DPOptimizer(_DPOptimizer):
-    """Opacus' ``DPOptimizer`` for a model of `autograd_hacks.add_hooks`, best with ``param_grad=False``.
+    """Opacus' ``DPOptimizer`` for a model with `autograd_hacks.add_hooks`, preferably with ``param_grad=False``.
 
-    model: the hooked model, with all of the optimizer's parameters    the others: as in Opacus; its loader, accountants,
-    ``BatchMemoryManager`` and schedulers take this optimizer for their own
+    Opacus' loader, accountants, ``BatchMemoryManager`` and schedulers work with it.  A sample whose gradient is not finite
+    adds nothing; its step counts like any other.  A parameter that no sample reached still gets noise.
 
-    A sample whose gradient is not finite adds nothing, and its step counts like any other.  A parameter that no sample
-    reached gets its noise.
+    optimizer: the optimizer to wrap
+    model: the hooked model, with all of the optimizer's parameters
+    noise_multiplier: as in Opacus
+    max_grad_norm: as in Opacus
+    options: as in Opacus
 
-    ``step`` raises NothingRecorded for a backward pass that was added already, ValueError for several at once
-    (`accumulate`), whose samples may be the same; and what `per_sample_grads` and Opacus raise.
+    ``step`` raises NothingRecorded if the backward pass was already used; ValueError for several accumulated batches
+    (`accumulate`), because they may contain the same sample; and what `per_sample_grads` and Opacus raise.
     """
 
     def __init__(
@@ -46,11 +49,11 @@ class DPOptimizer(_DPOptimizer):
     ) -> None:
         if not is_number(max_grad_norm) or not max_grad_norm > 0 or (max_grad_norm == inf and noise_multiplier):
             raise ValueError(
-                f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number larger than 0, finite with noise"
+                f"DPOptimizer was given max_grad_norm={max_grad_norm!r}; expected a number above 0, and finite with noise"
                 + ON_OPACUS
             )
         self.model = model
-        recorder_of(model)  # raises where it has no hooks
+        recorder_of(model)  # raises if the model has no hooks
         super().__init__(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=float(max_grad_norm), **options)
         if not {id(p) for p in self.params} <= {id(p) for p in model.parameters()}:
             raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have" + ON_OPACUS)
@@ -61,7 +64,7 @@ class DPOptimizer(_DPOptimizer):
 
     @torch.no_grad()
     def clip_and_accumulate(self) -> None:
-        """Adds the clipped gradients' sum to ``p.summed_grad``."""
+        """Adds the sum of the clipped gradients to ``p.summed_grad``."""
         grads = self._grads()
         norms = grads.norms()
         assert isinstance(norms, torch.Tensor)
@@ -74,19 +77,19 @@ class DPOptimizer(_DPOptimizer):
             p.summed_grad = total if p.summed_grad is None else p.summed_grad.add_(total)
 
     def _grads(self) -> PerSampleGrads:
-        """The rows of the optimizer's own parameters, which are not handed out twice."""
+        """The rows of the optimizer's parameters.  Raises NothingRecorded the second time."""
         recorder = recorder_of(self.model)
         ask_independent(self.model, recorder, spread_of(self.model, recorder), "DPOptimizer.step")
         check_may_set(recorder, "DPOptimizer.step", once=True)
         passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
-        is_told = any(recorded.losses for recorded in passes)  # by backward(losses)
+        is_told = any(recorded.losses for recorded in passes)  # backward(losses) has recorded the reduction
         grads = per_sample_grads(self.model, None if is_told else self.loss_reduction)
-        instead = "Take clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which knows of the others."
+        instead = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
         check_alone(grads, "DPOptimizer.step", instead)
         if len(grads.batches) > 1:
             raise ValueError(
-                f"DPOptimizer.step was given {len(grads.batches)} batches accumulated. Each may have drawn the same sample, "
-                "which would count twice. Split one batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
+                f"DPOptimizer.step was given {len(grads.batches)} accumulated batches. They may contain the same sample, "
+                "which would count twice. Split a single batch instead, by Opacus' BatchMemoryManager." + ON_OPACUS
             )
         mark_set(recorder)
         ours = {id(p) for p in self.params}
@@ -95,7 +98,8 @@ class DPOptimizer(_DPOptimizer):
 
     @torch.no_grad()
     def add_noise(self) -> None:
-        """Opacus' noise; of complex numbers to both parts, since norms are over both, and torch.normal shares it out."""
+        """Adds Opacus' noise.  Both parts of a complex number get the full noise, because norms cover both parts;
+        torch.normal would divide it between them."""
         if not any(p.is_complex() for p in self.params):
             super().add_noise()
             return
@@ -119,47 +123,55 @@ class DPOptimizer(_DPOptimizer):
 
 
 class _Unwrapped:
-    """What Opacus' engine asks of a wrapped model."""
+    """The interface of a wrapped model that Opacus' engine needs."""
 
     def forbid_grad_accumulation(self) -> None:
-        """`DPOptimizer` does."""
+        """Does nothing: `DPOptimizer` checks it."""
 
 
 class PrivacyEngine(_PrivacyEngine):
-    """Opacus' ``PrivacyEngine``, whose ``make_private`` hooks the model by `add_hooks` and leaves it unwrapped.
+    """Opacus' ``PrivacyEngine`` with hooks of this library.  ``make_private`` hooks the model and doesn't wrap it.
 
-    So layers need no support of Opacus', and a model that mixes samples is refused by what it does, in its first step.
-    ``make_private`` and ``make_private_with_epsilon`` take what Opacus' take, but for other kinds of clipping than 'flat'
-    and other ``grad_sample_mode`` (ValueError); for a distributed model they raise NotImplementedError.
+    Layers need no support by Opacus.  A model that mixes samples is refused in its first step.  ``make_private`` and
+    ``make_private_with_epsilon`` take Opacus' arguments.  They raise ValueError for clipping other than 'flat' and for
+    another ``grad_sample_mode``, and NotImplementedError for a distributed model.
     """
 
     def make_private(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
-        """Hooks a model for private training, and returns it, the optimizer and the loader.
+        """Hooks a model for private training.  Returns the model, the optimizer and the loader.
 
-        module: trains from then on with hooks (``param_grad=False``, ``independent=True``); it is returned as it is, not
-        wrapped optimizer, data_loader: of the model; returned as a `DPOptimizer` of ours, that clips and adds noise in
-        ``step()``, and as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling=False``
-        noise_multiplier, max_grad_norm, batch_first, loss_reduction, noise_generator: as in Opacus. ``batch_first=False``
-        says that samples are on axis 1    criterion: has no meaning here, as there is no wrapped one
+        It takes Opacus' arguments by keyword:
 
-        Raises ValueError for other clipping than 'flat' and another ``grad_sample_mode``, NotImplementedError for a model of
-        several processes.  Samples that mix are refused in the first step.
+        * ``optimizer`` is returned as this module's `DPOptimizer`, which clips and adds noise in ``step()``
+        * ``data_loader`` is returned as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling=False``
+        * ``noise_multiplier``, ``max_grad_norm``, ``loss_reduction`` and ``noise_generator`` are as in Opacus
+        * ``batch_first=False`` means that samples are on axis 1
+        * ``criterion`` is ignored: use your own loss
+
+        module: the model, which gets hooks (``param_grad=False``, ``independent=True``) and is returned itself, not wrapped
+
+        Raises ValueError for clipping other than 'flat' and for another ``grad_sample_mode``, NotImplementedError for a
+        distributed model.  A model that mixes samples raises in the first step.
         """
         expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
         wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
         if wrong:
             raise ValueError(
-                f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine" + ON_OPACUS
+                f"PrivacyEngine.make_private was given {wrong}; only flat clipping is supported here. Leave "
+                "grad_sample_mode out: per-sample gradients are never stored. For clipping='adaptive' or 'per_layer' use "
+                "clip_and_noise_(clip=...), or Opacus' own engine" + ON_OPACUS
             )
         self._module = module
         _, optimizer, loader = super().make_private(module=module, **options)
         return module, optimizer, loader
 
     def make_private_with_epsilon(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
-        """`make_private`, with the noise by which ``epochs`` rounds spend ``target_epsilon`` at most, for ``target_delta``.
+        """`make_private` with the noise for a target: ``epochs`` epochs spend at most ``target_epsilon``.
 
-        target_epsilon, target_delta, epochs: of the whole training; the others as in `make_private`, without
-        noise_multiplier
+        The keywords are ``target_epsilon``, ``target_delta`` and ``epochs`` of the whole training, and those of
+        `make_private` without ``noise_multiplier``.
+
+        module: as in `make_private`
         """
         found: tuple[nn.Module, DPOptimizer, Any] = super().make_private_with_epsilon(module=module, **options)
         return found
@@ -180,8 +192,8 @@ class PrivacyEngine(_PrivacyEngine):
     ) -> DPOptimizer:
         if distributed:
             raise NotImplementedError(
-                "PrivacyEngine was given a distributed model. Take clip_and_noise_(model, max_norm, noise_multiplier, "
-                "expected_batch_size), which adds up over processes, in a loop of your own." + ON_PROCESSES
+                "PrivacyEngine does not support distributed models. Use clip_and_noise_(model, max_norm, noise_multiplier, "
+                "expected_batch_size), which sums over processes, in a loop of your own." + ON_PROCESSES
             )
         optimizer = optimizer.original_optimizer if isinstance(optimizer, _DPOptimizer) else optimizer
         generator = self.secure_rng if self.secure_mode else noise_generator

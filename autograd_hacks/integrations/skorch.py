@@ -1,4 +1,4 @@
-"""skorch: callbacks that measure steps, and clip them, or train privately."""
+"""skorch: callbacks that measure and clip steps, or train privately."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,9 +18,9 @@ with needed("skorch"):
 class GradsCallback(Callback):
     """A callback for nets: norms, the noise scale and clipping of each step.
 
-    It takes what `Steps` takes, and scaler, the ``torch.amp.GradScaler`` of a net that scales its losses.  What it finds
-    goes into ``steps_.history``, and into ``net.history`` for each batch.  A net that accumulates gradients notifies of
-    ``on_grad_computed`` once a step, as skorch's own recipe does.
+    It takes the arguments of `Steps`, and ``scaler``, the ``torch.amp.GradScaler`` of a net that scales its losses.  The
+    results go into ``steps_.history``, and into ``net.history`` for each batch.  A net that accumulates gradients must
+    notify ``on_grad_computed`` once per step, as skorch's own recipe does.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class GradsCallback(Callback):
         every: int = 1,
         only: str | Iterable[str] | None = None,
     ) -> None:
-        # Parameters as they were given, which skorch sets and clones.
+        # The arguments are stored unchanged, because skorch sets and clones them.
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.smoothing, self.loss_type, self.batch_dim, self.scaler = smoothing, loss_type, batch_dim, scaler
         self.every, self.only = every, only
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **_: Any) -> None:
         if isinstance(before := vars(self).get("steps_"), Steps):
-            before.detach()  # a training that was interrupted
+            before.detach()  # an interrupted training
         self.steps_ = Steps(
             self.max_norm, self.noise_scale, self.per_parameter, self.smoothing, self.loss_type, self.batch_dim, self.every,
             self.only,
@@ -58,19 +58,19 @@ class GradsCallback(Callback):
 
 
 class PrivateCallback(Callback):
-    """A callback for nets that trains privately::
+    """A callback that trains a net privately::
 
         callback = PrivateCallback(PrivateTraining(max_norm=1.0, noise_multiplier=1.1, delta=1e-5, loss_type="mean"))
         net = NeuralNetClassifier(Module, criterion=nn.CrossEntropyLoss, callbacks=[callback],
         iterator_train=callback.loader)
 
-    private: draws the batches, clips, adds the noise and counts; unless told its expected batch size is the net's
-    ``batch_size``, and its loss_type has to be what the criterion's ``reduction`` is
-
     ``epsilon`` is in ``net.history`` for each batch and epoch; ``last_step`` is the last step's `PrivateStep`.
 
-    Raises ValueError for an iterator that isn't `loader`, and for a criterion that divides by more than the batch's size:
-    class weights, ignored targets.
+    private: the `PrivateTraining`. Its expected batch size is the net's ``batch_size`` by default. Its loss_type must equal
+    the criterion's ``reduction``
+
+    Raises ValueError for an ``iterator_train`` that isn't `loader`, and for a criterion with class weights or ignored
+    targets, because it divides by more than the batch's size.
     """
 
     def __init__(self, private: PrivateTraining) -> None:
@@ -78,7 +78,7 @@ class PrivateCallback(Callback):
         self.last_step: PrivateStep | None = None
 
     def loader(self, data: Any, batch_size: int = 1, **options: Any) -> PrivateLoader:
-        """What ``iterator_train`` is to be."""
+        """The function for ``iterator_train``."""
         if self.private.expected_batch_size is None:
             self.private.expected_batch_size = batch_size
         return self.private.loader(data, **options)
@@ -87,14 +87,13 @@ class PrivateCallback(Callback):
         criterion, told = net.criterion_, self.private.loss_type
         if net.iterator_train != self.loader:
             raise ValueError(
-                "PrivateCallback was given a net with another iterator_train; expected "
-                "iterator_train=callback.loader, whose batches are Poisson-sampled, as epsilon takes them to be" + ON_PRIVATE
+                "PrivateCallback was given a net with another iterator_train; expected iterator_train=callback.loader, "
+                "because epsilon is computed for Poisson-sampled batches" + ON_PRIVATE
             )
         if getattr(criterion, "reduction", None) != told or getattr(criterion, "weight", None) is not None:
             raise ValueError(
-                f"PrivateCallback was given {criterion} and loss_type={told!r}; expected a criterion with that "
-                "reduction and without weights of classes, by which each sample's loss is divided by what the others "
-                "bring" + ON_PRIVATE
+                f"PrivateCallback was given {criterion} and loss_type={told!r}; expected a criterion with that reduction, "
+                "and without class weights, because they make one sample's loss depend on the others" + ON_PRIVATE
             )
         self.private.attach(net.module_, net.optimizer_)
 
@@ -103,8 +102,8 @@ class PrivateCallback(Callback):
         y = batch[1] if training and isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if ignored is not None and isinstance(y, torch.Tensor) and bool((y == ignored).any()):
             raise ValueError(
-                f"a batch has targets that are {ignored}, which {type(net.criterion_).__name__} leaves out of its mean: the "
-                "others are then divided by how many there are. Leave such samples out of the data." + ON_PRIVATE
+                f"PrivateCallback: a batch has ignored targets ({ignored}), and the mean of {type(net.criterion_).__name__} "
+                "divides the other losses by a smaller number. Leave such samples out of the data." + ON_PRIVATE
             )
 
     def on_grad_computed(self, net: Any, named_parameters: Any, training: bool = False, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What trainers' callbacks share: a step's per-sample gradients, of all its micro-batches, just before the step."""
+"""The common part of trainers' callbacks: reads a step's per-sample gradients, of all micro-batches, before the step."""
 
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
@@ -22,17 +22,19 @@ from autograd_hacks.verbs.per_sample import check_alone, per_sample_grads, set_g
 
 
 class Steps:
-    """Measures the steps of a model that a trainer trains, and clips them, if told to.
+    """Measures, and optionally clips, the steps of a model in a trainer.
 
-    max_norm: each sample's gradient is clipped to it, and ``.grad`` set to their mean (or sum); None for no clipping
-    noise_scale: whether to estimate the gradient noise scale    per_parameter: also of each parameter
-    smoothing: share of the past in the means of noise and signal, of which it is the ratio, as in `NoiseScales`; in [0, 1)
-    loss_type: how the loss was reduced over a step's samples, 'mean' or 'sum'    batch_dim: as in `add_hooks`
-    only: as in `add_hooks`: 'norms' measures norm layers and biases alone, which are cheap and tell the noise scale
-    every: measures the first of so many steps; the others run without hooks, and cost what they cost without the library
+    A *row* is a sample's contribution to the step's gradient, times the number of samples for a mean.  However the trainer
+    divides and scales the losses of micro-batches, the mean (or sum) of the rows is the gradient that it would step by.
 
-    A *row* is what a sample brings to the step's gradient, times the number of samples for a mean.  However the trainer
-    divides and scales the losses of micro-batches, the rows' mean (or sum) is the gradient that it would step by.
+    max_norm: the norm to clip each sample's gradient to; ``.grad`` is then their mean (or sum). None for no clipping
+    noise_scale: estimate the gradient noise scale
+    per_parameter: also estimate the noise scale of each parameter
+    smoothing: the weight of the past in the running means of noise and signal, in [0, 1), as in `NoiseScales`
+    loss_type: how the loss is reduced over a step's samples, 'mean' or 'sum'
+    batch_dim: as in `add_hooks`
+    every: measure one step out of this many; the others run without hooks, at the cost of plain steps
+    only: as in `add_hooks`. 'norms' measures only norm layers and biases, which is cheap and predicts the noise scale
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for the noise scale.
     """
@@ -49,26 +51,26 @@ class Steps:
         only: str | Iterable[str] | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; expected a number larger than 0, or None" + ON_STEPS)
+            raise ValueError(f"Steps was given max_norm={max_norm}; expected a number larger than 0, or None" + ON_STEPS)
         check_loss_type(loss_type)
         check_count("Steps: every", every, "steps", ON_STEPS)
         if every > 1 and max_norm is not None:
             raise ValueError(
-                f"every={every} was given with max_norm={max_norm}: steps that aren't measured would not be clipped. Leave "
-                "every out to clip, or max_norm to measure." + ON_STEPS
+                f"Steps was given every={every} and max_norm={max_norm}, but steps that aren't measured can't be clipped. "
+                "Leave every out to clip, or max_norm out to measure." + ON_STEPS
             )
         if only is not None and max_norm is not None:
             raise ValueError(
-                f"only={only!r} was given with max_norm={max_norm}: other parameters would not be clipped. Leave only out "
-                "to clip, or max_norm to measure." + ON_STEPS
+                f"Steps was given only={only!r} and max_norm={max_norm}, but other parameters would not be clipped. Leave "
+                "only out to clip, or max_norm out to measure." + ON_STEPS
             )
         self.every, self.only, self._count = every, only, 0
         self.max_norm, self.noise_scale, self.per_parameter = max_norm, noise_scale, per_parameter
         self.loss_type, self.batch_dim, self._scales = loss_type, batch_dim, NoiseScales(smoothing)
         self.norms: Tensor | None = None
-        """Of the last step's samples before clipping, N, in the order of the micro-batches."""
+        """The norms of the last step's samples before clipping, N, in the order of the micro-batches."""
         self.history: list[dict[str, float]] = []
-        """What `read` has returned of each step that was measured."""
+        """The results of `read` for each measured step."""
         self._model: nn.Module | None = None
         self._hooked: Hooked | None = None
 
@@ -76,10 +78,13 @@ class Steps:
         return {**vars(self), "_model": None, "_hooked": None}
 
     def attach(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Hooks a model, and begins its first step.
+        """Hooks a model and begins its first step.
 
-        optimizers: that step it. Raises ValueError where one of them steps other parameters too, which ``max_norm`` would
-        leave as they are
+        model: the model
+        optimizers: its optimizers
+
+        Raises ValueError if ``max_norm`` is given and an optimizer also steps other parameters, because they would not be
+        clipped.
         """
         self._check_covers(model, optimizers)
         self.detach()
@@ -96,14 +101,14 @@ class Steps:
             if others and (len(optimizers) == 1 or len(others) < len(trained)):
                 shapes = ", ".join(str(tuple(p.shape)) for p in others[:5])
                 raise ValueError(
-                    f"max_norm={self.max_norm} was given for a {type(model).__name__}, and its optimizer also steps "
-                    f"{len(others)} parameters that are not that model's, of shapes {shapes}: they would be stepped "
-                    "unclipped. Hook the model that has all of them (of a LightningModule no part: self(x) in "
-                    "training_step), freeze the others, or measure without max_norm." + ON_STEPS
+                    f"max_norm={self.max_norm} was given for a {type(model).__name__}, but its optimizer also steps "
+                    f"{len(others)} parameters outside of that model, of shapes {shapes}, and they would not be clipped. "
+                    "Hook the model that has all of them (a whole LightningModule: call self(x) in training_step), freeze "
+                    "the others, or measure without max_norm." + ON_STEPS
                 )
 
     def detach(self) -> None:
-        """Ends: the model is as it was, also in the middle of a step."""
+        """Removes the hooks and restores the model, also in the middle of a step."""
         model, hooked, self._model, self._hooked = self._model, self._hooked, None, None
         if model is not None and hooked is not None:
             hooked.on()
@@ -113,20 +118,19 @@ class Steps:
             hooked.__exit__()
 
     def read(self, scaler: torch.amp.GradScaler | None = None) -> dict[str, float]:
-        """What the step's gradients say, just before the optimizer's step; clips them, and begins the next step.
+        """Measures and clips the step's gradients, and begins the next step.  Call it just before the optimizer's step.
 
-        scaler: what has scaled the losses, whether ``.grad`` was unscaled since or not
+        scaler: the GradScaler of the losses; ``.grad`` may be unscaled or not
 
-        Returns ``grads/samples``, ``grads/norm_mean`` and ``grads/norm_max`` of the norms before clipping,
-        ``grads/clipped``, the share of the samples that were, and of at least two samples ``grads/noise``, ``grads/signal``
-        and ``grads/noise_scale``, in samples, which is infinite while no signal is known; nothing of a step that isn't
-        measured.
+        Returns ``grads/samples``; ``grads/norm_mean`` and ``grads/norm_max`` of the norms before clipping;
+        ``grads/clipped``, the share of clipped samples; and for two samples or more ``grads/noise``, ``grads/signal`` and
+        ``grads/noise_scale`` in samples, infinite while the signal is unknown.  Returns {} for a step that isn't measured.
 
-        Raises NothingRecorded before `attach` and without a backward pass, NotImplementedError where several processes share
-        the batch, and what `per_sample_grads` raises.
+        Raises RuntimeError before `attach`, NothingRecorded without a backward pass, NotImplementedError if several
+        processes share the batch, and what `per_sample_grads` raises.
         """
         if self._model is None or self._hooked is None:
-            raise RuntimeError("no model is attached: read() comes between attach(model) and detach()" + ON_STEPS)
+            raise RuntimeError("read(): no model is attached. Call it between attach(model) and detach()" + ON_STEPS)
         model, is_measured, measures = self._model, self._count % self.every == 0, {}
         self._count += 1
         if is_measured:
@@ -147,7 +151,7 @@ class Steps:
 
     def _read(self, model: nn.Module, scale: float, unscaled: bool) -> dict[str, float]:
         parts = _parts(model, scale)
-        check_alone(parts, "a step's gradients", "Read per_sample_grads(model), and clip, in a loop of your own.")
+        check_alone(parts, "a step's gradients", "Read per_sample_grads(model) and clip in a loop of your own.")
         factor = parts.samples if self.loss_type == "mean" else 1
         norms = self.norms = parts.norms() * factor
         is_finite = bool(norms.isfinite().all())
@@ -159,7 +163,7 @@ class Steps:
         if self.max_norm is not None:
             measures["clipped"] = (norms > self.max_norm).float().mean().item() if len(norms) else 0.0
             weights = (self.max_norm / norms).clamp(max=1)
-            if scale != 1:  # what overflowed is to be skipped, whichever parameter it was in
+            if scale != 1:  # the scaler must skip the step, whichever parameter overflowed
                 weights = weights.where(norms.isfinite(), torch.nan)
             sums = parts.weighted_sum(weights if unscaled else weights * scale)
             set_grads(model, sums, parts.reached, recorder=recorder_of(model))
@@ -179,18 +183,18 @@ class Steps:
 
 
 def _parts(model: nn.Module, scale: float) -> PerSampleGrads:
-    """What each sample brings to ``.grad``."""
+    """Each sample's contribution to ``.grad``."""
     segments = recorder_of(model).record.segments
     told = {recorded.losses.loss_type for segment in segments for recorded in segment.passes if recorded.losses}
     if "mean" not in told:
         return per_sample_grads(model, "sum", scale)
-    sizes = [segment.batch_size() for segment in segments]  # of backward(losses), whose rows know no share
+    sizes = [segment.batch_size() for segment in segments]  # rows of backward(losses) are not divided by N
     share = torch.cat([torch.full((size,), 1 / max(1, size), device="cpu") for size in sizes])
     return per_sample_grads(model, None, scale).scaled(share)
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """What several steps' `Steps.read` say together: means, the last noise scales, the largest norm; for a logger."""
+    """Combines several steps' `Steps.read` for a logger: means, the last noise scales, the largest norm."""
     keys = dict.fromkeys(key for step in steps for key in step)
     means = {}
     for key in keys:
@@ -204,7 +208,7 @@ def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _is_unscaled(scaler: torch.amp.GradScaler | None) -> bool:
-    """Whether ``.grad`` has no scale in it any more."""
+    """Whether ``.grad`` no longer contains the scale."""
     if scaler is None or not scaler.is_enabled():
         return True
     return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())

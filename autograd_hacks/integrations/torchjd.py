@@ -1,4 +1,4 @@
-"""TorchJD: its weightings of the rows' inner products, and the weighted sum, with no Jacobian written out."""
+"""TorchJD: aggregation of per-sample gradients by their Gramian, without writing out a Jacobian."""
 
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ with needed("torchjd"):
     )
 
 BY_NUMBER = ConstantWeighting, MeanWeighting, RandomWeighting, SumWeighting
-"""Weightings that ask how many rows there are, and nothing else."""
+"""Weightings that depend only on the number of rows."""
 
 
 @torch.no_grad()
@@ -39,34 +39,36 @@ def jacobian_descent(
     *,
     losses: Tensor | None = None,
 ) -> Tensor:
-    """Sets ``.grad`` to TorchJD's aggregation of the last backward pass's per-sample gradients, and returns the weights, N.
+    """Sets ``.grad`` to TorchJD's aggregation of the last backward pass's per-sample gradients.  Returns the weights, N.
 
-    With ``losses``, of N samples by K tasks, it aggregates a row for each sample and task, and returns (N, K) weights.
+    The result is ``aggregator(J)`` for the rows J, without writing J out.  With ``losses`` of N samples in K tasks it
+    aggregates one row for each sample and task and returns (N, K) weights.  ``.grad`` is None for parameters that the loss
+    didn't reach.
 
-    aggregator: one that weights rows by their Gramian (``UPGrad``, ``MGDA``, ``CAGrad``, ``DualProj``, ...) or by their
-    number (``Mean``, ``Sum``); or a weighting of Gramians, ``UPGradWeighting``
-    grads: other rows of this model than the samples', of tasks or classes say: ``per_sample_grads(model).group(labels)``
+    model: the hooked model
+    aggregator: an aggregator that weights rows by their Gramian (``UPGrad``, ``MGDA``, ``CAGrad``, ``DualProj``, ...) or by
+    their number (``Mean``, ``Sum``); or a weighting of Gramians: ``UPGradWeighting``
+    grads: rows to aggregate instead of the samples', for example of classes: ``per_sample_grads(model).group(labels)``
     loss_type: as in `compute_grad1`
-    losses: (N, K), each sample's loss in each task, or (N,), that follow from what the hooked model returned; instead of a
-    backward pass, for which K are run here: `per_sample_jacobian`.  In TorchJD's order rows are sample by sample
+    losses: (N, K) or (N,), each sample's loss in each task, computed from the hooked model's outputs. Give them instead of
+    running a backward pass; K passes run here, by `per_sample_jacobian`. TorchJD sees the rows sample by sample
 
-    Parameters that the loss didn't reach have ``.grad`` None.  The result is ``aggregator(J)`` for the rows J written out.
-
-    Raises TypeError for an aggregator that needs the rows themselves, ``ConFIG`` say, and for a list of losses; ValueError
-    for loss_type or losses beside grads, or loss_type beside losses, and for losses of other axes; what `per_sample_grads`
-    and `per_sample_jacobian` raise; NotImplementedError where several processes share the batch.
+    Raises TypeError for an aggregator that needs the rows themselves, such as ``ConFIG``, and for a list of losses;
+    ValueError if more than one of ``grads``, ``losses`` and ``loss_type`` is given, and for losses with other axes;
+    NotImplementedError if several processes share the batch; and what `per_sample_grads` and `per_sample_jacobian` raise.
 
     Source: Quinton and Rey 2024, "Jacobian descent for multi-objective optimization" (arXiv:2406.16232), section 6.
     """
     if grads is not None and loss_type is not None:
         raise ValueError(
-            f"jacobian_descent was given loss_type={loss_type!r} and rows, which know theirs; leave it out" + ON_TORCHJD
+            f"jacobian_descent was given grads and loss_type={loss_type!r}; leave loss_type out, the rows contain it"
+            + ON_TORCHJD
         )
     if losses is not None and (grads is not None or loss_type is not None):
         raise ValueError(
-            "jacobian_descent was given losses, whose rows it takes itself, beside "
+            "jacobian_descent was given losses and "
             + ("grads" if grads is not None else f"loss_type={loss_type!r}")
-            + "; expected one of them"
+            + "; expected only one of them"
             + ON_TORCHJD
         )
     if losses is not None and not isinstance(losses, Tensor):
@@ -76,13 +78,13 @@ def jacobian_descent(
         )
     if losses is not None and losses.ndim not in (1, 2):
         raise ValueError(
-            f"jacobian_descent was given losses of shape {tuple(losses.shape)}; expected (N, K), one for each of N samples "
-            "and K tasks, or (N,). Bring a token's or a pixel's losses to one: losses.mean(-1)." + ON_TORCHJD
+            f"jacobian_descent was given losses of shape {tuple(losses.shape)}; expected (N, K) for N samples and K tasks, "
+            "or (N,). Reduce losses of tokens or pixels first: losses.mean(-1)." + ON_TORCHJD
         )
     weighting = _weighting_of(aggregator)
     if losses is not None:
         grads = per_sample_jacobian(model, losses)
-        grads.spread = spread_of(model, recorder_of(model))  # rows of a Jacobian know no other processes
+        grads.spread = spread_of(model, recorder_of(model))  # rows of a Jacobian belong to this process only
     grads = per_sample_grads(model, loss_type) if grads is None else grads
     check_alone(grads, "jacobian_descent", "Take gram_of_all(), and weighted_sum of this process's weights.")
     products, each = grads.gram(), (grads.samples, *grads.entries)
@@ -100,6 +102,6 @@ def _weighting_of(aggregator: object) -> Weighting[Any]:
         return weighting
     raise TypeError(
         f"jacobian_descent was given {type(aggregator).__name__}; expected one of TorchJD's aggregators that weight rows by "
-        "their Gramian, UPGrad() say, or such a weighting. Others need the rows themselves: per_sample_grads(model).dense()."
+        "their Gramian, such as UPGrad(), or its weighting. For others take the rows: per_sample_grads(model).dense()."
         + ON_TORCHJD
     )

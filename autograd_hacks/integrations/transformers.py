@@ -25,7 +25,7 @@ with needed("transformers"):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 STATE = "private_training.json"
-"""What a checkpoint holds beside the Trainer's own files."""
+"""The file of a checkpoint that holds the state of private training."""
 IGNORED = -100
 """Marks targets without a loss."""
 
@@ -33,11 +33,11 @@ IGNORED = -100
 class GradsCallback(Steps, TrainerCallback):
     """A callback for ``Trainer``: norms, the noise scale and clipping of each step, over all its micro-batches.
 
-    It takes what `Steps` takes.  What it finds goes into ``history``, step by step, and means into the trainer's logs;
-    callbacks that stand behind it see them too: ``trainer.callback_handler.callbacks.insert(0, callback)``.
+    It takes the arguments of `Steps`.  The results go into ``history``, step by step, and their means into the trainer's
+    logs.  Callbacks after it see them, too: ``trainer.callback_handler.callbacks.insert(0, callback)``.
 
-    Raises ValueError as training begins where ``max_norm`` was given and the trainer itself clips to less than that:
-    say ``TrainingArguments(max_grad_norm=0)``.
+    Raises ValueError when training begins if ``max_norm`` is given and the trainer itself clips to a smaller norm; use
+    ``TrainingArguments(max_grad_norm=0)``.
     """
 
     _logged = 0
@@ -47,8 +47,8 @@ class GradsCallback(Steps, TrainerCallback):
     ) -> None:
         if self.max_norm is not None and args.max_grad_norm and args.max_grad_norm < self.max_norm:
             raise ValueError(
-                f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}, "
-                "whose clipping comes before and would be lost. Say TrainingArguments(max_grad_norm=0)." + ON_STEPS
+                f"GradsCallback was given max_norm={self.max_norm}, and the trainer max_grad_norm={args.max_grad_norm}. The "
+                "trainer clips first, and that would be lost. Use TrainingArguments(max_grad_norm=0)." + ON_STEPS
             )
         self._logged = len(self.history)
         self.attach(model, *([] if optimizer is None else [optimizer]))
@@ -65,18 +65,21 @@ class GradsCallback(Steps, TrainerCallback):
 
 
 class CompiledCallback(TrainerCallback):
-    """A callback for ``Trainer`` with which the model trains by a compiled step: see `autograd_hacks.compile`::
+    """A callback that makes a ``Trainer`` use a compiled step: see `autograd_hacks.compile`::
 
         def losses(outputs, labels, num_items_in_batch=None):
             return F.cross_entropy(outputs.logits, labels)
 
         Trainer(model, args, train_dataset=..., compute_loss_func=losses, callbacks=[CompiledCallback("clip", max_norm=1.0)])
 
-    The loss is computed outside of the model, by ``compute_loss_func``.  It is a mean over samples, or say ``loss_type``.
-    ``callback.step`` is the compiled step, after training, too; the mean of its norms goes into the trainer's logs.
+    ``compute_loss_func`` must compute the loss outside of the model.  ``callback.step`` is the compiled step, also after
+    training.  The mean of its norms goes into the trainer's logs.
 
-    verb, settings: as in `autograd_hacks.compile`
-    Raises ValueError as training begins where the trainer adds up several passes in a step, or clips after them.
+    verb: as in `autograd_hacks.compile`
+    loss_type: how the loss is reduced over samples, 'mean' by default
+    settings: as in `autograd_hacks.compile`
+
+    Raises ValueError when training begins if the trainer accumulates gradients or clips them itself.
     """
 
     def __init__(self, verb: str, loss_type: str = "mean", **settings: Any) -> None:
@@ -87,7 +90,7 @@ class CompiledCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1 or args.max_grad_norm:
             raise ValueError(
                 f"CompiledCallback was given gradient_accumulation_steps={args.gradient_accumulation_steps} and "
-                f"max_grad_norm={args.max_grad_norm}; expected 1 and 0: a compiled step is one pass, and clips by itself."
+                f"max_grad_norm={args.max_grad_norm}; expected 1 and 0: a compiled step is one pass and clips by itself."
                 + ON_STEPS
             )
         self.step = compile(model, self.verb, **self.settings)
@@ -107,22 +110,21 @@ def _log(found: Mapping[str, float], state: Any, logs: dict[str, float] | None) 
             target.update(found)
 
 
-# mypy is to see what a mixin stands before; a class that is chosen by an expression is an error to it.
+# mypy needs the base class of the mixin; it rejects a class that is chosen by an expression.
 class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Makes a ``Trainer``, or another class made of it, train privately: ``class PrivateSFT(PrivateMixin, SFTTrainer): ...``
+    """Makes a ``Trainer``, or a subclass of it, train privately: ``class PrivateSFT(PrivateMixin, SFTTrainer): ...``
 
-    private: a `PrivateTraining`; what it leaves open is taken from the arguments: the expected batch size is what the
-    trainer would take for a step (``per_device_train_batch_size`` · ``gradient_accumulation_steps`` · processes), and the
-    steps that may spend its ``epsilon`` are the trainer's
+    Batches are Poisson-sampled from ``train_dataset``; the model never sees more than ``per_device_train_batch_size``
+    samples at once.  Each sample has its own loss, see `per_sample_losses`.  Steps are clipped and get noise, and
+    ``epsilon`` is in the logs.  Checkpoints hold the state of private training, so a resumed training has the same bits.
+    Their file private_training.json is as secret as the data: never publish it.
 
-    Batches are Poisson-sampled from ``train_dataset``; none that the model sees is larger than
-    ``per_device_train_batch_size``.  Each sample has a loss of its own, see `per_sample_losses`.  Steps are clipped and
-    have noise; ``epsilon`` is in the logs; checkpoints hold what private training needs, so that a training that goes on
-    from there has the same bits.  That part of a checkpoint, private_training.json, is as secret as the data: never publish
-    it.
+    private: a `PrivateTraining`. Its expected batch size is by default the trainer's own,
+    ``per_device_train_batch_size`` · ``gradient_accumulation_steps`` · processes. The steps that may spend its
+    ``epsilon`` are by default the trainer's
 
-    Raises NotImplementedError for ``DataParallel`` and for DeepSpeed, ValueError for label smoothing without
-    ``compute_loss_func``, for ``auto_find_batch_size``, which would take steps twice, and for checkpoints without that part.
+    Raises NotImplementedError for ``DataParallel`` and DeepSpeed; ValueError for label smoothing without
+    ``compute_loss_func``, for ``auto_find_batch_size``, and for checkpoints without private_training.json.
     """
 
     def __init__(self, *args: Any, private: PrivateTraining, **options: Any) -> None:
@@ -134,18 +136,18 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         given = self.args
         if given.n_gpu > 1 or self.is_deepspeed_enabled:
             raise NotImplementedError(
-                "PrivateTrainer was given DataParallel or DeepSpeed; expected one device, or torchrun: "
+                "PrivateTrainer was given DataParallel or DeepSpeed; expected one device, or torchrun with "
                 "DistributedDataParallel or FSDP2" + ON_PRIVATE
             )
         if given.label_smoothing_factor and self.compute_loss_func is None:
             raise ValueError(
-                f"PrivateTrainer was given label_smoothing_factor={given.label_smoothing_factor}; expected "
-                "compute_loss_func, that returns N losses with it" + ON_PRIVATE
+                f"PrivateTrainer was given label_smoothing_factor={given.label_smoothing_factor} without compute_loss_func. "
+                "Give compute_loss_func=, which returns N losses with label smoothing" + ON_PRIVATE
             )
         if given.auto_find_batch_size:
             raise ValueError(
-                "PrivateTrainer was given auto_find_batch_size=True, which begins the training again: steps that were taken "
-                "before would be spent for nothing. Say per_device_train_batch_size." + ON_PRIVATE
+                "PrivateTrainer was given auto_find_batch_size=True, which restarts the training; the privacy of the "
+                "earlier steps would be spent for nothing. Set per_device_train_batch_size instead." + ON_PRIVATE
             )
         if private.expected_batch_size is None:
             private.expected_batch_size = (
@@ -153,16 +155,17 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             )
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """N losses, each of a sample's own outputs and labels alone.
+        """N losses, each from one sample's outputs and labels.  Override it for losses other than these:
 
-        ``compute_loss_func(outputs, labels, num_items_in_batch=None)`` where it was given; else by the model's logits and
-        ``labels``: the mean cross-entropy over a sample's own tokens (shifted for causal language models), cross-entropy of
-        classes, its binary kind for labels that are numbers of the logits' shape, or squares for one logit.
-        Override it for anything else.
+        * ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, if it was given
+        * the mean cross-entropy over a sample's own tokens, shifted for causal language models
+        * the cross-entropy of classes
+        * the binary cross-entropy, for floating-point labels of the logits' shape
+        * the square, for one logit
         """
         inputs = dict(inputs)
         labels, plain = inputs.pop("labels", None), self.accelerator.unwrap_model(model)
-        shift = getattr(plain, "prepare_decoder_input_ids_from_labels", None)  # of its own labels, which it isn't given
+        shift = getattr(plain, "prepare_decoder_input_ids_from_labels", None)  # needed because the model gets no labels
         if shift is not None and labels is not None and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = shift(labels=labels)
         outputs = model(**inputs)
@@ -172,21 +175,22 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[0]
             if not isinstance(logits, Tensor):
                 raise ValueError(
-                    f"{type(plain).__name__} returned no logits, but {list(outputs)}; expected logits and labels. Give "
-                    "compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
+                    f"{type(plain).__name__} returned {list(outputs)}; expected logits. Give compute_loss_func=, which "
+                    "returns N losses, or override per_sample_losses." + ON_PRIVATE
                 )
             losses = sample_losses(logits, labels, _is_shifted(plain))
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(
-                f"compute_loss_func returned {shape}; expected N losses, one for each sample (reduction='none', a mean over "
-                "each sample's own tokens): a mean over the batch divides each by what the others bring" + ON_PRIVATE
+                f"compute_loss_func returned {shape}; expected N losses, one for each sample (reduction='none', then a mean "
+                "over each sample's own tokens): in a mean over the batch, one sample's loss depends on the others"
+                + ON_PRIVATE
             )
         return losses
 
     def get_train_dataloader(self) -> Any:
         if self.train_dataset is None:
-            raise ValueError("PrivateTrainer was given no train_dataset; expected one with a length" + ON_PRIVATE)
+            raise ValueError("PrivateTrainer was given no train_dataset; expected a data set with a length" + ON_PRIVATE)
         data, collate, given = self.train_dataset, self.data_collator, self.args
         if hasattr(data, "column_names"):
             data = self._remove_unused_columns(data, description="training")
@@ -210,7 +214,7 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         model.train()
         inputs, scaler = self._prepare_inputs(inputs), self.accelerator.scaler
         if self._overflowed and scaler is not None:
-            # Samples that overflowed had no part in the step, so that the scaler itself has seen nothing.
+            # Samples that overflowed were left out of the step, so the scaler itself has not noticed them.
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             self._overflowed = False
         total, mark = torch.zeros((), device=self.args.device), self.private._at_hand()
@@ -267,9 +271,8 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     def _load_private(self, path: Path) -> None:
         if not path.is_file():
             raise ValueError(
-                f"{path} is not there; expected what PrivateTrainer saves: without the steps that were taken before, and "
-                "the seed of their batches, epsilon would be too small. Resume from a checkpoint that PrivateTrainer "
-                "has made." + ON_PRIVATE
+                f"there is no {path}, which PrivateTrainer saves in its checkpoints. Without the earlier steps and the seed "
+                "of their batches, epsilon would be too small. Resume from a checkpoint of PrivateTrainer." + ON_PRIVATE
             )
         state = json.loads(path.read_text())
         self._first_step = state["first_step"]
@@ -289,7 +292,7 @@ class PrivateTrainer(PrivateMixin, Trainer):
 
 
 def _is_shifted(model: Any) -> bool | None:
-    """Whether a language model predicts token t at t - 1, as its own loss has it; None where that isn't known."""
+    """Whether a language model's own loss compares token t with the logits at t - 1; None if that is unknown."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
@@ -300,11 +303,13 @@ def _is_shifted(model: Any) -> bool | None:
 
 
 def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = None) -> Tensor:
-    """N losses by logits and labels, each of one sample alone.
+    """N losses from logits and labels, each from one sample.
 
-    logits: N C, N T C, or N    labels: N classes; N T tokens, -100 for none; or numbers, of the shape of the logits or N
-    shifted: whether token t is predicted at t - 1; None where that isn't known, and tokens are refused
-    Raises ValueError for others.
+    logits: N C, N T C, or N
+    labels: N classes; N T tokens, -100 for tokens without a loss; or numbers, of the logits' shape or N
+    shifted: whether token t is predicted at t - 1. None if that is unknown; token labels then raise ValueError
+
+    Raises ValueError for other shapes.
     """
     if labels is not None and logits.ndim == 3 and labels.ndim == 2 and shifted is not None:
         logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
@@ -319,15 +324,15 @@ def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = 
             return (logits.float().flatten() - labels).square()
     shape = None if labels is None else tuple(labels.shape)
     raise ValueError(
-        f"the model's logits have shape {tuple(logits.shape)}, and labels {shape}; expected classes, tokens or "
-        "numbers. Give compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
+        f"the model's logits have shape {tuple(logits.shape)} and the labels {shape}; expected labels that are classes, "
+        "tokens or numbers. Give compute_loss_func=, which returns N losses, or override per_sample_losses." + ON_PRIVATE
     )
 
 
 def _cut(inputs: Mapping[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Micro-batches of some sizes, of one with all their samples in front of each tensor, and in each list.
+    """Splits a batch into micro-batches of the given sizes.  Samples are on axis 0 of each tensor, and in each list.
 
-    Raises ValueError for what can't be cut: images of all samples in a row, say.
+    Raises ValueError for an input that can't be split, such as the images of all samples in one row.
     """
     if len(sizes) == 1:
         yield dict(inputs)
@@ -339,7 +344,7 @@ def _cut(inputs: Mapping[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]
 
 
 def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
-    """Some samples' part of an input."""
+    """The part of an input that belongs to some samples."""
     if x is None or isinstance(x, bool | int | float | str) or (isinstance(x, Tensor) and not x.ndim):
         return x
     if isinstance(x, Mapping):
@@ -354,8 +359,8 @@ def _samples(x: Any, key: str, start: int, end: int, whole: int) -> Any:
         else type(x).__name__
     )
     raise ValueError(
-        f"the collator made {key!r} ({type(x).__name__}, {given}) of {whole} samples, which has to be cut: a batch "
-        "that is drawn is larger than per_device_train_batch_size at times. Expected all samples in front, or in a list, or "
-        "each micro-batch would have other samples' inputs. Let data_collator bring them there, or say a "
-        "per_device_train_batch_size that no batch passes, and PrivateTraining(expected_batch_size=)." + ON_PRIVATE
+        f"the collator returned {key!r} ({type(x).__name__}, {given}) for {whole} samples, which can't be split; expected "
+        "the samples on axis 0 or in a list. A sampled batch can be larger than per_device_train_batch_size and is then "
+        "split. Change data_collator; or set a per_device_train_batch_size that no batch exceeds, and "
+        "PrivateTraining(expected_batch_size=)." + ON_PRIVATE
     )

@@ -376,7 +376,7 @@ class PrivateTraining:
         )  # fmt: skip
 
     def _split(self, most: int) -> list[int]:
-        """Splits the next micro-batch into ones of at most ``most`` samples and returns their sizes.  Call `step` for each."""
+        """Splits the next micro-batch into ones of at most ``most`` samples.  Returns their sizes; call `step` for each."""
         mark = self._marks.popleft()
         starts = range(0, mark.size, most)
         sizes = [min(most, mark.size - start) for start in starts]

@@ -1,4 +1,4 @@
-"""Tables and progress bars, for people."""
+"""Tables and progress bars."""
 
 import importlib.util
 import warnings
@@ -17,18 +17,22 @@ from autograd_hacks.support.parts import part_of
 Item = TypeVar("Item")
 
 _DELAY = 3.0
-"""Seconds without a progress bar."""
+"""Seconds before a progress bar appears."""
 
 
 def progress(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
-    """The items, with a bar on standard error, unless there is but one, that tells how many of ``total`` have been taken;
-    unless told, of so many as there are, where that is known."""
+    """The items, with a progress bar on standard error.  There is no bar for a single item.
+
+    what: the label
+    unit: the unit of the count
+    total: the number of items; by default their length, if known
+    """
     if importlib.util.find_spec("tqdm") is None or (length_hint(items) if total is None else total) == 1:
         return items
     from tqdm import TqdmWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets, which gets a bar of letters
+        warnings.simplefilter("ignore", TqdmWarning)  # a notebook without widgets gets a text bar
         from tqdm.auto import tqdm
 
     bar: Iterable[Item] = tqdm(items, desc=what, unit=unit, total=total, delay=_DELAY)
@@ -44,13 +48,13 @@ _VERBS = {
     "clip_grad1_norm_(model, max_norm)": ("clip", "clamp", "clip_", "clamp_"),
     "samples": ("size", "batch_size"),
 }
-"""What may be meant by the names that tensors have for it."""
+"""{verb: names that tensors have for it}"""
 
 
 class Hinting:
-    """Rows that are no tensors, and say so."""
+    """Suggests verbs for the names of tensors' methods."""
 
-    if not TYPE_CHECKING:  # which would take any name for known
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> object:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{self._hint(name)}")
@@ -62,19 +66,19 @@ class Hinting:
         close = [meant] if meant else get_close_matches(name, [known for known in dir(self) if known[0] != "_"], 1)
         if close:
             return f"; did you mean {close[0]}?"
-        return "; it is no tensor: dense() returns its rows as tensors" if hasattr(Tensor, name) else ""
+        return "; it is not a tensor. dense() returns its rows as tensors" if hasattr(Tensor, name) else ""
 
 
 _LONGEST = 25
-"""Rows of a table that is not shortened."""
+"""The largest number of rows that a table shows in full."""
 _CELL = "text-align: left; vertical-align: top; padding: 0.15em 1em 0.15em 0; white-space: "
 
 
 @dataclass(frozen=True)
 class Table:
-    """A line, a header with rows below it, which may be none, and a note.
+    """A title, a header with rows (or neither), and a note.
 
-    is_whole: whether it is shown whole, however long
+    is_whole: never shorten the table
     """
 
     title: str
@@ -91,12 +95,12 @@ class Table:
         return [header, *rows[:half], between, *rows[-half:]]
 
     def text(self) -> str:
-        """For a terminal."""
+        """The table for a terminal."""
         table = [text_table(self._shortened())] if self.rows else []
         return "\n".join(part for part in (self.title, *table, self.note) if part)
 
     def html(self) -> str:
-        """For a notebook, in the colours that it has."""
+        """The table for a notebook, in the notebook's colours."""
         lines = [
             "<tr>" + "".join(_cell(tag, cell) for cell in cells) + "</tr>"
             for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shortened() if self.rows else ())
@@ -107,14 +111,14 @@ class Table:
 
 
 def _cell(tag: str, text: str) -> str:
-    space = "pre" if len(text) <= 40 else "pre-wrap; min-width: 16em"  # what is long goes on below
+    space = "pre" if len(text) <= 40 else "pre-wrap; min-width: 16em"  # long text wraps
     return f'<{tag} style="{_CELL}{space}">{escape(text)}</{tag}>'
 
 
 class Shown:
-    """What people see as a line where it stands in something else, and as a table when it is printed, or in a notebook.
+    """An object whose repr is one line, and which prints as a table, also in a notebook.
 
-    Nothing is computed for it, nothing changed, and nothing raised.
+    Showing it computes nothing, changes nothing and raises nothing.
     """
 
     def _table(self) -> Table:
@@ -123,7 +127,7 @@ class Shown:
     def _shown(self) -> Table:
         try:
             return self._table()
-        except Exception as error:  # a form of a user's own, or half made, must not stop a debugger that shows it
+        except Exception as error:  # a user's form, or an incomplete one, must not stop a debugger that shows it
             return Table(f"{type(self).__name__}, which can't be shown ({type(error).__name__}: {error})")
 
     def __repr__(self) -> str:
@@ -137,12 +141,12 @@ class Shown:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What tensors take, memory that several of them see counting once."""
+    """The bytes that tensors take.  Shared memory counts once."""
     memory: dict[object, tuple[int, dict[object, int]]] = {}
     for x in map(part_of, tensors):
         try:
             storage = x.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and tensors inside torch.func
             count = x.numel() if x.layout == torch.strided else x._nnz()
             indices = x._indices().nbytes if x.layout == torch.sparse_coo else 0
             memory[id(x)] = count * x.element_size() + indices, {}
@@ -153,7 +157,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def with_unit(size: int | None) -> str:
-    """A number of bytes, for people."""
+    """A number of bytes with a unit."""
     if size is None:
         return ""
     number, units = float(size), ["GB", "MB", "kB", "B"]
@@ -164,7 +168,7 @@ def with_unit(size: int | None) -> str:
 
 
 def text_table(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first of them the header, in columns."""
+    """Rows of cells as aligned columns.  The first row is the header."""
     widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
     lines.insert(1, "  ".join("-" * width for width in widths))

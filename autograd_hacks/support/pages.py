@@ -1,6 +1,6 @@
-"""The pages' sections that messages name, as text for a terminal.
+"""The sections that messages name, as text for a terminal.
 
-A wheel has the pages in ``autograd_hacks/pages``, where setup.py puts them; a clone has them in ``docs``.
+The pages are in ``autograd_hacks/pages`` of a wheel, where setup.py puts them, and in ``docs`` of a clone.
 """
 
 import re
@@ -12,7 +12,7 @@ from autograd_hacks.errors import EXPLAINED
 PACKAGE = Path(__file__).parent.parent
 UNDERLINE = re.compile(r"([=\-~^])\1+$")
 ROLES = [
-    (re.compile(r"``([^`]+)``(?=  )"), r"\1    "),  # in a table, whose columns stay
+    (re.compile(r"``([^`]+)``(?=  )"), r"\1    "),  # in a table: the columns stay aligned
     (re.compile(r":doc:`([^`<]+) <([^`>]+)>`"), r"\1 (docs/\2.rst)"),
     (re.compile(r":doc:`/?([^`]+)`"), r"docs/\1.rst"),
     (re.compile(r"`([^`<\n]+)\s<([^`>\s]+)>`__?"), r"\1 (\2)"),
@@ -20,30 +20,30 @@ ROLES = [
     (re.compile(r"``([^`]+)``"), r"\1"),
     (re.compile(r"`([^`\n]+)`_?_?"), r"\1"),
 ]
-"""Marks of reStructuredText, and what a terminal shows in their place."""
+"""Marks of reStructuredText, and what a terminal shows instead."""
 
 HIDDEN = None, "testsetup", "testcode", "toctree", "image", "figure"
-"""Directives that a terminal doesn't show; None stands for a target."""
+"""Directives that a terminal doesn't show; None means a target."""
 BARE = "doctest", "code-block", "container"
-"""Directives of which a terminal shows the content alone."""
+"""Directives of which a terminal shows only the content."""
 
 
 def folder() -> Path:
-    """Where the pages are.  Raises FileNotFoundError where they are not."""
+    """The folder of the pages.  Raises FileNotFoundError if it is missing."""
     for place in (PACKAGE / "pages", PACKAGE.parent / "docs"):
         if (place / "errors.rst").exists():
             return place
     raise FileNotFoundError(
-        f"the pages are neither in {PACKAGE / 'pages'}, where a wheel has them, nor in {PACKAGE.parent / 'docs'}, where a "
-        "clone has them. Install the library again."
+        f"the pages are missing: a wheel has them in {PACKAGE / 'pages'}, a clone in {PACKAGE.parent / 'docs'}. Install the "
+        "library again."
     )
 
 
 def explained(name: str) -> str:
-    """The section that a message names, or that explains an error's class, as text.
+    """The text of the section that a message names, or that explains an error class.
 
-    name: as ``python -m autograd_hacks explain`` lists it; or a class of `autograd_hacks.errors`: SamplesMixed
-    Raises KeyError, with close names, for another name; FileNotFoundError where the pages are not installed.
+    name: a name that ``python -m autograd_hacks explain`` lists; or a class of `autograd_hacks.errors`: SamplesMixed
+    Raises KeyError with close names for an unknown name; FileNotFoundError if the pages are not installed.
     """
     if name not in EXPLAINED:
         close = get_close_matches(name.lower(), EXPLAINED, 3, 0.4) or list(EXPLAINED)[:3]
@@ -53,7 +53,7 @@ def explained(name: str) -> str:
 
 
 def section(page: str, title: str) -> str:
-    """A section of a page, its subsections included.  Raises KeyError where the page has none of this title."""
+    """A section of a page with its subsections.  Raises KeyError if the page has no such section."""
     lines, ranks, start, rank = page.splitlines(), [], None, 0
     for number, line in enumerate(lines[1:], 1):
         above = lines[number - 1]
@@ -71,7 +71,7 @@ def section(page: str, title: str) -> str:
 
 
 def plain(text: str) -> str:
-    """reStructuredText without its marks: roles, directives and what only runs examples."""
+    """reStructuredText without its marks: roles, directives, and code that only prepares examples."""
     kept, hidden = [], False
     for line in text.splitlines():
         if line and not line[0].isspace():

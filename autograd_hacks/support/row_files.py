@@ -1,4 +1,4 @@
-"""Rows on disk: a file that grows batch by batch, is whole after each, and can be gone on with by the same batches."""
+"""Rows on disk: a file that grows batch by batch, is complete after each, and can be resumed with the same batches."""
 
 import hashlib
 import json
@@ -22,29 +22,29 @@ _KINDS = {
     torch.int64: ("<i8", "I64"),
     torch.bool: ("|b1", "BOOL"),
 }
-"""What rows may be, as ``.npy`` and ``.safetensors`` call it."""
+"""{dtype of rows: its name in ``.npy`` and in ``.safetensors``}"""
 _HEADER = 512
-"""Bytes in front of the rows, so that the header can be written anew."""
+"""Bytes before the rows, reserved so that the header can be rewritten."""
 SAME = 1e-3
-"""How far the rows of one batch may be from themselves, on another day or machine, for their length."""
+"""The largest difference of one batch's rows on another day or machine, relative to their length."""
 KEY = "rows"
 """The tensor's name in a ``.safetensors`` file."""
 
 
 NOTES = ".progress"
-"""How the name of a file's notes ends."""
+"""The suffix of the file of notes."""
 
 
 class RowFile:
-    """Rows in ``path``, (rows, *shape), and beside it ``path.progress``: how many there are, from which batches.
+    """Rows in ``path``, (rows, *shape), and notes in ``path.progress``: how many there are, and from which batches.
 
-    origin: what they are made of, the weights say; a file of another origin is not gone on with
-    weights: what tells the weights alone from others, empty where there are several
+    origin: a digest of everything that the rows depend on; a file of another origin is not resumed
+    weights: a digest of the weights, empty for several checkpoints
     """
 
     def __init__(self, path: str | os.PathLike[str], origin: str, weights: str = "") -> None:
         self.path, self._notes = Path(path), Path(f"{os.fspath(path)}{NOTES}")
-        self._batches, self._seen = 0, ""  # by this call
+        self._batches, self._seen = 0, ""  # batches seen by this call, and their digest
         self.progress: dict[str, Any] = {
             "origin": origin,
             "weights": weights,
@@ -57,36 +57,36 @@ class RowFile:
         }
         if self.path.suffix not in (".npy", ".safetensors"):
             raise ValueError(
-                f"out is {str(path)!r}; expected a file name that ends with .npy or .safetensors, or a folder's, without an "
-                "ending, for a dictionary of rows" + ON_DATA_SETS
+                f"over: out={str(path)!r}; expected a file name that ends with .npy or .safetensors; or a folder, without "
+                "an ending, for a dictionary of rows" + ON_DATA_SETS
             )
         if self.path.exists() != self._notes.exists():
-            raise self._refused(f"and {self._notes}: there is but one, so that it can't be gone on with; delete it")
+            raise self._refused(f"and {self._notes}: only one of the two files exists, so over can't resume; delete it")
         try:
             if self._notes.exists():
                 self.progress = json.loads(self._notes.read_text())
         except ValueError as error:
-            raise ValueError(f"{self._notes} is no JSON any more ({error}); delete both files" + ON_DATA_SETS) from error
+            raise ValueError(f"{self._notes} is not valid JSON ({error}); delete both files" + ON_DATA_SETS) from error
         if self.progress["origin"] != origin:
-            raise self._refused("holds rows of other weights, or of other checkpoints; delete it, or name another")
+            raise self._refused("holds rows of other weights or checkpoints; delete it, or give another name")
         if self.progress["rows"] and (size := self.path.stat().st_size) < _HEADER + self._size():
-            raise self._refused(f"has {size} bytes, of {_HEADER + self._size()} that were written; delete it and its notes")
+            raise self._refused(f"has {size} of the {_HEADER + self._size()} bytes written; delete it and its notes")
 
     @classmethod
     def written(cls, path: str | os.PathLike[str]) -> "RowFile":
-        """A file that is there, to be read."""
+        """An existing file, for reading."""
         notes = Path(f"{os.fspath(path)}{NOTES}")
         if not Path(path).exists() or not notes.exists():
             missing = path if not Path(path).exists() else notes
             raise FileNotFoundError(
-                f"there is no {os.fspath(missing)}; expected rows that over(..., out={os.fspath(path)!r}) has written, and "
-                f"its notes, {notes}, beside them" + ON_DATA_SETS
+                f"there is no {os.fspath(missing)}; expected the rows that over(..., out={os.fspath(path)!r}) has written, "
+                f"and their notes in {notes}" + ON_DATA_SETS
             )
         try:
             origin = json.loads(notes.read_text())["origin"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{notes} has no notes of over any more ({error!r}); write the rows anew" + ON_DATA_SETS
+                f"{notes} does not contain the notes of over ({error!r}); write the rows again" + ON_DATA_SETS
             ) from error
         return cls(path, origin)
 
@@ -94,24 +94,24 @@ class RowFile:
         return ValueError(f"{self.path} {why}" + ON_DATA_SETS)
 
     def wants(self, batch: object) -> bool:
-        """Whether the rows of one more batch are asked for: of a new one, or of the last in the file, to be compared."""
+        """Whether the rows of the next batch are needed: for a new batch, or for the file's last one, to compare them."""
         self._batches, self._seen = self._batches + 1, digest_of(batch, before=self._seen)
         if self._batches == self.progress["batches"] and self._seen != self.progress["seen"]:
             raise self._refused(
-                "holds rows of other batches, or of these in another order. A loader that is gone on with must not shuffle: "
-                "DataLoader(data, shuffle=False). Or delete the file to begin anew."
+                "holds rows of other batches, or of the same batches in another order. To resume, the loader must not "
+                "shuffle: DataLoader(data, shuffle=False). Or delete the file and start again."
             )
         return bool(self._batches >= self.progress["batches"])
 
     def take(self, rows: Tensor) -> None:
-        """The rows of the batch that `wants` was told of."""
+        """Writes, or compares, the rows of the batch that `wants` was called for."""
         if self._batches == self.progress["batches"]:
             self._check_last(rows)
         else:
             self._append(rows)
 
     def end(self) -> Tensor:
-        """All rows, as `rows` has them, after the last batch."""
+        """All rows, as `rows` returns them.  Call it after the last batch."""
         if self._batches < self.progress["batches"]:
             raise self._refused(
                 f"holds rows of {self.progress['batches']} batches; the loader has {self._batches}. Delete the file"
@@ -124,22 +124,22 @@ class RowFile:
         rows = rows.detach().cpu().contiguous()
         if rows.dtype not in _KINDS:
             raise TypeError(
-                f"{self.path} is to hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}. Let the verb return "
-                "rows.float()" + ON_DATA_SETS
+                f"{self.path} can't hold {rows.dtype}; expected one of {', '.join(map(str, _KINDS))}. Return rows.float() "
+                "from the verb" + ON_DATA_SETS
             )
         kind = {"shape": list(rows.shape[1:]), "dtype": str(rows.dtype)}
         if self.progress["shape"] is None:
             self.progress |= kind
         elif not kind.items() <= self.progress.items():
             raise self._refused(
-                f"holds {self.progress['dtype']} rows of shape {tuple(self.progress['shape'])}, and these are {rows.dtype} "
-                f"of {tuple(rows.shape[1:])}: another verb's; delete it, or name another"
+                f"holds {self.progress['dtype']} rows of shape {tuple(self.progress['shape'])} from another verb; these are "
+                f"{rows.dtype} of {tuple(rows.shape[1:])}. Delete it, or give another name"
             )
         end = _HEADER + self._size()
         more = {"rows": self.progress["rows"] + len(rows), "batches": self._batches, "seen": self._seen, "ended": False}
         self.progress = self.progress | more
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            file.truncate(end)  # of a batch that was not written to its end
+            file.truncate(end)  # remove an incomplete batch
             file.seek(end)
             file.write(rows.numpy().tobytes())
             file.seek(0)
@@ -153,7 +153,10 @@ class RowFile:
         draft.replace(self._notes)
 
     def _check_last(self, rows: Tensor) -> None:
-        """Raises ValueError where the file ends with other rows than these.  rows: those of the last batch, taken anew"""
+        """Raises ValueError if the file ends with other rows than these.
+
+        rows: the rows of the file's last batch, computed again
+        """
         all_rows = self.rows()
         if rows.shape[1:] == all_rows.shape[1:] and rows.dtype == all_rows.dtype and len(rows) <= len(all_rows):
             last, rows = all_rows[len(all_rows) - len(rows) :].double(), rows.detach().cpu().double()
@@ -161,15 +164,15 @@ class RowFile:
             if torch.equal(rows.isnan(), last.isnan()) and apart <= SAME * last.nan_to_num().norm():
                 return
         raise self._refused(
-            "holds other rows of the last batch in it than this call makes: by another verb or loss, or by a model with "
-            "dropout, which says something else each time: model.eval(). Delete it, or name another"
+            "holds other rows of the last batch than this call computes, from another verb or loss, or from a model with "
+            "dropout, which needs model.eval(). Delete it, or give another name"
         )
 
     def _dtype(self) -> torch.dtype:
         return next(dtype for dtype in _KINDS if str(dtype) == self.progress["dtype"])
 
     def _size(self) -> int:
-        """Of the rows, in bytes."""
+        """The size of the rows in bytes."""
         return int(self.progress["rows"]) * prod(self.progress["shape"]) * self._dtype().itemsize
 
     def _header(self) -> bytes:
@@ -181,7 +184,7 @@ class RowFile:
         return (_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8).encode()
 
     def rows(self) -> Tensor:
-        """The rows, read from the file as they are used; what is written to them stays in memory."""
+        """The rows, mapped from the file.  Writing to them doesn't change the file."""
         if self.progress["shape"] is None:
             return torch.zeros(0, device="cpu")
         shape = (self.progress["rows"], *self.progress["shape"])
@@ -193,9 +196,10 @@ class RowFile:
 
 
 class RowFolder:
-    """A folder with a file of rows for each name, `RowFile`, all of the same batches.
+    """A folder with one `RowFile` for each name, all of the same batches.
 
-    origin, weights: as there
+    origin: as in `RowFile`
+    weights: as in `RowFile`
     """
 
     SUFFIX = ".npy"
@@ -204,33 +208,33 @@ class RowFolder:
         self.path, self._given = Path(path), (origin, weights)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(
-                f"{self.path} is a file, and verb returns rows of several names; expected the name of a folder, without "
-                ".npy" + ON_DATA_SETS
+                f"over: out={self.path} is a file, but verb returns rows of several names; expected a folder, without .npy"
+                + ON_DATA_SETS
             )
         self.files = {name: RowFile(self._at(name), *self._given) for name in names_in(self.path)}
-        self._batches, self._last = 0, object()  # how many were asked for, and the last of them
+        self._batches, self._last = 0, object()  # the number of batches so far, and the last batch
         self._wanted = set[str]()
 
     def _at(self, name: str) -> Path:
         return self.path / f"{name}{self.SUFFIX}"
 
     def wants(self, batch: object) -> bool:
-        """As `RowFile.wants` says, of any of the files."""
+        """Whether any of the files needs the rows of the next batch, see `RowFile.wants`."""
         self._wanted = {name for name, file in self.files.items() if file.wants(batch)}
         self._batches, self._last = self._batches + 1, batch
         return bool(self._wanted) or not self.files
 
     def take(self, rows: Mapping[str, Tensor]) -> None:
-        """The rows of the batch that `wants` was told of, by name."""
+        """Writes, or compares, the rows of the batch that `wants` was called for, by name."""
         if odd := [name for name in rows if not name or "/" in name or os.sep in name or name.startswith(".")]:
             raise ValueError(
-                f"over: verb returned rows named {odd[0]!r}, which is no name for a file in {self.path}" + ON_DATA_SETS
+                f"over: verb returned rows named {odd[0]!r}, which can't be the name of a file in {self.path}" + ON_DATA_SETS
             )
         is_first = self._batches == 1
         if not (self.files.keys() <= rows.keys() if is_first else self.files.keys() == rows.keys()):
             raise ValueError(
-                f"{self.path} holds rows named {sorted(self.files)}, and verb returned {sorted(rows)}: another verb's; "
-                "delete the folder, or name another" + ON_DATA_SETS
+                f"{self.path} holds rows named {sorted(self.files)} from another verb; this verb returned {sorted(rows)}. "
+                "Delete the folder, or give another name" + ON_DATA_SETS
             )
         self.path.mkdir(parents=True, exist_ok=True)
         for name in rows:
@@ -254,28 +258,34 @@ def names_in(folder: Path) -> list[str]:
     return sorted(notes.name.removesuffix(ends) for notes in folder.glob(f"*{ends}")) if folder.is_dir() else []
 
 
-# What tells batches and weights from others, in any process.
+# Digests of batches and weights, equal in all processes.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def digest_of(*things: object, before: str = "") -> str:
-    """What tells nested tensors, arrays, numbers, text and objects that hold such from others.  before: to go on from"""
+    """A digest of nested tensors, arrays, numbers, text, and objects that hold them.
+
+    before: an earlier digest to continue from
+    """
     digest = hashlib.sha256(before.encode())
     for piece in _pieces(things, []):
-        digest.update(f"{len(piece)} ".encode())  # or "1", "12" would be "11", "2"
+        digest.update(f"{len(piece)} ".encode())  # otherwise "1", "12" would equal "11", "2"
         digest.update(piece)
     return digest.hexdigest()
 
 
 def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
-    """around: what this is a part of, from outside in"""
+    """The bytes of an object's parts.
+
+    around: the objects that contain it, from the outside in
+    """
     if isinstance(thing, _PLAIN):
         yield repr(thing).encode()
         return
     depth = next((n for n, outer in enumerate(around) if outer is thing), None)
-    if depth is not None:  # as a batch that refers to its data set, which has it
+    if depth is not None:  # a cycle, such as a batch that refers to its data set
         yield f"again {depth}".encode()
         return
     yield type(thing).__qualname__.encode()
@@ -298,7 +308,7 @@ def _pieces(thing: Any, around: list[object]) -> Iterator[bytes]:
     elif callable(getattr(thing, "tobytes", None)):  # an array, an image
         kind = str(getattr(thing, "dtype", None))
         yield repr([getattr(thing, name, None) for name in ("shape", "size", "mode")] + [kind]).encode()
-        if kind == "object":  # whose bytes are addresses
+        if kind == "object":  # its bytes are addresses
             parts = thing.tolist()
         else:
             yield thing.tobytes()

@@ -1,4 +1,4 @@
-"""What is meant by names that the library doesn't have."""
+"""Suggestions for names that the library doesn't have."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -31,11 +31,11 @@ MEANT = {
     "accumulate(model)": ("accumulation", "micro_batches", "no_sync"),
     "check_rows(model, batch, loss, rows)": ("check", "check_grads", "gradcheck"),
 }
-"""A call, and the names that people try for it: other libraries', tensors', verbs' of `PerSampleGrads`."""
+"""{call: names that people try for it, from other libraries, tensors and `PerSampleGrads`}"""
 
 
 def hint(name: str, public: Collection[str]) -> str:
-    """The end of a message on a name that is not there: the call that is meant, a close name, or nothing."""
+    """The end of a message about an unknown name: a call or a close name to use instead, or nothing."""
     if name.startswith("_"):
         return ""
     meant = next((call for call, names in MEANT.items() if name in names), None)

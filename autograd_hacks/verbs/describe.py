@@ -96,7 +96,7 @@ def describe(model: nn.Module, trained: bool = False) -> Description:
 
 
 def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
-    """The forms after a backward pass, and a note if there are none."""
+    """The forms after a backward pass; or no forms, and a note that says why."""
     try:
         recorder = recorder_of(model)
         if needed := reading_weights(model, recorder.record.plan.names):

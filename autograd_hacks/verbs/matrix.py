@@ -1,4 +1,4 @@
-"""The forms of a whole model: when they may be read, some samples at a time, and added up over the parameters."""
+"""The forms of a whole model: when they may be read, and how verbs sum over parameters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ from autograd_hacks.verbs.arguments import check_count, check_direction, kind_of
 
 T = TypeVar("T")
 Forms = Mapping[str, Form]
-"""Of the same N samples, by the parameter's name."""
+"""Forms of the same N samples, by the parameter's name."""
 Verb = Callable[[str, Form], Tensor]
 """``verb(name, form)`` returns something for each of the form's samples."""
 INTERNAL = {"with_forms", "reading", "summing", "spread", "cuts", "batches"}
-"""What other modules ask of rows, and users don't: hidden from tab completion and from the reference."""
+"""Attributes for other modules of the library, hidden from tab completion and from the reference."""
 
 
 def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
-    """{name: shape}: Σₙ wₙ (gₙ - about)², elementwise.  w: N, ones unless told    about: {name: shape}, else zero"""
+    """Σₙ wₙ (gₙ - about)², elementwise, {name: shape}.
+
+    w: N weights, None for all 1
+    about: {name: shape}, zero for other parameters
+    """
     moments: dict[str, Tensor] = {}
     for name, form in forms.items():
         weights = form.new_sums(form.samples).abs() + 1 if w is None else w.to(form.like.device)
@@ -47,7 +51,11 @@ def second_moments(forms: Forms, w: Tensor | None, about: Mapping[str, Tensor], 
 
 
 def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) -> Tensor:
-    """(N, M): inner products of the rows over their lengths, which are divided by first.  n: N, m: M, the lengths"""
+    """The inner products of unit rows, (N, M).  Rows are divided by their lengths before the products.
+
+    n: the lengths of the form's rows, N
+    m: the lengths of the other form's rows, M
+    """
     total, share = form.new_sums(form.samples, other.samples), form.samples / max(1, form.samples + other.samples)
     for rows, block in form.blocks(int(budget * share) // 3):
         theirs = other if block is form else other.block(rows)
@@ -57,12 +65,16 @@ def unit_products(form: Form, other: Form, n: Tensor, m: Tensor, budget: int) ->
 
 
 def nonzero(lengths: Tensor) -> Tensor:
-    """Lengths to divide by."""
+    """Lengths that are safe to divide by: 1 for 0."""
     return lengths.masked_fill(lengths == 0, 1)
 
 
 def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Which of our rows have products with some of theirs that leave the range of numbers.  mine: (N, ...), lengths"""
+    """Which of our rows have products with some of theirs that overflow or underflow.
+
+    mine: the lengths of our rows, (N, ...)
+    theirs: the lengths of theirs
+    """
     finite = theirs[(theirs > 0) & theirs.isfinite()].detach()
     if not len(finite):
         return torch.zeros_like(mine, dtype=torch.bool)
@@ -71,10 +83,13 @@ def leave_range(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def joint_norms(norms: Collection[Tensor], samples: int) -> Tensor:
-    """The norms of rows that are cut over parameters, N.  norms: of the parts, N each"""
+    """The norms of rows from the norms of their parts, N.
+
+    norms: N for each part
+    """
     if not norms:
         return torch.zeros(samples, device="cpu")
-    # Those of a model may differ in dtype and device.
+    # A model's parts may differ in dtype and device.
     dtype, device = reduce(torch.promote_types, (part.dtype for part in norms)), next(iter(norms)).device
     return row_norms(torch.stack([part.to(device, dtype) for part in norms], dim=1))
 
@@ -93,7 +108,11 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
-    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M    some: their numbers, M"""
+    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.
+
+    w: M weights
+    some: the numbers of the M samples
+    """
     plain, factor = unscaled(form)
     w, some = w.to(form.like.device, form.sum_dtype), some.to(form.like.device)
     if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
@@ -101,8 +120,8 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
         return (rows @ (w @ rows[some])).mul_(factor**2)
     pair = [x for x in plain.pair or () if isinstance(x, Tensor)]
     if len(pair) == 2 and not form.like.is_complex():
-        # Multiplications for a position: S (O + I) by the S positions of these samples, O I by their weighted sum.  Twelve
-        # sizes, S (O + I) being 0.02 to 1 of O I, took 0.02 to 0.93 of the time.
+        # Multiplications per position: S (O + I) with the S positions of these samples, O I with their weighted sum.  For
+        # twelve sizes with S (O + I) from 0.02 to 1 of O I, this took 0.02 to 0.93 of the time.
         left, right = pair
         if len(some) * right.shape[1] * (left.shape[2] + right.shape[2]) <= form.shape.numel():
             return _along_positions(pair, w, some, plain.sum_dtype, budget) * factor**2
@@ -110,7 +129,7 @@ def along_own(form: Form, w: Tensor, some: Tensor, budget: int) -> Tensor:
 
 
 def _along_positions(pair: Sequence[Tensor], w: Tensor, some: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
-    """The same as Σₜₛ wₘ ⟨lₙₜ, lₘₛ⟩⟨rₙₜ, rₘₛ⟩.  Its rounding is that of the way by the sum, relative to Σ ‖l‖‖r‖."""
+    """The same as Σₜₛ wₘ ⟨lₙₜ, lₘₛ⟩⟨rₙₜ, rₘₛ⟩.  Relative to Σ ‖l‖‖r‖ it rounds as well as the weighted sum does."""
     lefts, rights = (x[some].to(dtype).flatten(0, 1) for x in pair)  # S O, S I
     (samples, positions, _), found = pair[0].shape, []
     lefts = lefts * w.repeat_interleave(positions)[:, None]
@@ -121,7 +140,10 @@ def _along_positions(pair: Sequence[Tensor], w: Tensor, some: Tensor, dtype: tor
 
 
 def own_parts(v: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
-    """What this process's layers have of a direction.  v: {name: shape}, in shards or alike on all processes"""
+    """The parts of a direction that belong to this process's layers.
+
+    v: {name: shape}, in shards, or whole and equal on all processes
+    """
     return {name: cuts[name].own(x) if name in cuts else whole_of(x) for name, x in v.items()}
 
 
@@ -130,28 +152,34 @@ KINDS = ("signs", "sjlt")
 
 
 def check_map(what: str, dim: int | None, kind: str, entries: int) -> None:
-    """Raises for what no random map has.  what: the verb, and its word for ``dim``"""
+    """Raises for settings that a random map can't have.
+
+    what: the verb and its name for ``dim``, for the message
+    """
     check_count(what, dim, "coordinates", ON_VERBS)
-    assert dim is not None  # which check_count refuses
+    assert dim is not None  # check_count refuses None
     if kind not in KINDS:
         raise ValueError(f"{what}={dim} with kind={kind!r}; expected one of {', '.join(map(repr, KINDS))}" + ON_VERBS)
     check_count(f"{what}={dim} with entries", entries, "entries for each number of a gradient", ON_VERBS)
     if kind == "signs" and entries != 1:
         raise ValueError(
-            f"{what}={dim} with kind='signs' and entries={entries}; the map of signs has no entries to choose: leave them "
-            "out, or give kind='sjlt'" + ON_VERBS
+            f"{what}={dim} with kind='signs' and entries={entries}; entries is for kind='sjlt'. Leave it out, or give "
+            "kind='sjlt'" + ON_VERBS
         )
     if dim % entries:
         raise ValueError(
-            f"{what}={dim} with entries={entries}; expected a multiple of entries, {dim + -dim % entries} say: each of the "
-            "blocks has dim / entries coordinates" + ON_VERBS
+            f"{what}={dim} with entries={entries}; expected a multiple of entries, for example {dim + -dim % entries}"
+            + ON_VERBS
         )
 
 
 def random_map(
     name: str, shape: torch.Size, dim: int, seed: int, cut: Cut | None, kind: str = "signs", entries: int = 1
 ) -> AnyMap:
-    """A parameter's random map, or what that of the whole is on a part.  shape: the part's"""
+    """A parameter's random map; for a part of a parameter, the whole map restricted to the part.
+
+    shape: the shape of the part
+    """
     within = None if cut is None else (cut.shape, cut.start(0), cut.start(1))
     if kind == "sjlt":
         return SparseMap(unwrapped(name), shape, dim, seed, entries, within)
@@ -159,7 +187,7 @@ def random_map(
 
 
 class Matrix(Hinting, Shown, Mapping[str, Form]):
-    """The matrix J of a whole model, without the verbs of `PerSampleGrads`, which says what it is made of.
+    """The matrix J of a whole model without the verbs.  See `PerSampleGrads` for the arguments.
 
     spread: the processes that have other samples, or other parts of parameters (cuts)
     """
@@ -181,7 +209,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         self.batches, self.batch = batches, sum(batches)
         self.spread = Spread({}, None) if spread is None else spread
         self.cuts = self.spread.cuts
-        # Whose forms hold what, and how often that had been overwritten when they were made.
+        # The tensors that forms hold, with their version counters now.
         self._versions = [
             (name, x, version_of(x)) for name, form in forms.items() for leaf in form.leaves() for x in leaf.held
         ]
@@ -190,9 +218,10 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         return [name for name in super().__dir__() if name not in INTERNAL]
 
     def __getitem__(self, name: str | nn.Parameter) -> Form:
-        """A parameter's form.  name: its name, or another one of a shared parameter's, or the parameter itself
+        """A parameter's form.
 
-        Raises KeyError for what is none of a parameter that trains.
+        name: its name (any of a shared parameter's), or the parameter itself
+        Raises KeyError if it is not a trainable parameter.
         """
         form = self._forms.get(name) if isinstance(name, str) else None
         if form is not None:
@@ -215,11 +244,11 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     @property
     def _row_count(self) -> int:
-        """How many there are: N for each of the entries, in their order."""
+        """The number of rows: N for each entry."""
         return self.samples * prod(self.entries)
 
     def _origin(self) -> str:
-        """Whose rows they are, for people."""
+        """The samples and entries of the rows, for messages."""
         each = f", {' × '.join(map(str, self.entries))} entries of an output each" if self.entries else ""
         return f"{self.samples} samples{each}"
 
@@ -235,17 +264,24 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         return Table(title, [*rows, ("all", "", "", held, written)])
 
     def _placed(self, rows: Tensor, axis: int = 0) -> Tensor:
-        """What was found for each row, with (N, *entries) in the place of the rows' axis."""
+        """Results for each row, with the rows' axis replaced by (N, *entries)."""
         if not self.entries:
             return rows
         return rows.unflatten(axis, (*self.entries, self.samples)).movedim(axis + len(self.entries), axis)
 
     def _rows_of(self, samples: Tensor, count: int) -> Tensor:
-        """The rows of all entries of some samples, each entry's together.  samples: their numbers, in [0, count)"""
+        """The numbers of the rows of some samples, entry by entry.
+
+        samples: their numbers, in [0, count)
+        """
         return (torch.arange(prod(self.entries), device=samples.device)[:, None] * count + samples).flatten()
 
     def _by_row(self, w: Tensor, several: bool = False) -> Tensor:
-        """Weights in the order of the rows.  w: N, or (N, *entries)    several: whether there may be K for each"""
+        """Weights in the order of the rows.
+
+        w: N, or (N, *entries)
+        several: whether ``w`` may have an axis K in front
+        """
         shape = (self.samples, *self.entries)
         axes = ", ".join(["N", *map(str, self.entries)]) + ("" if self.entries else ",")
         expected = f"({axes})" + (f" or (K, {axes.rstrip(',')})" if several else "")
@@ -259,19 +295,22 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
             )
         return w.movedim(before, -1).flatten(before) if self.entries else w
 
-    # When the forms may be read, and how they are asked.
+    # When the forms may be read, and how verbs combine them.
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which the gradients are what they were when they were taken."""
+        """A context for reading.  Raises StaleRecord if something was overwritten since the gradients were taken."""
         self._check()
         with outside_inference(), self.spread.weights(), without_autocast(form.like for form in self.values()):
             yield
 
     @contextmanager
     def summing(self, here: Callable[[], T], count: float = 0) -> Iterator[tuple[T, float]]:
-        """`reading`, for sums over the samples of all processes: what ``here()`` returns on this one, where it has raised on
-        none, and the sum of the counts."""
+        """`reading` for sums over the samples of all processes.
+
+        It yields the result of ``here()`` on this process and the sum of all counts.  If ``here()`` raises on one process,
+        all raise.
+        """
 
         def checked() -> T:
             self._check()
@@ -284,16 +323,16 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
 
     @contextmanager
     def _counted(self, what: str) -> Iterator[int]:
-        """A context for sums over all samples; how many all processes have."""
+        """A context for statistics over samples.  It yields the number of samples of all processes."""
         if self.entries:
             raise ValueError(
-                f"{what}: these are the gradients of {self._origin()}, and over which of them is meant can't be known. Take "
+                f"{what}: these are the gradients of {self._origin()}, so the variance over samples is ambiguous. Take "
                 "second_moment(w) and weighted_sum(w), or dense()[name].var(0) for each entry." + ON_NOISE
             )
         with self.summing(lambda: None, self.samples) as (_, count):
             if count < 2:
                 raise ValueError(
-                    f"{what}: a variance over samples needs two of them; these are the gradients of {count:.0f}" + ON_NOISE
+                    f"{what}: a variance needs two samples or more, but there are gradients of {count:.0f}" + ON_NOISE
                 )
             yield int(count)
 
@@ -302,58 +341,67 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise StaleRecord(
-                    f"what the per-sample gradients of {name!r} are made of, a tensor of shape {tuple(tensor.shape)}, was "
+                    f"the per-sample gradients of {name!r} need a tensor of shape {tuple(tensor.shape)} that was "
                     f"overwritten in place since they were taken (version {version_of(tensor)}; expected {version}). Read "
-                    "them before that, or give the layer a copy: x.clone()."
+                    "before that, or give the layer a copy: x.clone()."
                 )
 
     def _shapes(self) -> dict[str, torch.Size]:
-        """The parameters' shapes, those of the whole."""
+        """The shapes of the whole parameters."""
         return {name: self.cuts[name].shape if name in self.cuts else form.shape for name, form in self.items()}
 
     def _direction(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What layers here have of a direction.  v: {name: shape}"""
+        """The parts of a direction that belong to this process's layers.
+
+        v: {name: shape}
+        """
         check_direction(v, self._shapes())
         return own_parts(v, self.cuts)
 
     def _added(self, verb: Verb, *shape: int) -> Tensor:
-        """(N, *shape): what a verb says, added up over parameters."""
+        """A verb's results summed over parameters, (N, *shape)."""
         rows = self._row_count, *shape
         return self._placed(whole_sum(self, self.cuts, lambda forms: added(starmap(verb, forms.items()), rows)))
 
     def _each(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same of whole parameters.  parts: {name: rows ...}, of what this process has of them"""
+        """Results of whole parameters.
+
+        parts: {name: rows ...}, of the parts on this process
+        """
         return {
             n: self._placed(whole_sum({n: x}, self.cuts, lambda one: next(iter(one.values())))) for n, x in parts.items()
         }
 
     def _between(self, other: Matrix, product: Verb) -> Tensor:
-        """(N, M), added up over parameters.  product: of a parameter's rows with those of the other batch"""
+        """Products with another batch, summed over parameters, (N, M).
+
+        product: returns the products of a parameter's rows with the other batch's
+        """
         with self.reading(), other.reading():
             total = self._added(product, other._row_count)
             return other._placed(total, total.ndim - 1)
 
     def _transposed(self, w: Tensor) -> dict[str, Tensor]:
-        """Jᵀ w, in what forms add up in."""
+        """Jᵀ w in the forms' accumulation dtype."""
         w = self._by_row(w)
         with self.reading():
             sums = ((name, form.weighted_sum(w.to(form.like.device, form.sum_dtype))) for name, form in self.items())
             return self.spread.settled(sums)
 
     def _check_alone(self, what: str) -> None:
-        """Raises where a verb would take this process's rows for all."""
+        """Raises NotReduced if other processes have rows, too."""
         if self.spread.mesh is not None:
             raise NotReduced(
-                f"{what} needs the inner products of all rows, and this process has {self.samples} of those of "
-                f"{self.spread.mesh.size()} processes. Take it of this process's samples, grads.local().{what}(...), or "
-                "products with JᵀJ, which are everyone's: fisher_matvec, ggn_matvec."
+                f"{what} needs the inner products of all rows, but this process has only {self.samples} samples; "
+                f"{self.spread.mesh.size()} processes share the batch. Use this process's samples only, "
+                f"grads.local().{what}(...), or products with JᵀJ, which cover all: fisher_matvec, ggn_matvec."
             )
 
     def _check_real(self) -> None:
-        """Raises for parameters that curvature is not there for: complex ones, and parts of larger ones."""
+        """Raises for parameters without curvature: complex parameters, and parts of larger ones."""
         refuse_curvature(bool(self.cuts))
         for name, form in self.items():
             if form.like.is_complex():
                 raise TypeError(
-                    f"parameter {name!r} is complex; curvature is there for real parameters alone" + ON_CURVATURE
+                    f"parameter {name!r} is complex; curvature is supported for real parameters only" + ON_CURVATURE
                 )

@@ -1,4 +1,4 @@
-"""Metrics: for each parameter a linear map of its gradients, as optimizers, Kronecker factors and projections have them."""
+"""Metrics: a linear map of each parameter's gradients, from optimizers, Kronecker factors or projections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autograd_hacks.verbs.optimizers import SCALINGS, is_one_of, of_sgd
 Given: TypeAlias = "LinearMap | Tensor | tuple[Tensor | None, Tensor | None] | None"
 """A map, a factor for each number, a pair (L, R), or None for the identity."""
 SHARE = 0.1
-"""The damping of Kronecker factors unless told, of the mean eigenvalue.
+"""The default damping of Kronecker factors, as a share of the mean eigenvalue.
 Source: Grosse et al. 2023 (arXiv:2308.03296), section 3.2."""
 
 
@@ -31,12 +31,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
-    """λ for each of several blocks: a share of its mean eigenvalue, or of what rounding makes of the largest one's.
+    """The default damping λ of each of several blocks.
 
-    A gradient that is zero but for rounding, as of an attention's key bias, has eigenvalues of ε² times the largest, and a
-    damping in proportion to them would bring it to the size of all others.
+    It is a share of the block's mean eigenvalue, but at least that share of the largest mean's rounding error.  A gradient
+    that is zero up to rounding, such as that of an attention's key bias, has eigenvalues of ε² times the largest; a damping
+    in proportion to them would scale it up to the size of all others.
 
-    means: the mean eigenvalue of each, with the dtype of its parameter
+    means: {block: (its mean eigenvalue, its parameter's dtype)}
     """
     largest = max((float(mean) for mean, _ in means.values()), default=0.0)
     return {
@@ -46,18 +47,18 @@ def dampings(means: Mapping[K, tuple[Tensor, torch.dtype]]) -> dict[K, Tensor]:
 
 
 class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
-    """For each parameter a linear map of its gradients, for ``grads.preconditioned(metric)``.
+    """A linear map of each parameter's gradients, for ``grads.preconditioned(metric)``.
 
     maps: {name or pattern, or the parameter itself: map}, where a map is
 
-    * a tensor of the parameter's shape: G ↦ D ∘ G
-    * a pair (L, R): G ↦ L G R, for the parameter seen as a matrix O I (a vector as O 1).  L is (O', O), R is (I, I'); a
-      vector stands for a diagonal matrix, None for the identity.  Products stay products
-    * None: G itself
+    * a tensor D of the parameter's shape: G ↦ D ∘ G
+    * a pair (L, R): G ↦ L G R, for the parameter seen as a matrix O I (a vector as O 1).  L is (O', O), R is (I, I').  A
+      vector means a diagonal matrix, None the identity.  Gradients that are products stay products
+    * None: G ↦ G
     * an `autograd_hacks.forms.LinearMap`
 
-    The tensors are not copied; where one of them is overwritten, verbs of what was preconditioned before raise StaleRecord.
-    Raises TypeError for another map.
+    The tensors are not copied.  If one of them is overwritten, verbs of rows that it has preconditioned raise StaleRecord.
+    Raises TypeError for any other map.
     """
 
     def __init__(self, maps: Mapping[str | nn.Parameter, Given]) -> None:
@@ -80,17 +81,20 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return Table(f"Metric of {len(self)} parameters", rows)
 
     def _of(self, named: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> dict[str, LinearMap]:
-        """{name: map} for all of some parameters.  named: all names of a model's parameters    names: the first ones of some
+        """{name: map} for some parameters.
 
-        Raises ValueError for a parameter without a map or with several, for a pattern that matches none, and where no
+        named: the model's parameters, with all their names
+        names: the names to return maps for
+
+        Raises ValueError for a parameter without a map or with several maps, for a pattern that matches nothing, and if no
         parameter of the metric is the model's.
         """
         by_id = {id(key): by for key, by in self.items() if not isinstance(key, str)}
         found = {name: by_id[id(p)] for name, p in named if id(p) in by_id and name in names}
         if by_id and not any(id(p) in by_id for _, p in named):
             raise ValueError(
-                f"preconditioned was given a metric of {len(by_id)} parameters, none of which is the model's: expected one "
-                "that was made from the optimizer of this very model" + ON_METRICS
+                f"preconditioned was given a metric of {len(by_id)} parameters, none of which is the model's; expected a "
+                "metric of this model, for example from its optimizer" + ON_METRICS
             )
         patterns = [key for key in self if isinstance(key, str)]
         for pattern, own in parts_by(patterns, names, "the metric") if patterns else ():
@@ -98,28 +102,30 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         if missing := [name for name in names if name not in found]:
             raise ValueError(
                 f"preconditioned: the metric has no map for {', '.join(map(repr, missing[:5]))}"
-                f"{' ...' if len(missing) > 5 else ''}. Give them one, None for their gradients as they are; or leave them "
-                "out: per_sample_grads(model, only=...)." + ON_METRICS
+                f"{' ...' if len(missing) > 5 else ''}. Give them a map, None for the identity; or leave them out: "
+                "per_sample_grads(model, only=...)." + ON_METRICS
             )
         return {name: found[name] for name in names}
 
     @classmethod
     def from_optimizer(cls, optimizer: torch.optim.Optimizer) -> Metric:
-        """What an optimizer divides gradients by, from its state as it is now; without momentum and learning rates.
+        """The scaling that an optimizer applies to gradients, from its current state, without momentum and learning rate.
 
-        * Adam, AdamW, NAdam: g / (√v̂ + eps), v̂ corrected for its bias; with amsgrad the largest v so far
+        * Adam, AdamW, NAdam: g / (√v̂ + eps), with v̂ corrected for bias; with amsgrad from the largest v so far
         * RMSprop: g / (√v + eps).  Adagrad: g / (√Σg² + eps)
-        * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so that products stay products, but for the
-          update's clipping
-        * Muon: P G, or G P on the smaller side, where P M is what its Newton-Schulz steps make of the momentum M.  P is
-          finite: in directions that M doesn't have it is aᵏ / max(‖M‖, eps), for k steps with a first coefficient a.
-          With ``nesterov=True`` the update is made of M and the last gradient, which the state doesn't keep; P is of M
+        * Adafactor, torch's and transformers': g / √v̂ with v̂ of rank one, so gradients that are products stay products.
+          The clipping of the update is ignored
+        * Muon: P G, or G P on the smaller side, where P M is the result of its Newton-Schulz steps for the momentum M. P is
+          finite: in directions that M lacks it is aᵏ / max(‖M‖, eps), for k steps with first coefficient a. With
+          ``nesterov=True`` the update uses M and the last gradient, which the state doesn't keep; P uses M
         * SGD: g itself
 
-        A parameter that no step has changed has no scaling: its rows must be zeros.
+        A parameter that no step has changed has no scaling, so its rows must be zero.
 
-        Raises TypeError for other optimizers, and for complex parameters, whose real and imaginary parts are divided by
-        numbers of their own; NothingRecorded where no parameter has a state yet.
+        optimizer: one of these, also as wrapped by accelerate
+
+        Raises TypeError for other optimizers, and for complex parameters, because optimizers scale real and imaginary parts
+        separately; NothingRecorded if no parameter has a state yet.
         Source: Xia et al. 2024, "LESS" (arXiv:2402.04333), section 3, for Adam's.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
@@ -127,8 +133,8 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         if scaling is None:
             raise TypeError(
                 f"Metric.from_optimizer was given {type(inner).__name__}; expected one of "
-                f"{', '.join(name for names in SCALINGS for name in names)}. Make its map yourself, "
-                "Metric({name: factor, ...}), or of Shampoo's or SOAP's factors as shown under 'J M: metrics'" + ON_METRICS
+                f"{', '.join(name for names in SCALINGS for name in names)}. Or give the maps yourself: "
+                "Metric({name: factor, ...}); for Shampoo's or SOAP's factors see 'J M: metrics'" + ON_METRICS
             )
         maps: dict[str | nn.Parameter, Given] = {}
         for group in inner.param_groups:
@@ -140,8 +146,8 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
                 if p.is_complex() and scaling is not of_sgd:
                     raise TypeError(
                         f"Metric.from_optimizer was given {type(inner).__name__} with a complex parameter of shape "
-                        f"{tuple(p.shape)}: it divides real and imaginary parts by numbers of their own, which is no map of "
-                        "complex numbers. Leave the parameter out of the model's, only=..., or keep its parts as real ones."
+                        f"{tuple(p.shape)}. The optimizer scales real and imaginary parts separately, which is not a "
+                        "complex-linear map. Leave the parameter out by only=..., or store its parts as real parameters."
                         + ON_METRICS
                     )
                 with torch.no_grad():
@@ -155,14 +161,16 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
     @classmethod
     def from_kfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
-        """(B + √λ/π)⁻¹ G (A + √λ π)⁻¹, for parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
+        """The inverse K-FAC (B + √λ/π)⁻¹ G (A + √λ π)⁻¹ of parameters that have ``kfac``, π² = (tr A / I) / (tr B / O).
 
-        For a weight that lies as (I, O), as transformers' Conv1D's, it is (A + √λ π)⁻¹ G (B + √λ/π)⁻¹; of a parameter of
-        several blocks, groups or experts, each has its own.
+        For a weight of shape (I, O), such as that of transformers' Conv1D, it is (A + √λ π)⁻¹ G (B + √λ/π)⁻¹.  If a
+        parameter has several blocks (groups, experts), each block has its own inverse.
 
-        damping: λ > 0; for each parameter a tenth of the mean eigenvalue of B ⊗ A unless told, but more than rounding
-        Raises NothingRecorded where no parameter has ``kfac``, ValueError for another damping, and for
-        ``kfac_bias='joint'``, by which a weight and its bias have one block.
+        model: the model whose parameters have ``kfac``
+        damping: λ > 0; by default a tenth of the mean eigenvalue of B ⊗ A for each parameter, and more than rounding errors
+
+        Raises NothingRecorded if no parameter has ``kfac``; ValueError for a damping that is not above 0, and for
+        ``kfac_bias='joint'``, which makes one block of a weight and its bias.
         Source: Martens and Grosse 2015 (arXiv:1503.05671), section 6.3.
         """
 
@@ -171,7 +179,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             means = [_mean(x, both[-1].ndim == 3) for x in both]  # of each block
             total = shifts[p] if damping is None else damping
             ratio = (means[1] / means[0]).sqrt()
-            pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # else nothing was sent to an expert
+            pi = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)  # 1 for an expert that got no tokens
             left, right = (
                 _damped_inverse(x, shift).to(kfac[1]) for x, shift in zip(both, (total**0.5 / pi, total**0.5 * pi))
             )
@@ -186,18 +194,22 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
     @classmethod
     def from_ekfac(cls, model: nn.Module, damping: float | None = None) -> Metric:
-        """(EKFAC + λ)⁻¹, as `ekfac_solve`, but lazily: rows are written some at a time, and in ``dot`` none.
+        """The inverse (EKFAC + λ)⁻¹ of parameters that have ``ekfac``: `ekfac_solve`, but lazily.
 
-        damping: λ > 0; for each parameter a tenth of the mean of its eigenvalues unless told
-        Raises NothingRecorded where no parameter has ``ekfac``, ValueError for another damping, and for
-        ``kfac_bias='joint'``, by which a weight and its bias have one block.
+        Rows are written out some at a time, and not at all for ``dot``.
+
+        model: the model whose parameters have ``ekfac``
+        damping: λ > 0; by default a tenth of the mean eigenvalue for each parameter
+
+        Raises NothingRecorded if no parameter has ``ekfac``; ValueError for a damping that is not above 0, and for
+        ``kfac_bias='joint'``, which makes one block of a weight and its bias.
         """
 
         def inverse(p: nn.Parameter, block: Any) -> LinearMap:
             if len(block.names) > 1:
                 raise ValueError(
-                    f"Metric.from_ekfac: {' and '.join(block.names)} have one block (kfac_bias='joint'), and a metric "
-                    "one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
+                    f"Metric.from_ekfac: {' and '.join(block.names)} share one block (kfac_bias='joint'), but a metric "
+                    "needs one for each parameter. Use ekfac_solve(model, grads), or another kfac_bias." + ON_METRICS
                 )
             shift = shifts[p] if damping is None else damping
             scale = 1 / (block.values + shift)
@@ -212,7 +224,7 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
     @staticmethod
     def _shifts(model: nn.Module, attribute: str, mean: Callable[[nn.Parameter, Any], Tensor]) -> dict[nn.Parameter, Tensor]:
-        """The damping of each parameter that has curvature, unless told."""
+        """The default damping of each parameter that has curvature."""
         found = {p: vars(p)[attribute] for p in model.parameters() if vars(p).get(attribute) is not None}
         return dampings({p: (mean(p, block), p.dtype) for p, block in found.items()})
 
@@ -232,14 +244,17 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
 
     @classmethod
     def low_rank(cls, model: nn.Module, rank: int, seed: int = 0, pca: bool = False) -> Metric:
-        """G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), by which a matrix's gradient has rank² numbers, a vector's at most so
-        many.
+        """The projection G ↦ Pᵀ G Q with P (O, rank) and Q (I, rank), to rank² numbers for a matrix.
 
-        seed: of random signs over √rank, which keep inner products in expectation: E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
-        pca: whether P and Q are the first eigenvectors of ``kfac``'s factors B and A instead
-        A side with no more than ``rank`` numbers stays as it is.
+        A vector's gradient becomes at most rank² numbers.  A side of at most ``rank`` entries is left as it is.
 
-        Raises ValueError for a rank below 1, NothingRecorded where ``pca`` has no factors.
+        model: the model
+        rank: the number of columns of P and Q
+        seed: the seed of P and Q, random signs over √rank, which keep inner products in expectation:
+        E ⟨PᵀGQ, PᵀHQ⟩ = ⟨G, H⟩
+        pca: use the first eigenvectors of ``kfac``'s factors B and A for P and Q instead
+
+        Raises ValueError for a rank below 1, NothingRecorded if ``pca`` finds no ``kfac``.
         Source: Choe et al. 2024, "LoGra" (arXiv:2405.13954), section 3.
         """
         maps: dict[str | nn.Parameter, Given] = {}
@@ -260,9 +275,9 @@ def _sides(left: Tensor | None, right: Tensor, p: Tensor) -> LinearMap:
 
 @dataclass(frozen=True, eq=False)
 class _Unstepped(Sides):
-    """Of a parameter that no step has changed, a frozen one say, or one that no loss has reached: of rows of zeros alone."""
+    """The map of a parameter that no step has changed, such as a frozen one.  It accepts only rows of zeros."""
 
-    of: str = ""  # what has no state for it
+    of: str = ""  # the optimizer that has no state for it, for the message
 
     def error(self) -> NothingRecorded:
         return NothingRecorded(f"{self.of} has no state. Take a step first, or load_state_dict of a checkpoint.")
@@ -278,7 +293,7 @@ class _Unstepped(Sides):
 
 
 class _Flat(Elementwise):
-    """A factor for each entry of a parameter that is seen as a matrix O I."""
+    """A factor for each entry of a parameter seen as a matrix O I."""
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         super().shape_of(torch.Size((shape[0], shape[1:].numel())))
@@ -307,7 +322,7 @@ def _map_of(key: object, given: Given) -> LinearMap:
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta or x.is_nested):
             raise TypeError(
                 f"Metric was given a {'meta' if x.is_meta else 'nested' if x.is_nested else x.layout} tensor for {what}; "
-                "expected one that has all its numbers, to_dense() say" + ON_METRICS
+                "expected a dense tensor: to_dense()" + ON_METRICS
             )
     if isinstance(given, Tensor):
         return Elementwise(given)
@@ -323,7 +338,7 @@ def _map_of(key: object, given: Given) -> LinearMap:
 
 
 def random_sides(name: str, shape: torch.Size, rank: int, seed: int, device: torch.device) -> Sides:
-    """Pᵀ and Q of random signs, a function of the parameter's name and shape, the rank and the seed."""
+    """Pᵀ and Q with random signs.  They depend only on the parameter's name and shape, the rank and the seed."""
     if type(rank) is not int or rank < 1:
         raise ValueError(f"a projection was given rank={rank!r}; expected a number of directions, 1 or more" + ON_METRICS)
     if len(shape) < 2:  # as many numbers as a matrix has
@@ -344,14 +359,14 @@ def _signs(name: str, side: str, size: int, rank: int, seed: int, device: torch.
 def _principal(name: str, p: nn.Parameter, rank: int) -> Sides:
     if vars(p).get("kfac") is None:
         raise NothingRecorded(
-            f"Metric.low_rank(pca=True): {name} has no kfac, whose eigenvectors are the directions. Run "
-            "compute_hess_over(model, loader, kind='kfac') first, or take random ones, pca=False."
+            f"Metric.low_rank(pca=True): {name} has no kfac to take eigenvectors of. Run "
+            "compute_hess_over(model, loader, kind='kfac') first, or use random directions: pca=False."
         )
     sides = _sides_of(p, vars(p)["kfac"])
     if sides[1].ndim == 3:
         raise UnsupportedLayer(
-            f"Metric.low_rank(pca=True): {name} has factors for each of {len(sides[1])} blocks (groups, or experts). Take "
-            "random directions, pca=False, or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
+            f"Metric.low_rank(pca=True): {name} has separate factors for {len(sides[1])} blocks (groups or experts). Use "
+            "random directions, pca=False; or leave it out: per_sample_grads(model, only=...)." + ON_METRICS
         )
     left, right = (None if len(x) <= rank else _first_eigenvectors(x, rank) for x in sides)
     return Sides(None if left is None else left.mT, right)
@@ -361,35 +376,45 @@ def _sides_of(p: Tensor, kfac: Any) -> tuple[Tensor, Tensor]:
     """The factors on the left and on the right of a parameter."""
     if not hasattr(kfac, "sides"):
         raise TypeError(
-            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight lies as (O, I), as Linear's, or as "
-            "(I, O), as Conv1D's. Expected what compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned), of "
-            "autograd_hacks.curvature.kronecker" + ON_METRICS
+            f"param.kfac is {kind_of(kfac)}, which doesn't say whether the weight has shape (O, I), as in Linear, or "
+            "(I, O), as in Conv1D; expected the kfac that compute_hess(model, kind='kfac') sets, or KFAC.of(a, b, is_turned)"
+            " of autograd_hacks.curvature.kronecker" + ON_METRICS
         )
     found: tuple[Tensor, Tensor] = kfac.sides
     fans = p.shape[:1].numel(), p.shape[1:].numel()
     if p.ndim > 1 and any(x.ndim == 2 and len(x) == fan + 1 for x, fan in zip(found, fans)):
         raise ValueError(
-            f"the weight of shape {tuple(p.shape)} and its bias have one Kronecker block (kfac_bias='joint'), and a metric "
-            "has one for each parameter. Take another kfac_bias in compute_hess." + ON_METRICS
+            f"the weight of shape {tuple(p.shape)} and its bias share one Kronecker block (kfac_bias='joint'), but a metric "
+            "needs one for each parameter. Use another kfac_bias in compute_hess." + ON_METRICS
         )
     return found
 
 
 def _first_eigenvectors(x: Tensor, rank: int) -> Tensor:
-    """Those of the largest eigenvalues, in columns.  x: (F, F), or the diagonal of a diagonal matrix, F"""
+    """The eigenvectors of the largest eigenvalues, in columns.
+
+    x: (F, F), or the diagonal of a diagonal matrix, F
+    """
     if x.ndim == 1:
         return F.one_hot(x.argsort()[-rank:], len(x)).to(x).mT
     return torch.linalg.eigh(x.double()).eigenvectors[:, -rank:].to(x)
 
 
 def _mean(x: Tensor, has_blocks: bool) -> Tensor:
-    """The mean eigenvalue, of each block.  x: a matrix, or a diagonal"""
+    """The mean eigenvalue of each block.
+
+    x: a matrix, or a diagonal
+    """
     diagonals = x if x.ndim == 1 + has_blocks else x.diagonal(dim1=-2, dim2=-1)
     return diagonals.mean(-1)
 
 
 def _damped_inverse(x: Tensor, shift: Tensor) -> Tensor:
-    """(x + shift)⁻¹.  x: a matrix, or a diagonal, or one for each block    shift: a number, or one for each block"""
+    """(x + shift)⁻¹.
+
+    x: a matrix or a diagonal, or one for each block
+    shift: a number, or one for each block
+    """
     if x.ndim == shift.ndim + 1:
         return 1 / (x + shift[..., None])
     return torch.linalg.inv(x + shift[..., None, None] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))

@@ -1,4 +1,4 @@
-"""Rows on disk that are searched: nearest rows, near duplicates."""
+"""Search in rows on disk: nearest rows and near duplicates."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ from autograd_hacks.support.row_files import RowFile, digest_of, names_in
 from autograd_hacks.verbs.arguments import check_count, kind_of
 
 BUDGET = 2**26
-"""Bytes that a store may take beside its result, unless told another number."""
+"""The default number of bytes that a store may use beside its result."""
 METRICS = ("dot", "cosine")
 _STEP = 1024
-"""Rows that meet each other at a time, for duplicates."""
+"""How many rows are compared with each other at a time, for duplicates."""
 
 Queries = Tensor | Mapping[str, Any]
-"""Rows as the store has them: (Q, *shape); or {name: (Q, *shape)} or {name: `LowRank`}."""
+"""Rows like those of the store: (Q, *shape); or {name: (Q, *shape)} or {name: `LowRank`}."""
 Named = Mapping[str, Tensor]
-"""Rows of some samples, by the name of their file."""
+"""Rows of some samples by the name of their file."""
 
 
 class Store(Shown):
-    """Rows that ``over(..., out=path)`` has written, one for each sample of a data set, mapped into memory and searched in
-    blocks, so that they may be larger than memory.
+    """The rows that ``over(..., out=path)`` has written, one for each sample of a data set, ready to be searched.
 
-    path: a file of rows, ``(D, *shape)``, or a folder of files, ``{name: (D, *shape)}``, whose inner products add up over
-    names. Names that end with .left and .right are factors of `PerSampleGrads.low_rank`: products are taken from them, and
-    rows are never written out
+    They are mapped into memory and searched in blocks, so they may be larger than memory.  Queries must come from the same
+    verb, projected to the same ``dim`` with the same ``seed`` and ``kind``; a store can't check that.  It can check the
+    weights, see `check`.  No query finds a row with NaN or ∞, and it is no duplicate; a warning names such rows.  A row of
+    zeros has cosine 0 with every other row.
 
-    Rows are compared as they lie there: queries must come from the same verb, projected to the same ``dim`` with the same
-    ``seed`` and ``kind``, which a store can't see; of the weights it knows, see `check`.
+    path: a file of rows, ``(D, *shape)``; or a folder of files, ``{name: (D, *shape)}``, whose inner products are summed
+    over names. Names that end with .left and .right are factors of `PerSampleGrads.low_rank`; products are computed from
+    the factors
 
-    A row with NaN or ∞ in it is found by no query and is no duplicate; a warning names such rows.  A row of zeros has cosine
-    0 with every other.
-
-    Raises FileNotFoundError where there are no rows, or no notes beside them; ValueError for files that are incomplete or
-    have rows of different numbers of samples, as after an interruption.
+    Raises FileNotFoundError if there are no rows, or no notes beside them; ValueError for incomplete files, and for files
+    with different numbers of rows, as after an interruption.
     Source: Chang et al. 2024, "TrackStar" (arXiv:2410.17413), for search in stored gradients; Li et al. 2026, "LoRIF"
     (arXiv:2601.21929), for factors.
     """
@@ -57,7 +55,7 @@ class Store(Shown):
         names = names_in(self.path)
         if self.path.is_dir() and not names:
             raise FileNotFoundError(
-                f"{self.path} is a folder without rows; expected one that over(..., out={str(path)!r}) has written"
+                f"{self.path} is a folder without rows; expected a folder that over(..., out={str(path)!r}) has written"
                 + ON_STORES
             )
         files = {name: RowFile.written(self.path / f"{name}.npy") for name in names} or {"": RowFile.written(self.path)}
@@ -65,8 +63,8 @@ class Store(Shown):
         counts = {name: int(file.progress["rows"]) for name, file in files.items()}
         if len(set(counts.values())) > 1 or not all(counts.values()):
             raise ValueError(
-                f"{self.path} has {counts if names else 'no'} rows; expected the same number, 1 or more, of each name. Let "
-                "the call of over that writes them run to its end: it goes on where it was interrupted" + ON_STORES
+                f"{self.path} has {counts if names else 'no'} rows; expected the same number of rows, 1 or more, for each "
+                "name. Run the call of over that writes them to its end; it resumes after an interruption" + ON_STORES
             )
         self._rows = {name: file.rows() for name, file in files.items()}
         pairs = [name.removesuffix(".left") for name in names if name.endswith(".left")]
@@ -76,11 +74,11 @@ class Store(Shown):
             if not x.is_floating_point() or x.ndim < 2:
                 raise ValueError(
                     f"{self.path} has {kind_of(x)}{f' for {name!r}' if name else ''}; expected rows of floating-point "
-                    "numbers, (D, *shape), projections say" + ON_STORES
+                    "numbers, (D, *shape), for example projections" + ON_STORES
                 )
         if not all(file.progress.get("ended", True) for file in files.values()):
             warnings.warn(
-                f"{self.path} has {len(self)} rows so far: the call of over that writes them has not come to its end"
+                f"{self.path} is incomplete: it has {len(self)} rows, and the call of over that writes them has not ended"
                 + ON_STORES,
                 RuntimeWarning,
                 stacklevel=2,
@@ -91,8 +89,7 @@ class Store(Shown):
 
     @property
     def rows(self) -> Any:
-        """The rows, ``(D, *shape)``, or ``{name: (D, *shape)}``, read from disk as they are used; what is written to them
-        stays in memory."""
+        """The rows, ``(D, *shape)`` or ``{name: (D, *shape)}``, mapped from disk.  Writing doesn't change the file."""
         return self._rows[""] if self._is_one else dict(self._rows)
 
     def _table(self) -> Table:
@@ -100,27 +97,26 @@ class Store(Shown):
         cells = [(name or "rows", str(tuple(x.shape)), str(x.dtype), with_unit(x.nbytes)) for name, x in self._rows.items()]
         return Table(f"Store of {len(self)} rows in {self.path}, {size}", [("name", "shape", "dtype", "bytes"), *cells])
 
-    # What the rows are of.
+    # The weights that the rows come from.
 
     def check(self, model: nn.Module) -> None:
-        """Raises ValueError where the rows are of other weights than the model has now, or of several checkpoints."""
+        """Raises ValueError if the rows come from other weights than the model has now, or from several checkpoints."""
         given = digest_of(model.state_dict())
         for file in self._files.values():
             stored = file.progress.get("weights", "")
             if not stored:
                 raise ValueError(
-                    f"{file.path} has rows of several checkpoints, or was written before weights were noted, so that they "
-                    "can't be compared with one model's. Leave check, or model=, out if you know them to belong together"
-                    + ON_STORES
+                    f"{file.path} has rows of several checkpoints, or was written before weights were noted, so the weights "
+                    "can't be checked. Leave check or model= out if you know that the rows belong to this model" + ON_STORES
                 )
             if stored != given:
                 raise ValueError(
-                    f"{file.path} has rows of other weights than this {type(model).__name__} has: its state_dict() was "
-                    f"{stored[:12]}… when they were written, and is {given[:12]}… now. Load the weights that they were made "
-                    "of, or write them anew by over(model, ..., out=...)" + ON_STORES
+                    f"{file.path} has rows of other weights than this {type(model).__name__}: the digest of state_dict() "
+                    f"was {stored[:12]}… when they were written, and is {given[:12]}… now. Load the old weights, or write "
+                    "the rows again by over(model, ..., out=...)" + ON_STORES
                 )
 
-    # What they say.
+    # Searches.
 
     def search(
         self,
@@ -131,18 +127,20 @@ class Store(Shown):
         model: nn.Module | None = None,
         budget: int = BUDGET,
     ) -> tuple[Tensor, Tensor]:
-        """The k rows that have the largest inner products with each query: values (Q, k), falling, and the rows' numbers
-        (Q, k), on the queries' device.
+        """The k rows with the largest inner products with each query: (values, numbers), each (Q, k).
 
-        queries: ``(Q, *shape)`` of the rows' dtype, as the verb that has written them returns them; for a folder
-        ``{name: (Q, *shape)}``, or what `PerSampleGrads.low_rank` returns
+        Values are in falling order.  Both results are on the queries' device; one block of rows goes there at a time.  If
+        fewer than k rows are finite, the rest have value -∞ and number -1.
+
+        queries: ``(Q, *shape)`` in the rows' dtype, as returned by the verb that wrote the rows; for a folder
+        ``{name: (Q, *shape)}``, or the result of `PerSampleGrads.low_rank`
+        k: how many rows to find for each query
         metric: "dot", or "cosine" for inner products divided by both lengths, 0 for rows and queries of zeros
-        model: as for `check`, which is done first    budget: bytes to use beside the result
+        model: a model to `check` first
+        budget: bytes to use beside the result
 
-        Where fewer than k rows are finite, the rest has values -∞ and numbers -1.  A block of rows goes to the queries'
-        device at a time.
-        Raises ValueError for queries of another shape, with NaN or ∞, for k below 1 or above the number of rows, and
-        another metric; TypeError for queries of another dtype, or that are no tensors.
+        Raises ValueError for queries of the wrong shape or with NaN or ∞, for k below 1 or above the number of rows, and for
+        an unknown metric; TypeError for queries of another dtype, or that are not tensors.
         """
         given = self._named(queries)
         if metric not in METRICS:
@@ -152,7 +150,7 @@ class Store(Shown):
         check_count("search was given k", k, "rows", ON_STORES)
         if k > len(self):
             raise ValueError(
-                f"search was given k={k}; {self.path} has {len(self)} rows. Give k={len(self)}, say" + ON_STORES
+                f"search was given k={k}, but {self.path} has {len(self)} rows; expected at most that many" + ON_STORES
             )
         _check_budget("search", budget)
         if model is not None:
@@ -176,20 +174,23 @@ class Store(Shown):
         return values, numbers
 
     def duplicates(self, threshold: float = 0.99, *, limit: int = 10**7, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
-        """Pairs of rows i < j whose cosine is at least a threshold, up to rounding: cosines (M,), falling, and pairs (M, 2).
+        """The pairs of rows i < j with a cosine of at least a threshold: (cosines, pairs), (M,) and (M, 2).
 
-        threshold: above 0, 1 at most    limit: how many pairs there may be    budget: bytes to use beside the result
-        All D (D - 1) / 2 pairs are compared, in blocks.
+        Cosines are in falling order.  All D (D - 1) / 2 pairs are compared, in blocks, up to rounding.
 
-        Raises ValueError for another threshold, and where there are more pairs.
+        threshold: above 0, at most 1
+        limit: the largest number of pairs
+        budget: bytes to use beside the result
+
+        Raises ValueError for a threshold out of range, and if there are more pairs than ``limit``.
         """
         if not is_number(threshold) or not 0 < float(threshold) <= 1:
             raise ValueError(
-                f"duplicates was given threshold={threshold!r}; expected a number above 0, 1 at most" + ON_STORES
+                f"duplicates was given threshold={threshold!r}; expected a number above 0 and at most 1" + ON_STORES
             )
         check_count("duplicates was given limit", limit, "pairs", ON_STORES)
         _check_budget("duplicates", budget)
-        cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # of products of equal rows
+        cpu, slack = torch.device("cpu"), 8 * torch.finfo(torch.float32).eps  # slack: rounding of products of equal rows
         cosines, pairs, total, odd = list[Tensor](), list[Tensor](), 0, list[int]()
         with torch.no_grad():
             for first, raw in self._blocks(budget // 2, _STEP, cpu, "duplicates"):
@@ -217,7 +218,7 @@ class Store(Shown):
     # Rows of some samples: {name: (n, numbers)}, factors {name.left: (n, O, R)}.
 
     def _named(self, queries: Queries) -> Named:
-        """Queries by file.  Raises for others."""
+        """The queries by file.  Raises for queries that don't fit the rows."""
         given: dict[str, Any] = {"": queries}
         if isinstance(queries, Mapping):
             given = {}
@@ -233,27 +234,30 @@ class Store(Shown):
             of = f" for {name!r}" if name else ""
             if not isinstance(x, Tensor) or x.dtype != rows.dtype:
                 raise TypeError(
-                    f"search was given {kind_of(x)}{of}; expected {rows.dtype}, as the rows of {self.path} are" + ON_STORES
+                    f"search was given {kind_of(x)}{of}; expected {rows.dtype}, like the rows of {self.path}" + ON_STORES
                 )
             if x.ndim != rows.ndim or x.shape[1:] != rows.shape[1:]:
                 raise ValueError(
                     f"search was given queries of shape {tuple(x.shape)}{of}; the rows of {self.path} expect (Q, "
-                    f"{', '.join(map(str, rows.shape[1:]))}), by the same verb" + ON_STORES
+                    f"{', '.join(map(str, rows.shape[1:]))}), from the same verb" + ON_STORES
                 )
             if len(bad := (~x.isfinite()).flatten(1).any(1).nonzero()[:, 0]):
                 raise ValueError(
-                    f"search was given queries{of} with NaN or ∞, {bad[:5].tolist()} the first; no row is near to these. "
-                    "Take those samples out" + ON_STORES
+                    f"search was given queries{of} with NaN or ∞, the first of them {bad[:5].tolist()}. Remove those samples"
+                    + ON_STORES
                 )
         sizes = {len(x) for x in given.values()}
         if len(sizes) > 1:
             raise ValueError(
-                f"search was given queries of {sorted(sizes)} samples; expected as many for each name" + ON_STORES
+                f"search was given queries of {sorted(sizes)} samples; expected the same number for each name" + ON_STORES
             )
         return {name: x.detach() for name, x in given.items()}
 
     def _blocks(self, budget: int, queries: int, device: torch.device, what: str) -> Iterator[tuple[slice, Named]]:
-        """The rows, some samples at a time, with a progress bar.  queries: how many meet each"""
+        """The rows in blocks of samples, with a progress bar.
+
+        queries: how many queries are compared with each block
+        """
         numbers = sum(x.shape[1:].numel() for x in self._rows.values())
         products = queries * max([1, *(int(self._rows[f"{pair}.left"].shape[2]) ** 2 for pair in self._pairs)])
         for piece in progress(slices_of(len(self), budget // (12 * max(1, numbers + products))), what, "block"):
@@ -263,7 +267,7 @@ class Store(Shown):
         return _wide({name: x[piece].to(device) for name, x in self._rows.items()})
 
     def _products(self, mine: Named, theirs: Named) -> Tensor:
-        """Inner products of Q rows with n, (Q, n)."""
+        """The inner products of Q rows with n others, (Q, n)."""
         total: Tensor | None = None
         for name in self._plain:
             product = mine[name].flatten(1) @ theirs[name].flatten(1).mT
@@ -296,22 +300,22 @@ class Store(Shown):
     def _checked(self, found: Tensor) -> Tensor:
         if not bool(found.isfinite().all()):
             raise ValueError(
-                f"products of rows of {self.path} leave the range of {found.dtype}. Write the rows in float64, or smaller: "
-                "let the verb return rows.double(), or multiply the loss by a small number" + ON_STORES
+                f"products of rows of {self.path} overflow in {found.dtype}. Write the rows in float64, by a verb that "
+                "returns rows.double(); or multiply the loss by a small number" + ON_STORES
             )
         return found
 
     def _tell(self, odd: Sequence[int]) -> None:
         if odd:
             warnings.warn(
-                f"{len(odd)} rows of {self.path} have NaN or ∞ and were left out: {odd[:5]} the first" + ON_STORES,
+                f"{len(odd)} rows of {self.path} have NaN or ∞ and were left out, the first of them {odd[:5]}" + ON_STORES,
                 RuntimeWarning,
                 stacklevel=3,
             )
 
 
 def _wide(rows: Named) -> Named:
-    """In the dtype that products are added up in."""
+    """The rows in the accumulation dtype of products."""
     return {name: x.to(accumulation_dtype(x.dtype)) for name, x in rows.items()}
 
 

@@ -1,4 +1,4 @@
-"""The library's answer for a model against autograd's own, by randomly weighted sums, which a wrong row would change."""
+"""Compares the library's rows with autograd's by randomly weighted sums, which a wrong row would change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,27 +53,28 @@ def verify(
 ) -> None:
     """Checks the per-sample gradients of a hooked model against autograd, on the arguments of its last forward pass.
 
-    It runs the model once more.  With random gradients g at the model's outputs and random weights w it compares, for every
-    parameter that trains, Σₙ wₙ gradₙ with one backward pass from w · g, in which the library has no part; and Σₙ gradₙ
-    with one from g.  Two swapped samples, a mixed pair or a wrong axis can't pass.  Where a step's record is there, it also
-    compares the sum of its rows with ``.grad``, which must have been cleared before the step.  It also proves anew, as the
-    first forwards do, that samples' gradients don't mix.  It leaves the model, ``.grad`` and the record as they were.  Where
-    processes share a batch each checks its own rows, all at once, and not ``.grad``, in which the others' are too.
+    It runs the model again, with random gradients g at the model's outputs and random weights w.  For every trainable
+    parameter it compares Σₙ wₙ gradₙ with a plain backward pass from w · g, and Σₙ gradₙ with one from g.  Swapped samples,
+    mixed samples or a wrong axis can't pass.  It repeats the first forward's check that samples don't mix.  If a step is
+    recorded, it also compares the sum of its rows with ``.grad``, which must have been cleared before the step.
 
-    samples: how many single samples to compare besides, by one backward pass each
-    args, kwargs: other arguments to take, positional and by keyword; needed where those of the last forward were kept by
-    nobody, as the library doesn't
-    loss: of the model's output makes N losses, to be checked too: those of some samples may not change with the others'
-    outputs
-    Of a model with ``add_hooks(segments=...)`` rows are of documents, and it also replaces documents by others' tokens: what
-    the model returns for one may not change with the others packed into the same sample.
+    With ``add_hooks(segments=...)`` rows belong to documents.  It then also replaces the tokens of some documents and checks
+    that the outputs of the others in the same sample don't change.
 
-    independent: whether it is also shown that what the model returns for a sample doesn't depend on the values of others, by
-    a way without a gradient; see `add_hooks`
+    The model, ``.grad`` and the record don't change.  If processes share a batch, all must call it together; each checks its
+    own rows, but not ``.grad``, which contains those of the others.
 
-    Raises VerificationFailed with a table of the parameters that differ; NothingRecorded where the model has not run with
-    hooks, or its arguments are gone; SamplesMixed where samples mix, or no output has a place for each; ProbeFailed where
-    independence can't be shown; and whatever reading raises.
+    samples: how many single samples to compare as well, by one backward pass each
+    args: positional arguments for the model. Needed if the arguments of the last forward no longer exist: the library
+    doesn't keep them alive
+    kwargs: keyword arguments for the model
+    loss: a function from the model's output to N losses. Also checks that no loss depends on another sample's output
+    independent: also check that no sample's output depends on other samples' values along a path without a gradient, see
+    `add_hooks`
+
+    Raises VerificationFailed with a table of the parameters that differ; NothingRecorded if the model has not run with
+    hooks, or its arguments no longer exist; SamplesMixed if samples mix, or no output has a batch axis; ProbeFailed if
+    independence can't be checked; and what reading raises.
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder)
@@ -91,7 +92,7 @@ def verify(
 
 
 def last_step(record: Record) -> Arguments:
-    """The last forward's arguments.  Raises NothingRecorded where they are gone."""
+    """The last forward's arguments.  Raises NothingRecorded if they no longer exist."""
     if record.arguments is None:
         raise NothingRecorded("verify(model) needs the arguments of a forward pass: run one, with hooks and with gradients.")
     try:
@@ -99,23 +100,25 @@ def last_step(record: Record) -> Arguments:
         return held(args), held(kwargs)
     except ReferenceError:
         raise NothingRecorded(
-            "verify(model) needs the arguments of the last forward pass, which nobody has kept. Keep them until then, or "
-            "give it some: verify(model, args=(x,))."
+            "verify(model) needs the arguments of the last forward pass, which no longer exist. Keep a reference to them, "
+            "or give arguments: verify(model, args=(x,))."
         ) from None
 
 
 def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: str) -> None:
-    """Has forwards show from now on that samples are independent, as ``add_hooks(independent=True)`` does, and the one that
-    is recorded now, which is run again for that.  All processes that share a batch call it.
+    """Checks that the recorded forward's samples are independent, and makes later forwards check it, too.
 
-    verb: what asks, for people
+    It has the effect of ``add_hooks(independent=True)``; the recorded forward runs again for it.  All processes that share a
+    batch call it.
 
-    Raises SamplesMixed where samples are not independent, and ProbeFailed where that can't be shown.
+    verb: the function that needs it, for the message
+
+    Raises SamplesMixed if samples are not independent, and ProbeFailed if that can't be checked.
     """
     if recorder.segments is not None or recorder.record.documents is not None:
         raise ValueError(
-            f"{verb}: the model was hooked with segments, and that documents' values don't reach each other is shown by "
-            "verify(model) alone. Give each document as a sample of its own, padded, without segments." + ON_SEGMENTS
+            f"{verb}: the model was hooked with segments, and only verify(model) can check that documents are independent. "
+            "Make each document a padded sample, without segments." + ON_SEGMENTS
         )
     if not recorder.planner.independent:
         recorder.planner.independent = True
@@ -124,10 +127,10 @@ def ask_independent(model: nn.Module, recorder: Recorder, spread: Spread, verb: 
 
 
 def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
-    """Shows it for the recorded forward."""
+    """Checks independence for the recorded forward."""
     record = recorder.record
     for segment in record.segments:
-        segment.read = True  # or tried to be
+        segment.read = True  # also if the check fails
     unshown = {use for recorded in record.passes for use in recorded.received if not is_shown(use)}
     if not unshown:
         return
@@ -137,9 +140,9 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
         arguments = last_step(record)
     except NothingRecorded as error:
         raise ProbeFailed(
-            f"{verb} gives numbers only where it was shown that no sample's outputs depend on the values of others, and the "
-            "recorded forward was not asked to show that, nor can it be run again: nobody has kept its arguments, or others "
-            "ran after it. Ask for it from the beginning: add_hooks(model, independent=True)."
+            f"{verb} needs a check that no sample's outputs depend on other samples' values. The recorded forward was not "
+            "checked, and it can't run again, because its arguments no longer exist or another forward ran after it. Hook "
+            "the model by add_hooks(model, independent=True)."
         ) from error
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent=True):
         args, kwargs = copied(arguments)
@@ -152,18 +155,21 @@ def _show(model: nn.Module, recorder: Recorder, verb: str) -> None:
 
 
 class _Comparison:
-    """Of Σₙ wₙ gₙ with what autograd says, for the passes that are recorded."""
+    """Comparisons of Σₙ wₙ gₙ with autograd's result, for the recorded passes."""
 
     def __init__(self, record: Record) -> None:
         received = [own for recorded in record.passes for own in recorded.received.items()]
-        self.used = {call.precision for call, _ in received}  # what autocast has computed in
+        self.used = {call.precision for call, _ in received}  # the dtypes that autocast computed in
         self.uses = [call for call, _ in received]
-        self.length = sum(grads.length for _, grads in received)  # of all gradients that came to calls
+        self.length = sum(grads.length for _, grads in received)  # the total length of the gradients at outputs
         self.wrong: list[tuple[str, ...]] = []
         """Rows of the table."""
 
     def add(self, parameter: str, what: str, form: Form | None, w: Tensor, expected: Tensor, size: float = 1.0) -> None:
-        """Compares them.  size: how many times longer terms of the sum are than what came to calls"""
+        """Compares a weighted sum of rows with the expected one, and notes a difference.
+
+        size: how many times longer the sum's terms are than the gradients at outputs
+        """
         difference = expected
         if form is not None:
             w = w.to(form.like.device, form.sum_dtype)
@@ -176,7 +182,7 @@ class _Comparison:
 
 
 def _with_grad(model: nn.Module, recorder: Recorder) -> list[tuple[str, ...]]:
-    """The recorded rows' sums with ``.grad``."""
+    """Compares the sums of the recorded rows with ``.grad``."""
     record = recorder.record
     passes = record.passes
     if any(segment.replaced for segment in record.segments) or any(p.captures or p.is_hess for p in passes):
@@ -203,36 +209,36 @@ def _with_autograd(
     loss: Callable[[Any], Tensor] | None,
     independent: bool,
 ) -> list[tuple[str, ...]]:
-    """Weighted sums of rows with backward passes through the whole model."""
+    """Compares weighted sums of rows with backward passes through the whole model."""
     if any(is_packed(leaf) for leaf in tree_leaves(unpacked(arguments), is_packed)):
-        raise TypeError("verify can't tell the samples of a packed sequence apart; give the model a padded batch" + ON_WRONG)
+        raise TypeError("verify does not support packed sequences; give the model a padded batch" + ON_WRONG)
     record = recorder.record
     if recorder.segments is not None:
         told = documents_of(recorder.segments, *arguments)
         if told.is_of_tokens:
             raise ValueError(
-                "verify(model) compares rows with the derivatives of what the model returns, and segments='tokens' has "
-                "parts of these. Verify with add_hooks(model), without segments." + ON_SEGMENTS
+                "verify(model) can't check rows of segments='tokens', which are parts of samples' gradients. Verify with "
+                "add_hooks(model), without segments." + ON_SEGMENTS
             )
         check_values(model, recorder, arguments, told)
     parameters = record.asked({name: p for name, p in model.named_parameters() if p.requires_grad})
-    draws = torch.Generator().manual_seed(0)  # its own, so that the user's goes on as it would have
+    draws = torch.Generator().manual_seed(0)  # a separate generator, so that the user's random numbers don't change
     with untouched(model, arguments) as copied, recorder.aside(), recorder.proving(independent):
         args, kwargs = copied(arguments)
         output = model(*args, **kwargs)
         outputs, plan = tensors_of(output), record.plan
         if plan.mixing:
             raise SamplesMixed(plan.mixing)
-        if independent and not plan.is_independent and not rule_for(model):  # a layer alone has a rule that knows
+        if independent and not plan.is_independent and not rule_for(model):  # a single layer's rule implies independence
             raise ProbeFailed(
-                "verify(model, independent=True) could not show that samples are independent: no argument has samples that "
-                "could be replaced by others of the batch. Give it a batch of tensors in which samples differ."
+                "verify(model, independent=True) could not check that samples are independent: no argument has samples that "
+                "can be replaced by others of the batch. Give it a batch of tensors in which samples differ."
             )
         places = {slot: at for slot, (_, at) in enumerate(record.returned) if at is not None and outputs[slot].requires_grad}
         if not places:
             raise SamplesMixed(
-                "verify(model) found no output of the model in which each sample has its place, but tensors of shape "
-                f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model in front of the loss."
+                "verify(model) found no output with a batch axis; the model's outputs have shape "
+                f"{', '.join(str(tuple(x.shape)) for x in outputs)}. Verify the part of the model before the loss."
             )
         slot, count = next(iter(places)), recorder.forward.samples
         samples = outputs[slot].shape[places[slot].axis] if count is None else count
@@ -248,9 +254,9 @@ def _with_autograd(
             _check_loss(loss, output, tuple([at for _, at in record.returned]), samples)
         parts = {slot: part_of(outputs[slot]) for slot in places}
         grads = {slot: noise(outputs[slot].shape, key_of(slot), own.device, own.dtype) for slot, own in parts.items()}
-        if documents is not None:  # nothing for padding
+        if documents is not None:  # zero at padding
             grads = {slot: g * weights_of[slot](g, torch.ones(samples, device="cpu").to(g)) for slot, g in grads.items()}
-        # Powers of two, times which all digits stay, also of what a model computes in a lower precision.
+        # Multiplying by powers of two keeps all digits, also of numbers in a lower precision.
         order = torch.randperm(samples, generator=draws, device="cpu")
         signs = 2.0 * torch.randint(2, (samples,), generator=draws, device="cpu") - 1
         every, ones = slice(samples), torch.ones(samples, device="cpu")
@@ -273,23 +279,23 @@ def _with_autograd(
 
 
 def _check_loss(loss: Callable[[Any], Tensor], output: Any, layouts: Layouts, samples: int) -> None:
-    """Raises SamplesMixed where the losses of some samples change with the outputs of others."""
+    """Raises SamplesMixed if the losses of some samples change with the outputs of others."""
     draws, places = torch.Generator().manual_seed(0), iter(layouts)
     here = [(x.detach(), next(places, None)) for x in tensors_of(output)]
     with torch.no_grad():
         losses = loss(map_tensors(Tensor.detach, output))
         if not isinstance(losses, Tensor) or losses.shape != (samples,):
             raise ValueError(
-                f"the loss given to verify returned {tuple(losses.shape) if isinstance(losses, Tensor) else type(losses)}; "
+                f"verify: the loss returned {tuple(losses.shape) if isinstance(losses, Tensor) else type(losses)}; "
                 f"expected {samples} losses, one for each sample (reduction='none')" + ON_WRONG
             )
         for kept in kept_samples(samples, draws):
             others = iter([x if at is None else x.where(at.over(x, kept) > 0, x.roll(1, at.axis)) for x, at in here])
-            again = loss(map_tensors(partial(next, others), output))  # each tensor is the default that next never takes
+            again = loss(map_tensors(partial(next, others), output))  # each tensor is the unused default of next
             if differs(losses, again, rounding_of(losses))[kept.to(losses.device)].any():
                 raise SamplesMixed(
-                    "samples mix in the loss given to verify: when the model's outputs for some samples were replaced by "
-                    "those for others, the losses of the rest changed. They have no gradients of their own then."
+                    "verify: samples mix in the loss. When the model's outputs for some samples were replaced, the losses "
+                    "of the others changed. Compute each sample's loss from its own outputs only."
                 )
 
 
@@ -303,8 +309,8 @@ def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Ma
         if "use_reentrant" not in str(error):
             raise
         raise UnsupportedLayer(
-            "verify takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Verify the model "
-            "without checkpointing, or with use_reentrant=False."
+            "verify uses torch.autograd.grad, which reentrant checkpointing doesn't allow. Verify the model without "
+            "checkpointing, or with use_reentrant=False."
         ) from error
     return {
         name: torch.zeros_like(part_of(p)) if grad is None else own_of(grad.detach(), p).to_dense()

@@ -125,16 +125,16 @@ def test_factors_that_do_not_fit_are_refused() -> None:
         autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
     # A pair of square matrices doesn't say which is which.
     model.weight.kfac = tuple(model.weight.kfac)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight has shape \(O, I\)"):
         Metric.from_kfac(model)
-    with pytest.raises(TypeError, match=r"doesn't say whether the weight lies as \(O, I\)"):
+    with pytest.raises(TypeError, match=r"doesn't say whether the weight has shape \(O, I\)"):
         Metric.low_rank(model, 2, pca=True)
 
 
 def test_principal_directions_of_what_lies_otherwise() -> None:
     model, x = hooked("words")
     autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
-    with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has factors for each of 3 blocks"):
+    with pytest.raises(UnsupportedLayer, match=r"experts\.\w+ has separate factors for 3 blocks"):
         Metric.low_rank(model, 2, pca=True)
     for p in (model.experts.stack, model.experts.turned):
         p.requires_grad_(False)

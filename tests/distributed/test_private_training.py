@@ -75,6 +75,6 @@ def refused() -> None:
         with private.attach(model):
             for x, y in private.loader(TensorDataset(*data())):
                 private.backward(losses(model, x, y))
-                with pytest.raises(ValueError, match="over 2 processes, and the model adds up over 1"):
+                with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
                     private.step()
                 break

@@ -196,12 +196,12 @@ def test_it_prints_as_a_table() -> None:
 def test_what_would_break_the_promise_is_refused() -> None:
     model, x = hooked(), torch.randn(6, 4)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"clip": lambda norms: 2 * BOUND / norms}, "above max_norm"),
+        ({"clip": lambda norms: 2 * BOUND / norms}, "expected at most max_norm"),
         ({"clip": lambda norms: norms[:2]}, "expected 6 weights"),
         ({"clip": "none"}, "expected one of flat, per_parameter"),
         ({"clip": 3}, "expected a name or a function"),
-        ({"max_norm": {"0.*": 1.0}}, "leave out"),
-        ({"max_norm": {"*": 1.0, "0.*": 1.0}}, "twice"),
+        ({"max_norm": {"0.*": 1.0}}, "no bound for"),
+        ({"max_norm": {"*": 1.0, "0.*": 1.0}}, "two bounds for"),
         ({"max_norm": {"*": -1.0}}, "expected a number larger than 0"),
         ({"mask": torch.ones(6)}, "expected 6 booleans"),
         ({"mask": torch.ones(5, dtype=torch.bool)}, "expected 6 booleans"),

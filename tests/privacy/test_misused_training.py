@@ -117,7 +117,7 @@ def test_no_more_is_spent_than_was_to_be() -> None:
     epoch(whole, model)
     epoch(again, net())
     assert again.history == whole.history == [(whole.multiplier, EXPECTED / 30, 2 * STEPS)]
-    with pytest.raises(RuntimeError, match=r"epsilon=3\.0 was to be spent by 10 steps, and 10 are done"):
+    with pytest.raises(RuntimeError, match=r"the 10 steps that may spend epsilon=3\.0 are done"):
         epoch(whole, model)
     longer = training(**given, steps=4 * STEPS)  # more steps, or larger batches, spend what is left
     longer.load_state_dict(state)

@@ -162,7 +162,7 @@ def test_a_step_that_was_left_amid_is_not_added_to_the_next() -> None:
         for x, y in private.loader(data(), parts=3):
             private.backward(losses(model, x, y))
             assert private.step() is None
-            with pytest.raises(RuntimeError, match="amid a step"):
+            with pytest.raises(RuntimeError, match="between the micro-batches of a step"):
                 private.state_dict()
             break  # as after an interrupt
     train(private, model)
@@ -202,7 +202,7 @@ def test_noise_for_an_epsilon() -> None:
     train(private, net())
     assert 2.95 < private.epsilon() <= 3.0
     assert isfinite(private.epsilon(1e-6))
-    with pytest.raises(ValueError, match="no noise is enough"):
+    with pytest.raises(ValueError, match="with any noise"):
         noise_for(1e-9, 1e-5, 1.0, 10**9)
 
 
@@ -218,7 +218,7 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no model is attached"):
         private.step()
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=LR)
-    with pytest.raises(ValueError, match=r"steps 1 parameters of shapes \[\(7,\)\]"):
+    with pytest.raises(ValueError, match=r"steps 1 parameters .* of shapes \[\(7,\)\]"):
         private.attach(model, stranger)
     with private.attach(model, optimizer):
         loader = private.loader(data())

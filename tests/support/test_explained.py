@@ -45,7 +45,7 @@ def test_a_wheel_has_every_section(in_a_wheel: Path, monkeypatch: pytest.MonkeyP
 
 def test_without_pages_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PACKAGE", tmp_path / "autograd_hacks")
-    with pytest.raises(FileNotFoundError, match="the pages are neither in"):
+    with pytest.raises(FileNotFoundError, match="the pages are missing"):
         pages.explained("samples-that-mix")
 
 

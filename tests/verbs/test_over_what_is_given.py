@@ -227,7 +227,7 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bytes, of"):
         go_on(X)
     (tmp_path / "rows.npy.progress").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON any more"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         go_on(X)
     path = tmp_path / "by checkpoints.npy"
     given = [(copy.deepcopy(net.state_dict()), 0.5)]

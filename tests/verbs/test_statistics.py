@@ -104,7 +104,7 @@ def test_cosines_of_an_outputs_entries() -> None:
     lengths = kernel.flatten(2).flatten(0, 1).diagonal().view(4, 2).sqrt()
     assert_close(jacobian.cosine(), kernel / lengths[:, :, None, None] / lengths)
     for verb in (jacobian.noise_scale, jacobian.snr, jacobian.variance):
-        with pytest.raises(ValueError, match="over which of them is meant"):
+        with pytest.raises(ValueError, match="variance over samples is ambiguous"):
             verb()
 
 
@@ -189,7 +189,7 @@ def test_patterns_that_match_nothing(tower: nn.Module) -> None:
 def test_what_has_no_noise_scale() -> None:
     _, grads = rows_and_grads(1)
     for verb in (grads.noise_scale, grads.snr, grads.variance):
-        with pytest.raises(ValueError, match="needs two of them; these are the gradients of 1"):
+        with pytest.raises(ValueError, match="a variance needs two samples or more, but there are gradients of 1"):
             verb()
     model = nn.Linear(3, 2)
     autograd_hacks.add_hooks(model)

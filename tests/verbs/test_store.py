@@ -95,7 +95,7 @@ def test_duplicates_are_all_pairs_above_the_threshold(budget: int, tmp_path: Pat
 def test_rows_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
     rows = torch.tensor([[1.0, 0], [torch.nan, 1], [2, 0], [0, 0], [torch.inf, 0]])
     store, queries = written(tmp_path / "rows.npy", rows), torch.tensor([[1.0, 0], [0, 0]])
-    with pytest.warns(RuntimeWarning, match=r"2 rows .* were left out: \[1, 4\]"):
+    with pytest.warns(RuntimeWarning, match=r"2 rows .* were left out, the first of them \[1, 4\]"):
         values, numbers = store.search(queries, 5)
     assert numbers.tolist()[0] == [2, 0, 3, -1, -1]
     assert values[0].tolist() == [2, 1, 0, -torch.inf, -torch.inf]
@@ -111,7 +111,7 @@ def test_half_precision_is_added_up_in_single_and_overflow_is_said(tmp_path: Pat
     values, _ = written(tmp_path / "half.npy", rows).search(rows[:1], 1)
     assert values.item() == 90000  # above float16's 65504
     large = torch.full((2, 2), 1e30)
-    with pytest.raises(ValueError, match=r"leave the range of torch\.float32"):
+    with pytest.raises(ValueError, match=r"overflow in torch\.float32"):
         written(tmp_path / "large.npy", large).search(large, 1)
 
 
@@ -138,7 +138,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (rows.double(), TypeError, r"torch\.float64 tensor .* expected torch\.float32"),
         (rows[:, :2], ValueError, r"shape \(4, 2\); the rows of .* expect \(Q, 3\)"),
         (rows[0], ValueError, r"shape \(3,\)"),
-        (rows / 0, ValueError, r"queries with NaN or ∞, \[0, 1, 2, 3\]"),
+        (rows / 0, ValueError, r"queries with NaN or ∞, the first of them \[0, 1, 2, 3\]"),
         ({"a": rows}, ValueError, "named 'a'; .* expects one tensor"),
         (None, TypeError, "NoneType"),
     ]:
@@ -194,7 +194,7 @@ def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkey
         over(model, data, loss, PerSampleGrads.dense, out=path)
     monkeypatch.setattr(RowFile, "_append", append)
     if files:
-        with pytest.raises(ValueError, match="run to its end") if batch else pytest.warns(RuntimeWarning):
+        with pytest.raises(ValueError, match="to its end") if batch else pytest.warns(RuntimeWarning):
             Store(path)
     found = over(model, data, loss, PerSampleGrads.dense, out=path)
     assert_close(torch.cat([x.flatten(1) for x in found.values()], 1), rows_of(model, data))
@@ -203,14 +203,14 @@ def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkey
 
 def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     model, data = net(), batches(2)
-    with pytest.raises(ValueError, match="returned one tensor; expected a file"):
+    with pytest.raises(ValueError, match="returned one tensor. Give a file"):
         over(model, data, loss, lambda grads: grads.project(4), out=tmp_path / "rows")
-    with pytest.raises(ValueError, match="returned a dictionary; expected a file"):
+    with pytest.raises(ValueError, match="returned a dictionary. Give a file"):
         over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
     over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match="another verb's; delete the folder"):
+    with pytest.raises(ValueError, match="(?i)another verb.*delete the folder"):
         over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"'a/b', which is no name for a file"):
+    with pytest.raises(ValueError, match=r"'a/b', which can't be the name of a file"):
         over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
     with pytest.raises(ValueError, match="other weights"):
         over(net(1), data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
@@ -229,5 +229,5 @@ def test_an_unfinished_store_warns(tmp_path: Path) -> None:
 
     with pytest.raises(Interrupted):
         over(model, data, loss, verb, out=path)
-    with pytest.warns(RuntimeWarning, match="has 2 rows so far"):
+    with pytest.warns(RuntimeWarning, match="has 2 rows"):
         assert len(Store(path)) == 2

@@ -119,7 +119,7 @@ def test_verify_runs_the_step_that_was() -> None:
 
 def test_verify_keeps_no_batch_and_takes_another(model: nn.Sequential) -> None:
     step(model, *batch())
-    with pytest.raises(autograd_hacks.errors.NothingRecorded, match=r"nobody has kept.*verify\(model, args=\(x,\)\)"):
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match=r"no longer exist.*verify\(model, args=\(x,\)\)"):
         autograd_hacks.verify(model)
     x, _ = batch(seed=1)
     autograd_hacks.verify(model, samples=2, args=(x,))
@@ -226,7 +226,7 @@ def test_verify_of_a_loss_function(samples: int) -> None:
         ):
             autograd_hacks.verify(model, loss=loss)
         for what, loss in LOSSES.items():
-            with pytest.raises(autograd_hacks.errors.SamplesMixed, match="loss given to verify"):
+            with pytest.raises(autograd_hacks.errors.SamplesMixed, match="samples mix in the loss"):
                 verify_named(model, what, loss)
         for loss in (lambda out: squares(out).mean(), lambda out: out, lambda out: squares(out)[:-1], lambda out: None):
             with pytest.raises(ValueError, match=rf"expected {samples} losses, one for each sample"):
