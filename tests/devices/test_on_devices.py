@@ -1,11 +1,13 @@
 """What a device brings: layouts of memory, kernels of attention, streams, graphs, memory elsewhere, several devices."""
 
+import packed
 import pytest
 import torch
 import torch.nn as nn
 from by_device import FAMILIES, Causal, cnn, double_rows, errors, grad1_of, losses, rows_of
+from flexible import Flexible, quiet
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -239,3 +241,23 @@ def test_a_compiled_step(name: str) -> None:
         losses(compiled(x)).sum().backward()
         assert_close(compiled.norms.double().cpu(), matrix.norm(dim=1), rtol=1e-2, atol=0)
         model.zero_grad()
+
+
+@quiet
+def test_documents_by_a_block_mask_of_flex_attention(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against each document alone, on the CPU, where torch computes gradients but refuses to be asked for them."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    torch.manual_seed(0)
+    model, lengths = Flexible(), (5, 3, 6)
+    ids, positions, targets = packed.batch(2, lengths)
+    exact = []
+    for n in range(2):
+        for own in zip(*(x[n : n + 1].split(lengths, 1) for x in (ids, positions, targets))):
+            loss = packed.losses(model, *own).sum()
+            exact.append(torch.autograd.grad(loss, list(model.parameters())))
+    rows = {name: torch.stack(own).double() for (name, _), own in zip(model.named_parameters(), zip(*exact))}
+    model.to(device)
+    with autograd_hacks.add_hooks(model, segments="position_ids"):
+        packed.losses(model, *(x.to(device) for x in (ids, positions, targets))).sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        assert max(errors(grads.dense(), rows).values()) < (2e-3 if device.type == "cuda" else 1e-5)

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import packed
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from flexible import Flexible, quiet
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.testing import assert_close
 
 import autograd_hacks
@@ -113,3 +116,40 @@ def test_lengths_tell_documents_as_flash_attention_is_given_them() -> None:
     grads = autograd_hacks.per_sample_grads(model, "sum")
     model.set_attn_implementation("sdpa")
     assert_rows(model, grads, ids, positions)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes flex_attention's gradient on a CPU, too, but refuses to be asked."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@quiet
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_documents_by_a_block_mask_of_flex_attention(samples: int) -> None:
+    torch.manual_seed(0)
+    model = Flexible()
+    autograd_hacks.add_hooks(model, segments="position_ids")
+    given = packed.batch(samples, LENGTHS)
+    for _ in range(3):
+        packed.losses(model, *given).sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+        rows = []
+        with autograd_hacks.pause_hooks():
+            for n in range(samples):
+                for own in zip(*(x[n : n + 1].split(LENGTHS, 1) for x in given)):
+                    rows.append(torch.autograd.grad(packed.losses(model, *own).sum(), list(model.parameters())))
+        exact = {name: torch.stack(own) for (name, _), own in zip(model.named_parameters(), zip(*rows))}
+        assert_close(grads.dense(), exact, rtol=1e-6, atol=1e-6 * max(float(x.abs().max()) for x in exact.values()))
+
+
+@quiet
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_a_block_mask_that_forgets_documents_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Flexible(leak=True)
+    autograd_hacks.add_hooks(model, segments="position_ids")
+    packed.losses(model, *packed.batch(2, LENGTHS)).sum().backward()
+    with pytest.raises(SamplesMixed, match="documents mix"):
+        autograd_hacks.per_sample_grads(model)
