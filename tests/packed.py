@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, document: Tensor) -> Tensor:
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None]
         if self.leak != "mask":
             mask = mask & (document[:, :, None] == document[:, None, :])
         y = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0])

@@ -14,8 +14,9 @@ from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
 from autograd_hacks.errors import BatchSizeError, ProbeFailed, SamplesMixed, UnsupportedLayer, where
-from autograd_hacks.forms import Dense, Form, Zero, add, gathered, group
+from autograd_hacks.forms import Dense, Form, Grouping, Zero, add, gathered
 from autograd_hacks.forms.composite import magnitudes
+from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import Documents, check_told
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.rules.nodes import BY_OWNERS, BY_POSITION, NODES, Kept, Met, by_node, carried_back
@@ -220,7 +221,7 @@ class LayerCall(Use, Call):
         if layout is None or not layout.fold:
             return forms
         labels = layout.rows(rows, self.samples or 0, grads.first.device)
-        return {name: group(form, labels, self.samples or 0) for name, form in forms.items()}
+        return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
 
     def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
         """What the layer's rule returns, checked to be forms of the right shape.
@@ -238,7 +239,8 @@ class LayerCall(Use, Call):
 
         args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs) if self.kwargs else {}
         given = self.training, tuple([g if g is None else as_expected(g) for g in grads.at]), self.state
-        call = Call(self.path, self.layer, args, kwargs, *given, self.random_state, self.outputs, self.precision)
+        outputs = self.random_state, self.outputs, self.precision
+        call = Call(self.path, self.layer, args, kwargs, *given, *outputs, self._is_compared(grads))
         try:
             forms = rule.formula(self.layer, call)
         except (BatchSizeError, SamplesMixed) as error:
@@ -248,6 +250,12 @@ class LayerCall(Use, Call):
                 f"the rule of {self.place} returned {forms!r}; expected {{name: form}}, see autograd_hacks.forms"
             )
         return {name: self._checked(forms, name, rows) for name in grads.reached}
+
+    def _is_compared(self, grads: OutputGrads) -> bool:
+        """Whether a rule that recomputes the outputs compares them: a GPU is asked while the last proof's sums are."""
+        if self.plan is None or self.random_state is not None or looks_free(grads.first):
+            return True
+        return any(self.plan.keeps_arrived(edge.name) for edge in self.edges.values())
 
     def _checked(self, forms: Mapping[str, Form], name: str, rows: int) -> Form:
         if name not in forms:

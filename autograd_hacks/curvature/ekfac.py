@@ -22,7 +22,7 @@ from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.curvature.kronecker import KFAC, inputs_of, is_empty, positions_of
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
-from autograd_hacks.forms import Dense, Form, Lookup, Outer, group
+from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
 from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
@@ -228,4 +228,4 @@ def _rotated(own: Positions, a: Tensor | None, b: Tensor, is_turned: bool, sampl
             form: Form = Lookup(inputs.index, gradient, inputs.entries)
         elif isinstance(inputs, Tensor):
             form = Outer(inputs, gradient) if is_turned else Outer(gradient, inputs)
-        yield form if own.owners is None else group(form, own.owners, samples)
+        yield form if own.owners is None else Grouping(form, own.owners, samples)

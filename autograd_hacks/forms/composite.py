@@ -77,6 +77,8 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
     rows: N integers in [0, samples)    samples: the number of rows of the result
     Raises ValueError for labels of another number, or out of range.
     """
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < samples:
+        raise ValueError(f"rows lie in [{int(rows.min())}, {int(rows.max())}]; expected in [0, {samples})")
     return Grouping(form, rows, samples)
 
 
@@ -294,7 +296,7 @@ class Sum(Composite):
         """Whether some row's terms are so much longer than it is that its inner products would have lost their digits."""
         size = self._join(part.norms(budget) for part in self.parts).detach()
         square = self.norms(budget).detach() ** 2
-        return bool((square <= 1e4 * torch.finfo(square.dtype).eps * size**2)[size > 0].any())
+        return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
 
     norms = norms_by_positions
 
@@ -302,14 +304,12 @@ class Sum(Composite):
 class Grouping(Composite):
     """A form whose rows were relabelled: ragged input, routed tokens, users of several samples.
 
-    form: M rows    rows: M integers in [0, samples), the sample that each row belongs to    samples: N
+    form: M rows    rows: M integers in [0, samples), the sample that each row belongs to, which `group` checks    samples: N
     """
 
     def __init__(self, form: Form, rows: Tensor, samples: int) -> None:
         if rows.shape != (form.samples,):
             raise ValueError(f"rows has shape {tuple(rows.shape)}; expected one label for each of {form.samples} rows")
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < samples:
-            raise ValueError(f"rows lie in [{int(rows.min())}, {int(rows.max())}]; expected in [0, {samples})")
         super().__init__((form,), samples, form.shape)
         self.form, self.rows = form, rows
 

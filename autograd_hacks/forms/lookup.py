@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form, Index
-from autograd_hacks.forms.composite import Grouping
 from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
 from autograd_hacks.forms.factored import Factored, Paired
-from autograd_hacks.forms.numerics import divisors, pairs_of, row_norms, slices_of
+from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.forms.projection import AnyMap, SparseMap
 
@@ -90,11 +89,7 @@ class Lookup(Paired):
             else:
                 slots, touched = part._touched()
                 norms = row_norms(touched)
-            samples = slots // self.entries
-            largest = norms.new_zeros(part.samples).scatter_reduce(0, samples, norms.detach(), "amax")
-            scale = divisors(largest)
-            shares = (norms / scale[samples]) ** 2
-            found.append(norms.new_zeros(part.samples).index_add(0, samples, shares).sqrt() * scale)
+            found.append(_joined(norms, slots // self.entries, part.samples))
         return torch.cat(found)
 
     def tangent(self, place: int, v: Tensor) -> Tensor:
@@ -107,8 +102,32 @@ class Lookup(Paired):
 
     def _touched(self) -> tuple[Tensor, Tensor]:
         """The slots that were read, and what is there; positions that read the same entry are added up."""
-        slots, place = self._slots().unique(return_inverse=True)
-        return slots, self.g.new_zeros(len(slots), self.g.shape[2]).index_add(0, place, self.g.flatten(0, 1))
+        return _added(self._slots(), self.g.flatten(0, 1))
+
+
+def _added(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Each slot once, and the sum of its values.  slots: M integers, at least 0    values: M ...
+
+    Where the host would have to wait for their number there are M of both, as many slots 0 with sums 0 behind the others.
+    """
+    if looks_free(slots):
+        found, place = slots.unique(return_inverse=True)
+    else:
+        ordered, order = slots.sort()
+        is_first = torch.cat([ordered.new_ones(min(1, len(slots)), dtype=torch.bool), ordered[1:] != ordered[:-1]])
+        number = is_first.cumsum(0) - 1
+        found, place = (
+            torch.zeros_like(slots).scatter_(0, number, ordered),
+            torch.empty_like(order).scatter_(0, order, number),
+        )
+    return found, values.new_zeros(len(found), *values.shape[1:]).index_add(0, place, values)
+
+
+def _joined(norms: Tensor, samples: Tensor, count: int) -> Tensor:
+    """The norms of samples, N, from those of their parts.  norms, samples: M    count: N"""
+    scale = divisors(norms.new_zeros(count).scatter_reduce(0, samples, norms.detach(), "amax"))
+    shares = (norms / scale[samples]) ** 2
+    return norms.new_zeros(count).index_add(0, samples, shares).sqrt() * scale
 
 
 class Bags(Factored):
@@ -128,6 +147,8 @@ class Bags(Factored):
         return Bags(g, scale, index, bags, self.entries)
 
     def __getitem__(self, index: Index) -> Bags:
+        if isinstance(index, slice) and index == slice(0, self.samples):
+            return self
         wanted = torch.arange(self.samples, device=self.bags.device)[index]
         sizes, starts = self._sizes()[wanted], self._starts()[wanted]
         bags = torch.arange(len(wanted), device=wanted.device).repeat_interleave(sizes)
@@ -163,15 +184,14 @@ class Bags(Factored):
         if about is not None:
             return super().second_moment(w, about, budget)
         wide = self.wide()
-        slots, place = (self.bags * self.entries + self.index).unique(return_inverse=True)
-        counts = wide.scale.new_zeros(len(slots)).index_add(0, place, wide.scale)
+        slots, counts = _added(self.bags * self.entries + self.index, wide.scale)
         squares = wide.g.abs().square(), counts.square(), slots % self.entries, slots // self.entries
         return self._of(*squares).weighted_sum(w, budget)
 
     def norms(self, budget: int = BUDGET) -> Tensor:
         wide = self.wide()
-        each = Lookup(self.index[:, None], wide.scale[:, None, None], self.entries, self.shape[:1])
-        return Grouping(each, self.bags, self.samples).norms(budget) * row_norms(wide.g)
+        slots, counts = _added(self.bags * self.entries + self.index, wide.scale)
+        return _joined(counts.abs(), slots // self.entries, self.samples) * row_norms(wide.g)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         if not isinstance(other, Bags):
@@ -195,7 +215,7 @@ class Bags(Factored):
             return super().project(random, budget)
         each, found = self.entries + random.memory_of_factors(1), []
         for piece in slices_of(self.samples, budget // (each * self.sum_dtype.itemsize)):
-            part = self.wide() if piece == slice(0, self.samples) else self[piece].wide()
+            part = self[piece].wide()
             found.append(random.of_factors(part._counts()[:, None], part.g[:, None]))
         return torch.cat(found)
 
@@ -218,7 +238,9 @@ class Bags(Factored):
         return self.scale.new_zeros(self.samples * self.entries).index_add(0, slots, self.scale).view(-1, self.entries)
 
     def _sizes(self) -> Tensor:
-        return torch.bincount(self.bags, minlength=self.samples)
+        numbers = torch.arange(self.samples, device=self.bags.device)
+        return torch.searchsorted(self.bags, numbers, right=True) - self._starts()
 
     def _starts(self) -> Tensor:
-        return self._sizes().cumsum(0) - self._sizes()
+        """Where each bag begins; `torch.bincount` would have the host wait for the largest."""
+        return torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))

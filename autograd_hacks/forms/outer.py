@@ -149,6 +149,8 @@ class Outer(Paired):
         if self.positions == 1:
             sizes = [row_norms(part.left[:, 0]) * row_norms(part.right[:, 0]) for _, part in self.chunks(budget, 1)]
             return torch.cat(sizes) if len(sizes) > 1 else sizes[0]
+        # The kernel adds up all positions of a tile within one program, and doesn't split them along the sequence, which a
+        # patent application (US20260187277A1) is about.  The other arm, cuBLAS' products, wins where there are many.
         own = self.positions * self.fan_out * self.fan_in
         if takes_kernel(min(by_products([self.pair], True), by_writing([self.pair])), own, self.left, self.right):
             from autograd_hacks.kernels import tiles  # imports Triton

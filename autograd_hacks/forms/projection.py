@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from hashlib import sha256
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from autograd_hacks.forms.cost import sketches_factors
 from autograd_hacks.forms.numerics import slices_of
 from autograd_hacks.forms.positions import OneHot
 from autograd_hacks.support.internals import dispatch_modes
-from autograd_hacks.support.philox import BITS, by_byte, key_of, packed_signs, unpacked
+from autograd_hacks.support.philox import BITS, by_byte, hashed, key_of, packed_signs, unpacked
 
 _SMALL = 2**19
 """Numbers of a map that is written out, and kept from batch to batch: one product took 4.4 ms where two took 8.6 (64
@@ -143,7 +142,8 @@ class SparseMap:
     entries leave that bound as it is, and make large errors rarer.
 
     The sketch of an outer product is the circular convolution of its factors' sketches, so it is taken by FFTs where that
-    costs less than writing rows; see ``cost``.  Hashes are drawn on the CPU, and the same on every device.
+    costs less than writing rows; see ``cost``.  Hashes are words of Philox, which each device draws by their
+    indices.
 
     name: the parameter's    shape: the parameter's, (O, ...); further axes are flattened    dim: how many coordinates, a
     multiple of entries    within: where this is a part of a parameter: its shape, the first row and column
@@ -259,16 +259,13 @@ class SparseMap:
 @lru_cache(512)
 def _hashes(random: SparseMap, device: torch.device) -> Sequence[Hashes]:
     whole, row, column = random.within or (random.shape, 0, 0)
-    key = repr(("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)).encode()
-    generator = torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
-    (rows, columns), shape = random.fans, (random.entries, sum(fans := _fans(whole)))
-    places = torch.randint(random.size, shape, generator=generator, device="cpu")
-    signs = 2 * torch.randint(2, shape, generator=generator, device="cpu") - 1
+    key = key_of("sjlt", random.seed, random.name, tuple(whole), random.dim, random.entries)
+    (rows, columns), first = random.fans, _fans(whole)[0] + column  # columns are numbered after all rows
+    numbers = torch.arange(row, row + rows, device=device), torch.arange(first, first + columns, device=device)
     found = []
-    for place, sign in zip(places.to(device), signs.to(device)):
-        (row_place, column_place), (row_sign, column_sign) = place.split(fans), sign.split(fans)
-        own, across = slice(row, row + rows), slice(column, column + columns)
-        found.append(Hashes(row_place[own], column_place[across], row_sign[own], column_sign[across]))
+    for block in range(random.entries):
+        (row_place, row_sign), (column_place, column_sign) = (hashed(own, block, key, random.size) for own in numbers)
+        found.append(Hashes(row_place, column_place, row_sign, column_sign))
     return found
 
 

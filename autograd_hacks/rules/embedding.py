@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
@@ -51,15 +52,18 @@ def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
     elif layer.include_last_offset:
         offsets = offsets[:-1]
     index, weights = index.flatten().long(), None if weights is None else weights.flatten()
-    ends = torch.cat([offsets[1:], offsets.new_tensor([len(index)])])
-    bags = torch.arange(len(offsets), device=index.device).repeat_interleave(ends - offsets)
-    padding = torch.zeros_like(index, dtype=torch.bool) if layer.padding_idx is None else index == layer.padding_idx
-    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, (~padding).long())
+    ends = F.pad(offsets[1:], (0, min(1, len(offsets))), value=len(index))
+    bags = torch.arange(len(offsets), device=index.device)
+    bags = bags.repeat_interleave(ends - offsets, output_size=len(index) if len(offsets) else 0)
+    is_counted = torch.ones_like(index) if layer.padding_idx is None else (index != layer.padding_idx).long()
+    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, is_counted)
     g = g.masked_fill((sizes == 0)[:, None], 0)
     if layer.mode == "max":
         return {"weight": _largest(layer, call, index, offsets, g)}
-    index, bags = index[~padding], bags[~padding]
-    scale = g.new_ones(len(index)) if weights is None else weights[~padding]
+    scale = g.new_ones(len(index)) if weights is None else weights
+    if layer.padding_idx is not None:  # entries whose g isn't multiplied by 0, since 0 · NaN is NaN
+        counted = is_counted.nonzero()[:, 0]
+        index, bags, scale = index[counted], bags[counted], scale[counted]
     if layer.mode == "mean":
         scale = scale / sizes[bags]
     return {"weight": Bags(g, scale, index, bags, layer.num_embeddings)}

@@ -42,6 +42,8 @@ class Call:
     outputs: tuple[Tensor, ...] = ()
     #: autocast's dtype, if autocast was on
     precision: torch.dtype | None = None
+    #: whether what is recomputed is compared with ``outputs``; see `check_same`
+    compares: bool = True
 
     @property
     def grad(self) -> Tensor:
@@ -78,8 +80,12 @@ class Call:
             yield
 
     def check_same(self, seen: Iterable[Tensor], again: Iterable[Tensor]) -> None:
-        """Raises StaleRecord if recomputed tensors differ from those of the forward pass."""
-        if not all(is_recomputed(before, now, self.precision) for before, now in zip(seen, again)):
+        """Raises StaleRecord if recomputed tensors differ from those of the forward pass.
+
+        On a GPU the comparison would wait for the device. There it runs after each proof only, and in each step if the
+        layer has dropout. `read` still sees changed weights in each step, except changes through ``.data``.
+        """
+        if self.compares and not all(is_recomputed(before, now, self.precision) for before, now in zip(seen, again)):
             raise StaleRecord(
                 f"{where(self.path, self.layer)} could not be recomputed: its outputs differ from those of the forward "
                 "pass. Either its weights have changed since (read per-sample gradients before the update), or its dropout "

@@ -75,6 +75,17 @@ def random_like(like: Any, draws: torch.Generator) -> Tensor:
     return noise(like.shape, key, like.device, like.dtype)
 
 
+def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Tensor]:
+    """A random place in [0, size) for each number, and a sign ±1; both int64.
+
+    numbers: integers in [0, 2³²)    block: another one has others    size: below 2³¹; no place is likelier than another by
+    more than size / 2³²
+    """
+    zero = torch.zeros_like(numbers)
+    place, sign, *_ = philox((numbers, zero + block, zero, zero), key)
+    return (place * size) >> 32, 2 * (sign & 1) - 1
+
+
 def packed_signs(key: int, lines: slice, entries: slice, device: torch.device) -> Tensor:
     """Random bits, eight in a byte: for each number of ``lines`` those of some entries, and of those before them whose bits
     come from the same counter as the first's.  Returns (lines, bytes), uint8; see `unpacked`.

@@ -143,7 +143,9 @@ def during_backward(
     if "norms" in what:
         verbs["norms"] = lambda name, form: form.norms(budget)
     if isinstance(dot, Tensor):
-        among, theirs = _weights_of("dot", dot)
+        check_weights("dot", dot)
+        among = dot.detach().nonzero()[:, 0]  # those that aren't zero; few, as they are meant
+        theirs = dot.detach()[among]
         verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, budget)
     elif dot is not None:
         check_direction(dot, {name: p.shape for name, p in record.parameters_of(model).items() if p.requires_grad})
@@ -151,7 +153,7 @@ def during_backward(
     if "gram" in what:
         verbs["gram"] = lambda name, form: form.gram(form, budget)
     if weights is not None:
-        _weights_of("weights", weights)
+        check_weights("weights", weights)
         check_may_set(recorder, "during_backward(weights=...)")
         if not isinstance(dot, Mapping):  # otherwise `along` adds up, too
             verbs["weights"] = lambda name, form: stream.add_up(name, form, weights, budget)
@@ -186,17 +188,11 @@ def during_backward(
         vars(streamed).update(stream.end())
 
 
-def _weights_of(what: str, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of the K samples with nonzero weights, and these weights.
-
-    w: N
-    """
+def check_weights(what: str, w: Tensor) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 1:
         raise TypeError(
             f"during_backward was given {what}={kind_of(w)}; expected N weights, a floating-point tensor" + ON_STREAMING
         )
-    some = w.detach().nonzero()[:, 0]
-    return some, w.detach()[some]
 
 
 class Streamed(Shown):

@@ -19,6 +19,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autograd_hacks
 from autograd_hacks.forms import cost
+from autograd_hacks.support import sweep
 
 aten = torch.ops.aten
 PACKAGE = f"{Path(autograd_hacks.__file__).parent}{os.sep}"
@@ -124,6 +126,17 @@ def caller() -> str | None:
     return None
 
 
+class Threads(ThreadPoolExecutor):
+    """Modes are a thread's own."""
+
+    def submit(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        def pretended() -> Any:
+            with Pretending():
+                return run(*args, **kwargs)
+
+        return super().submit(pretended)
+
+
 class Pretending(TorchDispatchMode):
     """Runs every operation on the device that its tensors say.  Factories with ``device=ELSEWHERE`` make tensors of it."""
 
@@ -135,12 +148,22 @@ class Pretending(TorchDispatchMode):
 def pretending() -> Iterator[None]:
     """The mode, and the cost model as it is with the pretend card."""
     kept, known = cost._costs_of, cost.costs_by_bandwidth(CARD)
+    made = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        """`torch.tensor`, which fills a tensor before any mode hears of it."""
+        if device is None or torch.device(device).type != ELSEWHERE.type:
+            return made(data, device=device, **options)
+        note("copy to the device")
+        return Far(made(data, **options))
+
     cost._costs_of = lambda kind, index: known if kind == ELSEWHERE.type else kept(kind, index)  # type: ignore[assignment]
+    torch.tensor, sweep.ThreadPoolExecutor = tensor, Threads  # type: ignore[misc]
     try:
         with Pretending():
             yield
     finally:
-        cost._costs_of = kept
+        cost._costs_of, torch.tensor, sweep.ThreadPoolExecutor = kept, made, ThreadPoolExecutor  # type: ignore[misc]
 
 
 @contextmanager

@@ -69,58 +69,22 @@ class Known:
     families: tuple[str, ...]
 
 
-KNOWN: list[Known] = [
-    Known("_local_scalar_dense", "forms/composite.py:_cancels", "not mended yet", ("causal language model", "padded text")),
-    Known("index by a mask", "forms/composite.py:_cancels", "not mended yet", ("causal language model", "padded text")),
-    Known(
-        "_unique2",
-        "forms/lookup.py:_touched",
-        "not mended yet",
-        ("causal language model", "padded text", "untied embedding", "embedding bag", "padded bag", "largest of a bag"),
-    ),
-    Known("copy to the device", "forms/projection.py:_hashes", "not mended yet", (*MODELS,)),
-    Known("tensor on the CPU", "forms/projection.py:_hashes", "not mended yet", (*MODELS,)),
-    Known("nonzero", "verbs/streaming.py:_weights_of", "not mended yet", (*MODELS,)),
-    Known("_local_scalar_dense", "rules/rule.py:<genexpr>", "not mended yet", ("lstm", "gru", "largest of a bag")),
-    Known("_local_scalar_dense", "forms/composite.py:__init__", "not mended yet", ("embedding bag", "padded bag")),
-    Known(
-        "_local_scalar_dense",
-        "forms/composite.py:_beside",
-        "not mended yet",
-        ("embedding bag", "padded bag", "routed experts"),
-    ),
-    Known("bincount", "forms/composite.py:_beside", "not mended yet", ("embedding bag", "padded bag", "routed experts")),
-    Known("_local_scalar_dense", "forms/composite.py:held_size", "not mended yet", ("embedding bag", "padded bag")),
-    Known("bincount", "forms/composite.py:held_size", "not mended yet", ("embedding bag", "padded bag")),
-    Known("_unique2", "forms/lookup.py:second_moment", "not mended yet", ("embedding bag", "padded bag")),
-    Known("bincount", "forms/lookup.py:_sizes", "not mended yet", ("embedding bag", "padded bag")),
-    Known("repeat_interleave", "forms/lookup.py:__getitem__", "not mended yet", ("embedding bag", "padded bag")),
-    Known(
-        "copy to the device",
-        "rules/embedding.py:embedding_bag",
-        "not mended yet",
-        ("embedding bag", "padded bag", "largest of a bag"),
-    ),
-    Known("index by a mask", "rules/embedding.py:embedding_bag", "not mended yet", ("embedding bag", "padded bag")),
-    Known(
-        "repeat_interleave",
-        "rules/embedding.py:embedding_bag",
-        "not mended yet",
-        ("embedding bag", "padded bag", "largest of a bag"),
-    ),
-    Known(
-        "tensor on the CPU",
-        "rules/embedding.py:embedding_bag",
-        "not mended yet",
-        ("embedding bag", "padded bag", "largest of a bag"),
-    ),
-    Known("_local_scalar_dense", "probe/routes.py:_order", "not mended yet", ("routed experts",)),
-    Known("copy to the device", "forms/composite.py:gathered", "not mended yet", ("routed experts",)),
-    Known("copy to the host", "probe/routes.py:_above", "not mended yet", ("routed experts",)),
-    Known("tensor on the CPU", "probe/routes.py:_above", "not mended yet", ("routed experts",)),
-    Known("tensor on the CPU", "probe/routes.py:_reshaped", "not mended yet", ("routed experts",)),
-    Known("tensor on the CPU", "support/layout.py:rows", "not mended yet", ("routed experts",)),
+TIED = "some products of two terms may cancel: the host chooses how they are taken"
+PADDED = "how many entries of bags count"
+ROUTED = "whose each routed position is, the values say"
+ASKED_OF_ROUTES = {
+    "_local_scalar_dense": ("forms/composite.py:_beside", "probe/routes.py:_order"),
+    "bincount": ("forms/composite.py:_beside",),
+    "copy to the device": ("forms/composite.py:gathered",),
+    "copy to the host": ("probe/routes.py:_above",),
+    "tensor on the CPU": ("probe/routes.py:_above", "probe/routes.py:_reshaped", "support/layout.py:rows"),
+}
+KNOWN = [
+    Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("causal language model", "padded text")),
+    Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
+    *[Known(what, at, ROUTED, ("routed experts",)) for what, places in ASKED_OF_ROUTES.items() for at in places],
 ]
+"""The same list for people is in docs/performance.rst: what asks the GPU in a steady step."""
 
 Step = Callable[[nn.Module, Tensor], None]
 
