@@ -137,7 +137,10 @@ def parameters(app: Sphinx, what: str, name: str, thing: object, options: object
     lines[:] = written
 
 
-HANDED_OUT = {"PerSampleGrads", "Hooked", "Accumulation", "Streamed", "CompiledStep", "Labels", "EKFAC", "PrivateStep"}
+HANDED_OUT = {
+    *("PerSampleGrads", "Hooked", "Accumulation", "Streamed", "CompiledStep", "Labels", "EKFAC", "KFAC", "Coverage"),
+    *("PrivateStep", "CheckedRows", "CheckedParameter", "Description", "Row", "LowRank", "NoiseScale"),
+}
 """Classes that functions return and nobody constructs: their constructors' arguments are not shown."""
 
 

@@ -37,7 +37,7 @@ def test_formulas_of_notebooks_are_read_as_formulas() -> None:
 def test_a_formula_without_an_end_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.ipynb"
     page.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["The norm $x, and `$` is code"]}]}))
-    with pytest.raises(ValueError, match="page.ipynb: a dollar sign without a partner"):
+    with pytest.raises(ValueError, match=r"page\.ipynb: a dollar sign without a partner"):
         formulas(page)
 
 

@@ -22,6 +22,11 @@ BUDGET = 64 * 2**20
 """How many bytes a verb may use beside its result, by default."""
 
 Index = slice | Tensor
+INTERNAL = {
+    *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
+    *("merge_key", "merge", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
+}
+"""What the library asks of forms, and users don't: hidden from tab completion and from the reference."""
 
 
 class Form(Hinting, Shown, ABC):
@@ -37,6 +42,9 @@ class Form(Hinting, Shown, ABC):
 
     samples: int
     shape: torch.Size
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in INTERNAL]
 
     @property
     @abstractmethod
