@@ -123,8 +123,8 @@ for name, own in (("the recipe's formula, not projected", dense), ("the paper's 
 # %%
 # What it chooses
 # ---------------
-# A tenth of the images by the largest of their scores, or drawn; a new network is trained on them, and asked for other digits
-# that lie on their side.
+# A tenth of the images by the largest of their scores, or drawn; a new network is trained on them, and asked for other
+# digits that lie on their side.
 
 few = len(x) // 10
 choices = {

@@ -149,7 +149,9 @@ found = {}
 for name, scores in ways.items():
     places = (scores > scores.diagonal()).sum(0)  # sentence n states what question n asks for
     found[name] = [float((places < k).float().mean()) for k in top]
-    print(f"{name:10} first {found[name][0]:4.0%}, among {top[1]} {found[name][1]:4.0%}, among {top[2]} {found[name][2]:4.0%}")
+    print(
+        f"{name:10} first {found[name][0]:4.0%}, among {top[1]} {found[name][1]:4.0%}, among {top[2]} {found[name][2]:4.0%}"
+    )
 
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 for place, (name, shares) in enumerate(found.items()):
