@@ -11,43 +11,50 @@ correlation of what is predicted with what comes out, over subsets, is the linea
 """
 # sphinx_gallery_thumbnail_path = 'pictures/attribution.png'
 
+import argparse
 import copy
+import csv
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from common import command_line, handwritten_digits, panels, save, tqdm
-
-# isort: split
-import recipes
+import matplotlib.pyplot as plt
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from scipy.stats import spearmanr
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from tqdm import tqdm
 
-import autograd_hacks
-from autograd_hacks import Metric
+from autograd_hacks import Metric, PerSampleGrads, add_hooks, compute_hess_over, over, pause_hooks, per_sample_grads
 
+torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
 BATCH, RATE, ADAM_RATE = 100, 0.5, 0.01
 HALF, MOST = 0.5, 0.95  # the shares of images in a subset
-PLANTED, NOISE = 25, 0.05  # near-duplicates, and how far their pixels are, white being 1
 
-options = command_line(
-    images=(500, "of the digits, to train on"),
-    queries=(25, "others, whose labels the networks are asked for"),
-    subsets=(50, "networks that the scores are held to, of each size of subsets"),
-    epochs=(30, "rounds through the images"),
-    retrained=(6, "networks for each half of the images, whose mean answer counts"),
-    models=(3, "networks that the scores are made from"),
-)
+parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+for name, default, says in (
+    ("images", 500, "of the digits, to train on"),
+    ("queries", 25, "others, whose labels the networks are asked for"),
+    ("subsets", 50, "networks that the scores are held to, of each size of subsets"),
+    ("epochs", 30, "rounds through the images"),
+    ("retrained", 6, "networks for each half of the images, whose mean answer counts"),
+    ("models", 3, "networks that the scores are made from"),
+    ("seed", 0, "of all that is drawn"),
+):
+    parser.add_argument(f"--{name}", type=int, default=default, help=says)
+parser.add_argument("--table", type=Path, help="a .csv file to write the scores to")
+options = parser.parse_args()
 DIMS = [dim for dim in (32, 256) if dim < options.images]  # of TRAK's projections
-images, labels = handwritten_digits()
+digits = load_digits()
+images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
 own, held_out = drawn[: options.images], drawn[-options.queries :]
-x, y = images[own].flatten(1), labels[own]
-asked, answers = images[held_out].flatten(1), labels[held_out]
+x, y, asked, answers = images[own], labels[own], images[held_out], labels[held_out]
 
 
 def network(seed: int) -> nn.Module:
@@ -59,6 +66,181 @@ def batches(seed: int) -> list[Tensor]:
     """The samples' numbers, for each step of a training."""
     draws = torch.Generator().manual_seed(seed)
     return [batch for _ in range(options.epochs) for batch in torch.randperm(len(x), generator=draws).split(BATCH)]
+
+
+# %%
+# The recipes
+# -----------
+# Each has a page of its own, which says what it is and holds it to its definition: :doc:`trak_scores`, :doc:`logra`,
+# :doc:`less`, :doc:`trackstar`, :doc:`magic_replay`; and :doc:`in_run_shapley`, which here is read after the training.
+
+
+def losses(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def margins(model: Callable[..., Tensor], batch: Any) -> Tensor:
+    logits, label = model(batch[0]), batch[1][:, None]
+    return logits.gather(1, label)[:, 0] - logits.scatter(1, label, -torch.inf).logsumexp(1)
+
+
+def trak(
+    model: nn.Module,
+    train: Sequence[Any],
+    queries: Sequence[Any],
+    states: Sequence[Mapping[str, Any]],
+    margins: Callable[..., Tensor],
+    project: Callable[..., Tensor],
+) -> Tensor:
+    """(1 - p) φ (ΦᵀΦ)⁻¹ φ′ᵀ, D E, of projected gradients φ of the margins; both factors are means over models.
+
+    states: of trained models    project: ``project(grads, seed=)``, to far fewer coordinates than there are samples
+    """
+    before, scores, doubts = copy.deepcopy(model.state_dict()), [], []
+    for seed, state in enumerate(states):
+        model.load_state_dict(state)
+        phi, about = (over(model, data, margins, partial(project, seed=seed)) for data in (train, queries))
+        scores.append(phi @ torch.linalg.solve(phi.mT @ phi, about.mT))
+        with torch.no_grad(), pause_hooks():
+            doubts.append(torch.cat([torch.sigmoid(-margins(model, batch)) for batch in train]))
+    model.load_state_dict(before)
+    return torch.stack(doubts).mean(0)[:, None] * torch.stack(scores).mean(0)
+
+
+def damped(rows: Tensor, damping: float) -> Tensor:
+    """Σₙ gₙ gₙᵀ / N + λ, K K, with λ of its mean eigenvalue.  rows: N K"""
+    second = rows.mT @ rows / len(rows)
+    return second + damping * second.diagonal().mean() * torch.eye(len(second)).to(second)
+
+
+def logra(
+    model: nn.Module,
+    train: Sequence[Any],
+    queries: Sequence[Any],
+    losses: Callable[[nn.Module, Any], Tensor],
+    rank: int = 8,
+    damping: float = 0.1,
+) -> Tensor:
+    """Σ ⟨G, (H + λ)⁻¹ G′⟩ over parameters, D E, for G = PᵀgQ and its second moment H."""
+    own, others = (
+        over(model, data, losses, lambda grads: grads.project(rank=rank, per_parameter=True)) for data in (train, queries)
+    )
+    scores = []
+    for name, g in own.items():
+        solved = torch.linalg.solve(damped(g.flatten(1), damping), others[name].flatten(1).mT)
+        scores.append(g.flatten(1) @ solved)
+    return torch.stack(scores).sum(0)
+
+
+def less(
+    model: nn.Module,
+    train: Sequence[Any],
+    queries: Sequence[Any],
+    visited: Sequence[tuple[Mapping[str, Any], Metric, float]],
+    losses: Callable[[nn.Module, Any], Tensor],
+    dim: int = 512,
+) -> Tensor:
+    """Σ η cos(R A g, R g′) over checkpoints, D E, for Adam's A = 1 / (√v̂ + eps) and projections R.
+
+    visited: of training, [(state, Metric.from_optimizer(adam) there, learning rate), ...]
+    """
+    before, scores = copy.deepcopy(model.state_dict()), []
+    for state, adam, rate in visited:
+        model.load_state_dict(state)
+        own = over(model, train, losses, lambda grads, by=adam: grads.preconditioned(by).project(dim))
+        others = over(model, queries, losses, lambda grads: grads.project(dim))
+        scores.append(rate * F.normalize(own) @ F.normalize(others).mT)
+    model.load_state_dict(before)
+    return torch.stack(scores).sum(0)
+
+
+def whitening(own: Tensor, others: Tensor, mix: float, damping: float) -> Tensor:
+    """R^-½, K K, for R = (1 - mix) × the second moment of ours + mix × that of others, both damped.  own: N K"""
+    moments = [rows.mT @ rows / len(rows) for rows in (own, others)]
+    eye = torch.eye(own.shape[1]).to(own)
+    first, second = (moment + damping * moment.diagonal().mean() * eye for moment in moments)
+    values, vectors = torch.linalg.eigh((1 - mix) * first + mix * second)
+    return (vectors / values.sqrt()) @ vectors.mT
+
+
+def trackstar(
+    model: nn.Module,
+    train: Sequence[Any],
+    queries: Sequence[Any],
+    adam: Metric,
+    losses: Callable[[nn.Module, Any], Tensor],
+    rank: int = 8,
+    mix: float = 0.5,
+    damping: float = 0.1,
+    only: Sequence[str] | None = None,
+) -> Tensor:
+    """cos(R^-½ G, R^-½ G′), D E, for G = Pᵀ A g Q of each parameter, with Adam's A = 1 / (√v̂ + eps)."""
+
+    def projected(grads: PerSampleGrads) -> dict[str, Tensor]:
+        low = grads.preconditioned(adam).project(rank=rank, per_parameter=True)
+        return {name: rows.flatten(1) for name, rows in low.items()}
+
+    own, others = (over(model, data, losses, projected, only=only) for data in (train, queries))
+    roots = {name: whitening(own[name], others[name], mix, damping) for name in own}
+    units = [F.normalize(torch.cat([rows[name] @ roots[name] for name in roots], 1)) for rows in (own, others)]
+    return units[0] @ units[1].mT
+
+
+def magic(
+    model: nn.Module,
+    queries: Sequence[Any],
+    steps: Sequence[tuple[Mapping[str, Any], Any, Tensor]],
+    losses: Callable[[nn.Module, Any], Tensor],
+    rate: float,
+) -> Tensor:
+    """-∂L′/∂wₙ, D E, for the losses L′ of E queries by the model's weights, the last ones of a training.
+
+    steps: [(weights before the step, its batch, its samples' numbers), ...]
+    """
+    last, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    directions = over(model, queries, losses, PerSampleGrads.dense)  # λ, {name: E, *shape}
+    count = len(next(iter(directions.values())))
+    scores = torch.zeros(1 + max(int(numbers.max()) for _, _, numbers in steps), count)
+    for weights, batch, numbers in tqdm(steps[::-1], desc="steps back", leave=False):
+        model.load_state_dict(weights)
+        torch.autograd.grad(losses(model, batch).mean(), list(parameters.values()), create_graph=True)
+        grads = per_sample_grads(model)
+        for e in range(count):
+            along = grads.dot({name: direction[e] for name, direction in directions.items()})
+            scores[numbers, e] += rate / len(numbers) * along.detach()
+            with pause_hooks():  # the derivative of their mean is Hλ
+                products = torch.autograd.grad(along.mean(), list(parameters.values()), retain_graph=True)
+            for direction, product in zip(directions.values(), products):
+                direction[e] -= rate * product
+    model.load_state_dict(last)
+    return scores
+
+
+def in_run(
+    model: nn.Module,
+    queries: Sequence[Any],
+    steps: Sequence[tuple[Mapping[str, Any], Any, Tensor]],
+    losses: Callable[[nn.Module, Any], Tensor],
+    rate: float,
+) -> Tensor:
+    """Σ η ⟨g, g′⟩ / B over the steps of B samples that a sample was in, D E: in-run data Shapley, of first order.
+
+    steps: as in `magic`    Source: Wang et al. 2024 (arXiv:2406.11011).
+    """
+    before, scores = copy.deepcopy(model.state_dict()), torch.zeros(len(x), len(answers))
+    for weights, batch, numbers in steps:
+        model.load_state_dict(weights)
+        products = over(model, [batch], losses, PerSampleGrads.gram, against=queries)
+        scores[numbers] += rate / len(numbers) * products
+    model.load_state_dict(before)
+    return scores
+
+
+def ekfac(model: nn.Module, train: Sequence[Any], queries: Sequence[Any]) -> Tensor:
+    """⟨g, (EKFAC + λ)⁻¹ g′⟩.  Source: Grosse et al. 2023 (arXiv:2308.03296)."""
+    compute_hess_over(model, train, kind="ekfac")
+    inverse = Metric.from_ekfac(model)
+    return over(model, train, losses, lambda own, others: own.gram(others.preconditioned(inverse)), against=queries)
 
 
 # %%
@@ -86,15 +268,15 @@ def retrained(within: Tensor, seed: int) -> Tensor:
     def loss(weights: Stacked, w: Tensor, batch: Tensor) -> Tensor:
         return (w[batch] * F.cross_entropy(functional_call(model, weights, x[batch]), y[batch], reduction="none")).mean()
 
-    def margins(weights: Stacked) -> Tensor:
-        return recipes.margins(lambda x: functional_call(model, weights, x), (asked, answers))
+    def said(weights: Stacked) -> Tensor:
+        return margins(partial(functional_call, model, weights), (asked, answers))
 
     slopes, shares = vmap(grad(loss), (0, 0, None)), within.mean(1, keepdim=True)
     weights = {name: p.detach().expand(len(within), *p.shape).clone() for name, p in model.named_parameters()}
     for batch in batches(seed):
         for name, slope in slopes(weights, within / shares, batch).items():
             weights[name] -= RATE * slope
-    return vmap(margins)(weights)
+    return vmap(said)(weights)
 
 
 halves, most = subsets(HALF), subsets(MOST)
@@ -115,19 +297,19 @@ def agreement(first: Tensor, second: Tensor) -> float:
 # second moments LESS and TrackStar need.
 
 
-def by_sgd(seed: int) -> tuple[nn.Module, list[tuple[recipes.State, Tensor]]]:
-    model, steps = network(seed), list[tuple[recipes.State, Tensor]]()
+def by_sgd(seed: int) -> tuple[nn.Module, list[tuple[Mapping[str, Any], Any, Tensor]]]:
+    model, steps = network(seed), list[tuple[Mapping[str, Any], Any, Tensor]]()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for batch in batches(seed):
-        steps.append((copy.deepcopy(model.state_dict()), batch))
+        steps.append((copy.deepcopy(model.state_dict()), (x[batch], y[batch]), batch))
         optimizer.zero_grad()
         F.cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
     return model, steps
 
 
-def by_adam(seed: int) -> tuple[nn.Module, list[tuple[recipes.State, Metric, float]]]:
-    model, steps, visited = network(seed), batches(seed), list[tuple[recipes.State, Metric, float]]()
+def by_adam(seed: int) -> tuple[nn.Module, list[tuple[Mapping[str, Any], Metric, float]]]:
+    model, steps, visited = network(seed), batches(seed), list[tuple[Mapping[str, Any], Metric, float]]()
     optimizer = torch.optim.Adam(model.parameters(), lr=ADAM_RATE)
     for step, batch in enumerate(steps, 1):
         optimizer.zero_grad()
@@ -141,8 +323,7 @@ def by_adam(seed: int) -> tuple[nn.Module, list[tuple[recipes.State, Metric, flo
 # %%
 # The scores
 # ----------
-# Most of them are about five lines: ``docs/examples/recipes.py``, which :doc:`/integrations/recipes` shows with what each
-# costs.
+# By each of several networks.
 
 train, queries = list(zip(x.split(250), y.split(250))), [(asked, answers)]
 scores: dict[str, list[Tensor]] = {}
@@ -155,35 +336,37 @@ def score(name: str, recipe: Callable[..., Tensor], *arguments: Any) -> None:
     seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - start)
 
 
-states: list[recipes.State] = []
+states: list[Mapping[str, Any]] = []
 for seed in tqdm(range(options.models), desc="scores", unit="network"):
     (model, steps), (adam_model, visited) = by_sgd(seed), by_adam(seed)
-    autograd_hacks.add_hooks(model)
-    autograd_hacks.add_hooks(adam_model)
+    add_hooks(model)
+    add_hooks(adam_model)
     states.append(copy.deepcopy(model.state_dict()))
-    checkpoints = [(weights, RATE) for weights, _ in steps[:: -(-len(steps) // 4)][1:]] + [(states[-1], RATE)]
-    score("gradients' dot", recipes.dots, model, train, queries)
-    score("gradients' cosine", recipes.cosines, model, train, queries)
-    score("TracIn", recipes.tracin, model, train, queries, checkpoints)
-    score("in-run Shapley", recipes.in_run, model, (x, y), queries, steps, RATE)
-    score("LESS", recipes.less, adam_model, train, queries, visited)
-    score("TrackStar", recipes.trackstar, adam_model, train, queries, visited[-1][1])
+    checkpoints = [(weights, RATE) for weights, *_ in steps[:: -(-len(steps) // 4)][1:]] + [(states[-1], RATE)]
+    along, cosine = (partial(over, model, train, losses, v) for v in (PerSampleGrads.gram, PerSampleGrads.cosine))
+    score("gradients' dot", partial(along, against=queries))
+    score("gradients' cosine", partial(cosine, against=queries))
+    score("TracIn", partial(along, against=queries, checkpoints=checkpoints))
+    score("in-run Shapley", in_run, model, queries, steps, losses, RATE)
+    score("LESS", less, adam_model, train, queries, visited, losses)
+    score("TrackStar", trackstar, adam_model, train, queries, visited[-1][1], losses)
     for dim in DIMS:
-        score(f"TRAK, dim {dim}", recipes.trak, model, train, queries, states[-1:], dim)
-    score("LoGra, rank 8", recipes.logra, model, train, queries)
-    score("EK-FAC", recipes.ekfac, model, train, queries)
-    score("MAGIC", recipes.magic, model, (x, y), queries, steps, RATE)
+        project = partial(PerSampleGrads.project, dim=dim)
+        score(f"TRAK, dim {dim}", trak, model, train, queries, states[-1:], margins, project)
+    score("LoGra, rank 8", logra, model, train, queries, losses)
+    score("EK-FAC", ekfac, model, train, queries)
+    score("MAGIC", magic, model, queries, steps, losses, RATE)
 
 # %%
 # Which are right?
 # ----------------
-# By one network's scores, and by the mean of several; TRAK takes means of its two factors.  With the default options MAGIC
-# predicts the same training by 0.98, being its derivative; EK-FAC predicts halves by 0.78, LoGra by 0.67 without curvature's
-# two passes.  TRAK depends much on its number of coordinates, which has to be far below that of samples.  LESS and TrackStar
-# divide by the gradients' lengths: they are made to choose samples and to find them, and not for sums.
+# By one network's scores, and by the mean of several; TRAK takes means of its two factors.  :doc:`/integrations/recipes` has
+# the figures, and what to make of them.
 
 means = {name: torch.stack(each).mean(0) for name, each in scores.items()}
-means |= {f"TRAK, dim {dim}": recipes.trak(model, train, queries, states, dim) for dim in DIMS}
+for dim in DIMS:
+    project = partial(PerSampleGrads.project, dim=dim)
+    means[f"TRAK, dim {dim}"] = trak(model, train, queries, states, margins, project)
 found = {}
 for name, each in scores.items():
     predictions = ((halves, each[0], by_halves), (halves, means[name], by_halves), (most, each[0], by_most))
@@ -196,27 +379,19 @@ if len(rounds) > 1:
     with_others = agreement(torch.stack(rounds[::2]).mean(0), torch.stack(rounds[1::2]).mean(0))
     print(f"every other of the {len(rounds)} rounds on halves with the rest: {with_others:.3f}")
 
-figure, (left, right) = panels(2, figsize=(11, 4.6), sharey=True)
-for place, (one, mean, same) in enumerate(found.values()):
-    left.barh(place - 0.2, one, 0.38, color="C0", alpha=0.5)
-    left.bar_label(left.barh(place + 0.2, mean, 0.38, color="C0"), fmt=" %.2f")
-    right.bar_label(right.barh(place, same, 0.7, color="C1"), fmt=" %.2f")
-left.set_yticks(range(len(found)), found)
-left.set(title=f"halves: scores of one network, and of {options.models}", xlabel="LDS", xlim=(0, 1.08))
-right.set(title="95 %, trained as the network itself was", xlabel="LDS", xlim=(0, 1.08))
-left.invert_yaxis()
-save(figure, options, "attribution.png")
+if options.table:
+    with options.table.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["Scores", "halves, by one network", f"by {options.models}", "95 %, the same network"])
+        rows.writerows([name, *(f"{value:.2f}" for value in values)] for name, values in found.items())
 
-# %%
-# Near-duplicates
-# ---------------
-# Copies of some images, with noise, have nearly the gradients of these, by projections to 512 coordinates too.  For small
-# images the cosine of pixels would do as well; gradients do for whatever a model reads, and tell labels apart.
-
-copies = (
-    x[:PLANTED] + NOISE * torch.randn(len(x[:PLANTED]), 64, generator=torch.Generator().manual_seed(options.seed))
-).clamp(0, 1)
-planted = {(n, len(x) + n) for n in range(len(copies))}
-pairs = recipes.duplicates(model, [(torch.cat([x, copies]), torch.cat([y, y[:PLANTED]]))], above=0.9)
-hits = sum(tuple(pair) in planted for pair in pairs[: len(planted)].tolist())
-print(f"near-duplicates: {hits} of {len(planted)} among the {len(planted)} pairs of the most alike gradients")
+figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
+for place, (_, mean, same) in enumerate(found.values()):
+    axes.barh(place - 0.2, mean, 0.38, color="C0", label="half of the images" if not place else None)
+    axes.barh(place + 0.2, same, 0.38, color="C1", label="95 %, the same network" if not place else None)
+axes.set_yticks(range(len(found)), list(found), fontsize=12)
+axes.set_xlim(0, 1)
+axes.set_xlabel("LDS", fontsize=13)
+axes.invert_yaxis()
+axes.legend(fontsize=12)
+plt.show()
