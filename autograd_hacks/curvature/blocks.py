@@ -42,7 +42,8 @@ def compute_hess(
       ``torch.kron(B, A)`` for weights (O, I), as of Linear, and (O, C·K), of convolutions; and by ``torch.kron(A, B)``
       where ``param.kfac.is_turned``: (I, O), as of transformers' Conv1D and of tables, whose A is the diagonal, I numbers.
       The groups of a convolution and the experts of a stack are G blocks with factors each, (G, I, I) and (G, O, O).
-      Vectors have A = 1 and their own block for B; biases what ``kfac_bias`` says
+      Vectors have A = 1 and their own block for B; biases what ``kfac_bias`` says.  Where a weight is read several times, or
+      its gradients are no products, A is the rows' shares of squared gradients, a diagonal, and B of what the rows are of
     * ``'ekfac'``: ``param.ekfac`` too, an `autograd_hacks.curvature.ekfac.EKFAC`: their eigenvectors with better eigenvalues
 
     kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
@@ -50,7 +51,7 @@ def compute_hess(
     they differ for positions and 'expand'. For 'joint' the bias has no factors of its own, and is one more column of its
     layer's weight, behind the others, whose input is 1, as in kronfluence: A is (I + 1) × (I + 1)
     parameters, only: names of some, or patterns, '*.attn.*' say; all unless told.  Both are the same
-    limit: bytes that the largest tensor of 'full' or 'kfac' may have
+    limit: bytes that the largest tensor of 'full' or 'kfac' may have; of a larger B the diagonal is taken
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``; an error otherwise
 
     Returns a table of all parameters that train, what each has or why it has none: a `Coverage`.
@@ -67,7 +68,7 @@ def compute_hess(
     accumulator = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
     accumulator.end(accumulator.add)
     if kind == "ekfac":
-        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
+        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread, accumulator.lays)
         values.end(values.add)
     return accumulator.coverage()
 
@@ -122,7 +123,7 @@ def compute_hess_over(
         raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
     accumulator.end()
     if kind == "ekfac":
-        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
+        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread, accumulator.lays)
         sweep(values)
         values.end()
     return accumulator.coverage()

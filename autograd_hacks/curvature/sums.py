@@ -82,14 +82,15 @@ class Sums:
     def _matching(self, patterns: str | Collection[str]) -> list[str]:
         """Of the parameters that train those that are meant.  Raises ValueError for what has no hooks."""
         trained, what = [name for name, p in self.model.named_parameters() if p.requires_grad], "compute_hess: parameters"
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        every = [patterns] if isinstance(patterns, str) else list(patterns)
+        for pattern in every:
             meant = names_matching([pattern], self.model, trained, what, ON_CURVATURE)
             if self.left_out.issuperset(meant):
                 raise ValueError(
                     f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded of it. Call "
                     "add_hooks(model) again, without only=..., or with these too." + ON_CURVATURE
                 )
-        meant = names_matching(patterns, self.model, trained, what, ON_CURVATURE)
+        meant = names_matching(every, self.model, trained, what, ON_CURVATURE)
         return [name for name in self.names if name in meant]
 
     @torch.no_grad()
@@ -113,6 +114,7 @@ class Sums:
             if name in reached and self.kind == "kfac":
                 lay, positions = self.lays[name], total[f"2 {name}"].clamp(min=1)
                 a, b = (total[f"{k} {name}"] for k in range(2))
+                positions = a.sum()[None].clamp(min=torch.finfo(a.dtype).tiny) if lay.is_by_rows else positions
                 a.div_(positions.view(-1, *[1] * (a.ndim - 1)) if lay.blocks > 1 else positions[0])
                 value = KFAC.of(a, b.div_(max(1, batch)), lay.is_turned)
             elif name in reached:
@@ -140,7 +142,8 @@ class Sums:
             elif self.kind == "kfac" and p.ndim > 1:
                 had[name] = str(self.lays[name])
             else:
-                had[name] = "its diagonal" if self.kind == "diag" else f"its block, {size or 1}"
+                is_diagonal = self.kind == "diag" or (name in self.lays and self.lays[name].is_thin)
+                had[name] = "its diagonal" if is_diagonal else f"its block, {size or 1}"
         return Coverage(self.asked, had, skipped, sizes, frozen)
 
     def _counts(self) -> list[int]:
@@ -216,13 +219,21 @@ class Sums:
             lay = self._lay(of, grads)
             if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
                 return f"it is not what is added to the outputs of {of}; take kfac_bias='exact'"
-            return Lay(1, lay.fan_out, lay.blocks) if isinstance(lay, Lay) else lay and f"its weight {of} has none: {lay}"
+            own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay
+            return f"its weight {of} has none: {own}" if isinstance(own, str) else own
         bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
         parts = _parts(grads, name)
         found = [lay_of(part, bias is not None) for part in parts if not is_empty(part)]
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
             found.append(f"{bias} is not what is added to its outputs; take kfac_bias='exact'")
+        most = self.limit / grads[name].sum_dtype.itemsize
+        found = [
+            lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) if isinstance(lay, Lay) else lay for lay in found
+        ]
         found += [self.lays[name]] if name in self.sums else []
+        by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
+        if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
+            return by_rows[0]  # as anything can be read: positions, for one, lie as a table in a batch of one sample
         if len(set(found)) > 1:
             return next((x for x in found if isinstance(x, str)), "it is read in other ways in some batches")
         return found[0] if found else None
@@ -230,6 +241,8 @@ class Sums:
     def _is_bias(self, name: str, of: str, grads: PerSampleGrads) -> bool:
         """Whether a bias is what is added to a weight's outputs."""
         if name not in grads.reached:
+            return False
+        if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in _parts(grads, of)):
             return False
         pairs = zip(_parts(grads, name), _parts(grads, of), grads.batches)
         return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in pairs)
@@ -294,9 +307,10 @@ def _place(model: nn.Module, name: str) -> str:
 
 def _coded(lay: Lay) -> tuple[int, int]:
     """How a parameter lies, as two numbers that processes add up."""
-    return 4 * lay.blocks + 2 * lay.is_turned + lay.is_table, lay.fan_in
+    kinds = (lay.is_turned, lay.is_table, lay.is_thin, lay.is_by_rows)
+    return 16 * lay.blocks + sum(int(is_so) << k for k, is_so in enumerate(kinds)), lay.fan_in
 
 
 def _uncoded(code: int, fan_in: int) -> Lay:
     """What `_coded` says, but for fan_out, which follows from the parameter's shape."""
-    return Lay(fan_in, 0, code // 4, bool(code & 2), bool(code & 1))
+    return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))
