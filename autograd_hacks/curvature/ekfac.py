@@ -27,7 +27,7 @@ from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.metric import SHARE, dampings
+from autograd_hacks.verbs.metric import SHARE, Metric, dampings
 from autograd_hacks.verbs.per_sample import grads_of
 
 
@@ -93,7 +93,8 @@ def ekfac_solve(
     """(EKFAC + λ)⁻¹ v, parameter by parameter, after ``compute_hess(model, kind='ekfac')`` or `compute_hess_over`.
 
     v: {name: shape}, a gradient say, or ``{name: (..., *shape)}``, returned alike; or the per-sample gradients of a batch,
-    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
+    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. Verbs write some of them out at a
+    time; only with ``kfac_bias='joint'`` are they written out here, N × P numbers
     damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told, but more than what rounding makes of the
     largest one's
 
@@ -134,6 +135,10 @@ def ekfac_solve(
                     f"ekfac_solve was given rows of shape {tuple(form.shape)} for {name!r}; expected the gradients of this "
                     f"model's parameter, {tuple(parameters[name].shape)}" + ON_CURVATURE
                 )
+        every = [vars(p)["ekfac"] for p in parameters.values() if "ekfac" in vars(p)]
+        if all(len(block.names) == 1 for block in every):
+            metric = Metric.from_ekfac(model, damping)
+            return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
         with v.reading():
             rows = _solved(
                 blocks, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping
