@@ -111,3 +111,30 @@ def hooked(case: str) -> tuple[nn.Module, Tensor]:
     model, x = CASES[case]()
     autograd_hacks.add_hooks(model)
     return model, x
+
+
+def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """A backward pass for each sample and output: {name: (N · K, *shape)}."""
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for own in x:
+        out = model(own[None])
+        for s in torch.eye(out.numel()):
+            grads = torch.autograd.grad(out, list(model.parameters()), s.view(out.shape), retain_graph=True)
+            for name, grad in zip(rows, grads):
+                rows[name].append(grad)
+    return {name: torch.stack(own) for name, own in rows.items()}
+
+
+def expected_block(rows: Tensor, kfac: tuple[Tensor, Tensor], is_turned: bool, samples: int) -> Tensor:
+    """(Q ⊗ Q) diag(S) (Q ⊗ Q)ᵀ of a parameter, block by block of its first axis, P P."""
+    a, b = kfac
+    count = len(b) if b.ndim == 3 else 1
+    found = []
+    for k, own in enumerate(rows.flatten(1).chunk(count, 1)):
+        mine, theirs = (a[k], b[k]) if b.ndim == 3 else (a, b)
+        q_a, q_b = (
+            torch.eye(len(x)) if x.ndim == 1 else torch.linalg.eigh(x).eigenvectors.contiguous() for x in (mine, theirs)
+        )
+        q = torch.kron(q_a, q_b) if is_turned else torch.kron(q_b, q_a)
+        found.append(q @ ((own @ q).square().sum(0) / samples).diag() @ q.T)
+    return torch.block_diag(*found)

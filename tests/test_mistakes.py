@@ -170,10 +170,10 @@ def nothing_to_step_by() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def factors_of_a_transposed_convolution() -> None:
+def a_bias_that_is_no_input() -> None:
     model = hooked(nn.Sequential(nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 4, 1), nn.Flatten()))
     autograd_hacks.backprop_hess(model(X))
-    autograd_hacks.compute_hess(model, kind="kfac")
+    autograd_hacks.compute_hess(model, kind="kfac", kfac_bias="joint")
 
 
 def a_block_too_large() -> None:
@@ -248,7 +248,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_gradient_by_a_function_of_ones_own, errors.HigherOrderError, "What is refused"),
     (a_model_of_one_batch_alone, errors.ProbeFailed, "A model that can't be probed"),
     (nothing_to_step_by, errors.ParamGradSkipped, "No ordinary gradients"),
-    (factors_of_a_transposed_convolution, errors.UnsupportedLayer, "No rule for a layer"),
+    (a_bias_that_is_no_input, errors.UnsupportedLayer, "No rule for a layer"),
     (a_block_too_large, errors.BlockTooLarge, "What can be had"),
     (a_direction_that_is_a_list, TypeError, "What verbs are given"),
     (too_few_weights, ValueError, "What verbs are given"),

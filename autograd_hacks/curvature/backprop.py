@@ -5,11 +5,12 @@ over T positions of a position's loss, so that H of a sample is a block for each
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -51,6 +52,17 @@ def backprop_hess(
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
     """
+    passes_for(output, hess_type, samples, generator)
+
+
+def passes_for(
+    output: Tensor,
+    hess_type: str,
+    samples: int | None,
+    generator: torch.Generator | None,
+    chosen: Collection[Tensor] | None = None,
+) -> None:
+    """`backprop_hess`, with passes that go to some parameters alone.  chosen: these, as layers see them; all unless told"""
     _check_arguments(output, hess_type, samples, generator)
     samples = None if samples is None else index(samples)
     losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
@@ -59,6 +71,9 @@ def backprop_hess(
         with outside_inference(), announced(output, losses) as root:
             leaves = leaves_of(root)
             refuse_curvature(any(map(is_part, leaves)))
+            wanted = [leaf for leaf in leaves if any(leaf is p for p in chosen or ())]
+            if chosen is not None and all(isinstance(leaf, nn.Parameter) for leaf in leaves) and wanted:
+                leaves = wanted  # autograd then leaves out what leads to none of these
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
                 run_pass("backprop_hess", root, leaves, s)
         losses.complete = True

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.backprop import backprop_hess
+from autograd_hacks.curvature.backprop import passes_for
 from autograd_hacks.curvature.coverage import Coverage
 from autograd_hacks.curvature.ekfac import Eigenvalues
 from autograd_hacks.curvature.sums import Sums
@@ -27,6 +27,7 @@ def compute_hess(
     kfac_bias: str = "exact",
     skip: bool = False,
     only: str | Collection[str] | None = None,
+    budget: float | None = None,
 ) -> Coverage:
     """Sets the curvature of the batch's mean loss on every parameter that trains, from the passes of `backprop_hess`.
 
@@ -42,7 +43,8 @@ def compute_hess(
       ``torch.kron(B, A)`` for weights (O, I), as of Linear, and (O, C·K), of convolutions; and by ``torch.kron(A, B)``
       where ``param.kfac.is_turned``: (I, O), as of transformers' Conv1D and of tables, whose A is the diagonal, I numbers.
       The groups of a convolution and the experts of a stack are G blocks with factors each, (G, I, I) and (G, O, O).
-      Vectors have A = 1 and their own block for B; biases what ``kfac_bias`` says
+      Vectors have A = 1 and their own block for B; biases what ``kfac_bias`` says.  Where a weight is read several times, or
+      its gradients are no products, A is the rows' shares of squared gradients, a diagonal, and B of what the rows are of
     * ``'ekfac'``: ``param.ekfac`` too, an `autograd_hacks.curvature.ekfac.EKFAC`: their eigenvectors with better eigenvalues
 
     kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
@@ -50,8 +52,11 @@ def compute_hess(
     they differ for positions and 'expand'. For 'joint' the bias has no factors of its own, and is one more column of its
     layer's weight, behind the others, whose input is 1, as in kronfluence: A is (I + 1) × (I + 1)
     parameters, only: names of some, or patterns, '*.attn.*' say; all unless told.  Both are the same
-    limit: bytes that the largest tensor of 'full' or 'kfac' may have
+    limit: bytes that the largest tensor of 'full' or 'kfac' may have; of a larger B the diagonal is taken
     skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``; an error otherwise
+
+    budget: bytes that the tensors in the making may have together: layers are then taken group by group, one layer at the
+    least, and 'ekfac' frees ``kfac`` when it is there; unless told all at once
 
     Returns a table of all parameters that train, what each has or why it has none: a `Coverage`.
 
@@ -64,12 +69,15 @@ def compute_hess(
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
     """
-    accumulator = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
-    accumulator.end(accumulator.add)
-    if kind == "ekfac":
-        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
-        values.end(values.add)
-    return accumulator.coverage()
+    every = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
+    for names in every.groups(budget):
+        part = every.of(names)
+        part.end(part.add)
+        if kind == "ekfac":
+            values = Eigenvalues(model, part.names, part.joint, part.spread, part.lays)
+            values.end(values.add)
+        _finish(every, part, budget)
+    return every.coverage()
 
 
 def compute_hess_over(
@@ -86,6 +94,7 @@ def compute_hess_over(
     kfac_bias: str = "exact",
     skip: bool = False,
     only: str | Collection[str] | None = None,
+    budget: float | None = None,
 ) -> Coverage:
     """`compute_hess` for all batches of a loader, as if they were one; every sample counts alike, however large its batch.
 
@@ -93,39 +102,51 @@ def compute_hess_over(
     ``model(batch)``, or ``model(batch[0])`` for a tuple or list
     hess_type, samples, generator: as in `backprop_hess`    the others: as in `compute_hess`
 
-    'ekfac' takes the loader twice, the second time with the eigenvectors of the first.
+    'ekfac' takes the loader twice, the second time with the eigenvectors of the first.  With ``budget`` each group of layers
+    takes it anew, and draws labels of its own.  Passes go to the parameters that are asked for alone.
     Raises as they do, ValueError for a loader without batches, or one to be taken twice that can't be, and RuntimeError
     inside `accumulate`.
     """
     record = recorder_of(model).record
     if record.accumulating:
         raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first" + ON_PASSES)
-    if kind == "ekfac" and isinstance(loader, Iterator):
-        raise ValueError(
-            "compute_hess_over(kind='ekfac') takes all batches twice; expected a DataLoader or a list, no iterator"
-            + ON_CURVATURE
-        )
-    accumulator = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
+    if (kind == "ekfac" or budget is not None) and isinstance(loader, Iterator):
+        what = "kind='ekfac') takes all batches twice" if budget is None else "budget=...) takes all batches for each group"
+        raise ValueError(f"compute_hess_over({what}; expected a DataLoader or a list, no iterator" + ON_CURVATURE)
+    every = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
     record.clear()
 
-    def sweep(into: Sums | Eigenvalues) -> None:
+    def sweep(into: Sums | Eigenvalues, names: Collection[str]) -> None:
         for batch in progress(loader, "curvature", "batch"):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
                 output = model(given) if forward is None else forward(model, given)
-            backprop_hess(output, hess_type, samples, generator)
+            seen = record.parameters_of(model)
+            is_all = len(names) == sum(p.requires_grad for p in seen.values())
+            passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in names])
             into.spread = spread_of(model, recorder_of(model))
             into.add()
 
-    sweep(accumulator)
-    if not accumulator.batch:
-        raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
-    accumulator.end()
-    if kind == "ekfac":
-        values = Eigenvalues(model, accumulator.names, accumulator.joint, accumulator.spread)
-        sweep(values)
-        values.end()
-    return accumulator.coverage()
+    for names in every.groups(budget):
+        part = every.of(names)
+        sweep(part, names)
+        if not part.batch:
+            raise ValueError("compute_hess_over was given a loader without samples; expected some batches" + ON_CURVATURE)
+        part.end()
+        if kind == "ekfac":
+            values = Eigenvalues(model, part.names, part.joint, part.spread, part.lays)
+            sweep(values, names)
+            values.end()
+        _finish(every, part, budget)
+    return every.coverage()
+
+
+def _finish(every: Sums, part: Sums, budget: float | None) -> None:
+    """Takes what was found of a group of parameters, and frees what is needed no longer."""
+    every.take(part)
+    if budget is not None and every.asked == "ekfac":
+        for name in part.names:
+            vars(every.model.get_parameter(name)).pop("kfac", None)
 
 
 def _asked(parameters: str | Collection[str] | None, only: str | Collection[str] | None) -> str | Collection[str] | None:

@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
-from autograd_hacks.curvature.kronecker import KFAC, inputs_of, is_empty, positions_of
+from autograd_hacks.curvature.kronecker import KFAC, Lay, inputs_of, is_empty, positions_of, rows_by
 from autograd_hacks.distributed.spread import Spread
 from autograd_hacks.errors import ON_CURVATURE, NothingRecorded
 from autograd_hacks.forms import Dense, Form, Grouping, Lookup, Outer
@@ -27,7 +27,7 @@ from autograd_hacks.forms.positions import OneHot, Positions
 from autograd_hacks.support.display import Shown, Table, bytes_of, with_unit
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
-from autograd_hacks.verbs.metric import SHARE, dampings
+from autograd_hacks.verbs.metric import SHARE, Metric, dampings
 from autograd_hacks.verbs.per_sample import grads_of
 
 
@@ -40,8 +40,8 @@ class EKFAC(Shown):
     With ``kfac_bias='joint'`` it is that of a weight with its bias for one more input, the last, and both have it.
     """
 
-    a: Tensor | None  # Q_A, I I, eigenvectors in columns; None for a table, of which it is the identity
-    b: Tensor  # Q_B, O O
+    a: Tensor | None  # Q_A, I I, eigenvectors in columns; None where A is diagonal, so that it is the identity
+    b: Tensor | None  # Q_B, O O, alike
     values: Tensor  # S, O I, as the parameter lies in memory
     names: tuple[str, ...]  # of the parameter, or of weight and bias
     is_turned: bool = False  # whether the parameter lies as I O
@@ -93,7 +93,8 @@ def ekfac_solve(
     """(EKFAC + λ)⁻¹ v, parameter by parameter, after ``compute_hess(model, kind='ekfac')`` or `compute_hess_over`.
 
     v: {name: shape}, a gradient say, or ``{name: (..., *shape)}``, returned alike; or the per-sample gradients of a batch,
-    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. They are written out, N × P numbers
+    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. Verbs write some of them out at a
+    time; only with ``kfac_bias='joint'`` are they written out here, N × P numbers
     damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told, but more than what rounding makes of the
     largest one's
 
@@ -134,6 +135,10 @@ def ekfac_solve(
                     f"ekfac_solve was given rows of shape {tuple(form.shape)} for {name!r}; expected the gradients of this "
                     f"model's parameter, {tuple(parameters[name].shape)}" + ON_CURVATURE
                 )
+        every = [vars(p)["ekfac"] for p in parameters.values() if "ekfac" in vars(p)]
+        if all(len(block.names) == 1 for block in every):
+            metric = Metric.from_ekfac(model, damping)
+            return v.preconditioned(Metric({name: metric[parameters[name]] for name in v}))
         with v.reading():
             rows = _solved(
                 blocks, {name: form.matrix().view(-1, *form.shape) for name, form in v.items()}, parameters, damping
@@ -164,7 +169,8 @@ def _solved(
             axis, matrix = (-2 if block.is_turned else -1), [*block.values.shape]
             matrix[axis] -= 1
             before = [v[name].shape[: v[name].ndim - parameters[name].ndim] for name in names]
-            bias = v[names[1]].reshape(*before[1], *block.b.shape[:-1]).unsqueeze(axis)
+            outputs = [size for k, size in enumerate(matrix) if k != len(matrix) + axis]
+            bias = v[names[1]].reshape(*before[1], *outputs).unsqueeze(axis)
             joined = torch.cat([v[names[0]].reshape(*before[0], *matrix), bias], axis)
             parts = block.solve(joined, own).split([matrix[axis], 1], axis)
         solved |= {name: x.reshape(v[name].shape).to(v[name].dtype) for name, x in zip(names, parts)}
@@ -174,19 +180,21 @@ def _solved(
 class Eigenvalues:
     """S for parameters that have ``kfac``, added up over batches."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], joint: Mapping[str, str], spread: Spread) -> None:
-        """joint: {bias: weight} of those that have one block"""
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], joint: Mapping[str, str], spread: Spread, lays: Mapping[str, Lay]
+    ) -> None:
+        """joint: {bias: weight} of those that have one block    lays: how parameters lie"""
         self._model, self.spread, self._batch = model, spread, 0
         self._names = {weight: (weight, bias) for bias, weight in joint.items()}
         factors = {name: vars(model.get_parameter(name)).get("kfac") for name in names}
         self._kfac: dict[str, KFAC] = {name: both for name, both in factors.items() if both is not None}
+        self._lays = {name: lays[name] for name in self._kfac}
         # Of a diagonal matrix the eigenvectors are those of the identity.
-        self._vectors = {n: (self._of(a) if a.ndim == b.ndim else None, self._of(b)) for n, (a, b) in self._kfac.items()}
-        sides = {name: both.sides for name, both in self._kfac.items()}
-        self._sums = {
-            n: left.new_zeros(*self._vectors[n][1].shape[:-2], left.shape[-1], right.shape[-1])
-            for n, (left, right) in sides.items()
+        self._vectors = {
+            n: (None if self._lays[n].is_table else self._of(a), None if self._lays[n].is_thin else self._of(b))
+            for n, (a, b) in self._kfac.items()
         }
+        self._sums = {n: both[0].new_zeros(self._lays[n].matrix) for n, both in self._kfac.items()}
 
     def _of(self, factor: Tensor) -> Tensor:
         """Its eigenvectors, alike on all processes."""
@@ -199,13 +207,16 @@ class Eigenvalues:
         with grads.reading():
             for name, (a, b) in self._vectors.items():
                 parts = grads[name].parts if len(grads.batches) > 1 else [grads[name]]
-                blocks, total = len(b) if b.ndim == 3 else 1, self._sums[name]
-                for part, samples in zip(parts, grads.batches):
-                    for own in () if is_empty(part) else positions_of(part.wide(), blocks):
-                        at = own.rows.start // (own.rows.stop - own.rows.start) if blocks > 1 else ...
-                        mine = None if a is None else a[at], b[at]
-                        for form in _rotated(own, *mine, self._kfac[name].is_turned, samples, name in self._names):
-                            total[at] += form.second_moment(form.new_sums(form.samples) + 1)
+                lay, total = self._lays[name], self._sums[name]
+                for at, rows in rows_by(grads[name], lay) if lay.is_by_rows else ():
+                    total[at] += (rows if b is None else rows @ b).square().sum(0)
+                for part, samples in zip(() if lay.is_by_rows else parts, grads.batches):
+                    for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
+                        block = own.rows.start // (own.rows.stop - own.rows.start)
+                        mine = [x if x is None or lay.blocks == 1 else x[block] for x in (a, b)]
+                        to = total if lay.blocks == 1 else total[block]
+                        for form in _rotated(own, *mine, lay.is_turned, samples, name in self._names):
+                            to += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 
     def end(self, last: Callable[[], None] = lambda: None) -> None:
@@ -220,10 +231,12 @@ class Eigenvalues:
                 vars(self._model.get_parameter(each))["ekfac"] = block
 
 
-def _rotated(own: Positions, a: Tensor | None, b: Tensor, is_turned: bool, samples: int, joint: bool) -> Iterator[Form]:
+def _rotated(
+    own: Positions, a: Tensor | None, b: Tensor | None, is_turned: bool, samples: int, joint: bool
+) -> Iterator[Form]:
     """The rows Q_Bᵀ G Q_A of one block, as it lies in memory, pass by pass.  samples: of the micro-batch"""
     inputs = own.inputs if a is None else inputs_of(own, joint) @ a
-    for gradient in (each @ b for each in own.gradients):
+    for gradient in (each if b is None else each @ b for each in own.gradients):
         if isinstance(inputs, OneHot):
             form: Form = Lookup(inputs.index, gradient, inputs.entries)
         elif isinstance(inputs, Tensor):

@@ -16,18 +16,30 @@ number of positions that the matrix has seen, and for 'reduce' N that of samples
 Tables.  The input of an Embedding is a word, one-hot, so that A is diagonal: its entries are the words' shares of the
 positions.  For 'reduce', where A isn't, its diagonal is kept.
 
+Other tensors, by their rows.  Weights that are read several times, or in several ways, as a table that is the head too,
+values that follow from a parameter, as positions that are read for one sample and added to all, and transposed convolutions
+have gradients that are no sums of products of one kind.  A tensor (V, D) is then taken for a table of V rows.  With its
+gradients Gₖₙ, all uses and their cross terms added up,
+
+A = diag(Σₖₙ |Gₖₙ[v]|²) / Σ   a row's share of all squares        B = Σₖₙ Gₖₙᵀ Gₖₙ / N
+
+so that A ⊗ B has the trace of the block, and both of its partial traces: the trace-restricted factors of Gao et al. 2021,
+with A's diagonal alone.
+
+What is too large.  A B beyond ``limit``, as of a head of 50,000 words, is its diagonal.
+
 A vector, a bias or a norm's weight, has its own block, P × P, for B, and 1 for A.  For a bias that is exactly reduce's B.
 With ``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which for expand takes positions for
 samples; with ``kfac_bias='joint'`` it is one more column of that weight, whose input is 1, as in kronfluence.
 
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
-Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments.
+Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3, for the two treatments; Gao et al. 2021 (arXiv:2011.10741).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +47,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import UnsupportedLayer
-from autograd_hacks.forms import Form, Sum
+from autograd_hacks.forms import BUDGET, Form
 from autograd_hacks.forms.base import kinds_of
 from autograd_hacks.forms.positions import OneHot, Positions, Windows
 
@@ -46,7 +58,8 @@ BIASES = ("exact", "shared", "joint")
 class KFAC(tuple[Tensor, Tensor]):
     """(A, B): A of a parameter's inputs, (I, I), and B of the gradients at its outputs, (O, O).
 
-    A is I numbers, a diagonal, for a table.  For a parameter of G blocks there is an axis in front: (G, I, I) and (G, O, O).
+    A is I numbers, a diagonal, for a table; B is O numbers where (O, O) is beyond ``limit``.  For a parameter of G blocks
+    there is an axis in front: (G, I, I) and (G, O, O).
     """
 
     is_turned = False
@@ -62,7 +75,7 @@ class KFAC(tuple[Tensor, Tensor]):
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
         """(L, R), such that L V R is the product of the block with V, the parameter's shape as a matrix, or as G of them:
-        (B, A), or (A, B) where it is turned.  Symmetric, but for a table's, which are the diagonal."""
+        (B, A), or (A, B) where it is turned.  Symmetric, or the diagonal of what is diagonal."""
         a, b = self
         return (a, b) if self.is_turned else (b, a)
 
@@ -74,13 +87,16 @@ class Lay(NamedTuple):
     fan_out: int
     blocks: int = 1
     is_turned: bool = False
-    is_table: bool = False  # whether inputs are one-hot
+    is_table: bool = False  # whether inputs are one-hot, so that A is diagonal
+    is_thin: bool = False  # whether B's diagonal is taken alone
+    is_by_rows: bool = False  # whether a row of the parameter is taken for a word of a table, whatever made its gradient
 
     @property
     def factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of A and B."""
         many = () if self.blocks == 1 else (self.blocks,)
-        return (*many, self.fan_in, *(() if self.is_table else (self.fan_in,))), (*many, self.fan_out, self.fan_out)
+        a, b = (() if self.is_table else (self.fan_in,)), (() if self.is_thin else (self.fan_out,))
+        return (*many, self.fan_in, *a), (*many, self.fan_out, *b)
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -91,8 +107,9 @@ class Lay(NamedTuple):
     def __str__(self) -> str:
         a = f"A diagonal, {self.fan_in:,}" if self.is_table else f"A {self.fan_in:,} × {self.fan_in:,}"
         blocks = "" if self.blocks == 1 else f"{self.blocks} blocks, each with "
+        b = f"B diagonal, {self.fan_out:,}" if self.is_thin else f"B {self.fan_out:,} × {self.fan_out:,}"
         turned = ", lies as (I, O)" if self.is_turned and not self.is_table else ""
-        return f"{blocks}{a}, B {self.fan_out:,} × {self.fan_out:,}{turned}"
+        return f"{'by its rows: ' if self.is_by_rows else ''}{blocks}{a}, {b}{turned}"
 
 
 def positions_of(form: Form, blocks: int = 1) -> Sequence[Positions]:
@@ -113,21 +130,30 @@ def is_empty(form: Form) -> bool:
 
 def lay_of(form: Form, joint: bool = False) -> Lay | str:
     """How a parameter lies, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
-    if not (found := positions_of(form)):
-        kinds = kinds_of(form)
-        if isinstance(form, Sum):
-            return f"it is read several times in a forward, or in several ways ({kinds})"
-        return f"its gradients are no sums of products of inputs and gradients ({kinds})"
-    first = found[0]
-    size, is_table = first.rows.stop - first.rows.start, isinstance(first.inputs, OneHot)
+    found = positions_of(form)
+    size = found[0].rows.stop - found[0].rows.start if found else 0
     kinds_of_blocks = {(p.rows.stop - p.rows.start, p.rows.start % size, p.is_turned, p.inputs.shape[2:],
                         p.gradients[0].shape[2:], type(p.inputs)) for p in found}  # fmt: skip
     entries = form.shape[:1].numel()
-    if len(kinds_of_blocks) > 1 or first.rows.start % size or entries % size:
-        return "it is cut into slices of unequal sizes"
+    if len(kinds_of_blocks) != 1 or found[0].rows.start % size or entries % size:  # no products, or cut into unequal slices
+        if joint:
+            return f"its gradients are no sums of products ({kinds_of(form)}), and its bias is no input of them"
+        axes = next((k for k, axis in enumerate(form.shape) if axis > 1), 0)
+        rows = form.shape[axes]
+        return Lay(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
+    first = found[0]
+    is_table = isinstance(first.inputs, OneHot)
     if joint and is_table:
         return "it is a table, whose bias is no input of it"
     return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
+
+
+def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
+    """The gradients piece by piece: some rows of the parameter, and (samples, rows, D) of these."""
+    each = lay.fan_in // form.shape[:1].numel()  # of an entry of the first axis
+    for _, part in form.chunks(BUDGET):
+        for entries, block in part.blocks(BUDGET):
+            yield slice(entries.start * each, entries.stop * each), block.matrix().view(block.samples, -1, lay.fan_out)
 
 
 def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
@@ -150,7 +176,7 @@ class Factors(NamedTuple):
 
     a: Tensor
     b: Tensor
-    positions: Tensor  # how many A has; a number for each block
+    positions: Tensor  # how many A has; a number for each block; 0 for what is taken by its rows
 
 
 def factors_of(
@@ -170,6 +196,11 @@ def factors_of(
     b = form.new_sums(*shape_b)
     a = b.new_zeros(shape_a) if memory is None else memory(shape_a, b).zero_()
     counts = torch.zeros(lay.blocks, dtype=torch.int64, device=b.device)
+    if lay.is_by_rows:
+        for at, rows in rows_by(form, lay):
+            a[at] += rows.square().sum((0, 2))
+            _add_products(b, rows)
+        return Factors(a, b, counts)
     for part, samples in zip(form.parts if len(batches) > 1 else [form], batches):
         for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
             block = own.rows.start // (own.rows.stop - own.rows.start)
@@ -213,7 +244,9 @@ def inputs_of(own: Positions, joint: bool) -> Tensor:
 
 
 def _add_products(total: Tensor, x: Tensor) -> Tensor:
-    """total + Σₙₜ xₙₜ xₙₜᵀ, in place.  x: N T F"""
+    """total + Σₙₜ xₙₜ xₙₜᵀ, or its diagonal, in place.  x: N T F"""
+    if total.ndim == 1:
+        return total.add_(x.square().sum((0, 1)))
     if x.is_contiguous() or x.shape[1] == 1:
         rows = x.flatten(0, 1)
         return total.addmm_(rows.mT, rows)

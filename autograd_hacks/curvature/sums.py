@@ -1,6 +1,9 @@
 """Curvature added up over batches: whole blocks, their diagonals, or Kronecker factors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -79,17 +82,59 @@ class Sums:
             if self.kind == "kfac" and old is not None and name in self.names:
                 self._pool.give_back(f"A of {name}", old[0])
 
+    def of(self, names: Sequence[str]) -> Sums:
+        """The same for some of its parameters."""
+        part = copy(self)
+        part.names, part.joint = names, {bias: weight for bias, weight in self.joint.items() if bias in names}
+        part.sums, part.lays, part.skipped, part.batch = {}, {}, {}, 0
+        return part
+
+    def take(self, part: Sums) -> None:
+        """What was found of some of its parameters."""
+        self.lays, self.skipped = self.lays | part.lays, self.skipped | part.skipped
+
+    def groups(self, budget: float | None) -> list[list[str]]:
+        """The parameters, layers together, in groups whose tensors are within a budget, but one layer at the least."""
+        if budget is None:
+            return [self.names]
+        if not budget > 0:
+            raise ValueError(f"compute_hess was given budget={budget!r}; expected a number of bytes above 0" + ON_CURVATURE)
+        layers: dict[str, list[str]] = {}
+        for name in self.names:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        found, held = list[list[str]](), 0.0
+        for names in layers.values():
+            size = sum(map(self._bytes_of, names))
+            if not found or held + size > budget:
+                found.append([])
+                held = 0.0
+            found[-1] += names
+            held += size
+        return found or [[]]
+
+    def _bytes_of(self, name: str) -> float:
+        """About what a parameter's tensors take while they are made."""
+        p = self.model.get_parameter(name)
+        each, numbers = accumulation_dtype(p.dtype).itemsize, p.numel()
+        if self.kind != "kfac":
+            return each * numbers ** (1 if self.kind == "diag" else 2)
+        sides = (p.shape[0], numbers // max(1, p.shape[0])) if p.ndim > 1 else (numbers,)
+        # Factors, their eigenvectors, and those in double precision.
+        factors = sum(min(each * size**2, self.limit) for size in sides)
+        return factors if self.asked == "kfac" else 4 * factors + each * numbers
+
     def _matching(self, patterns: str | Collection[str]) -> list[str]:
         """Of the parameters that train those that are meant.  Raises ValueError for what has no hooks."""
         trained, what = [name for name, p in self.model.named_parameters() if p.requires_grad], "compute_hess: parameters"
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        every = [patterns] if isinstance(patterns, str) else list(patterns)
+        for pattern in every:
             meant = names_matching([pattern], self.model, trained, what, ON_CURVATURE)
             if self.left_out.issuperset(meant):
                 raise ValueError(
                     f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded of it. Call "
                     "add_hooks(model) again, without only=..., or with these too." + ON_CURVATURE
                 )
-        meant = names_matching(patterns, self.model, trained, what, ON_CURVATURE)
+        meant = names_matching(every, self.model, trained, what, ON_CURVATURE)
         return [name for name in self.names if name in meant]
 
     @torch.no_grad()
@@ -113,6 +158,7 @@ class Sums:
             if name in reached and self.kind == "kfac":
                 lay, positions = self.lays[name], total[f"2 {name}"].clamp(min=1)
                 a, b = (total[f"{k} {name}"] for k in range(2))
+                positions = a.sum()[None].clamp(min=torch.finfo(a.dtype).tiny) if lay.is_by_rows else positions
                 a.div_(positions.view(-1, *[1] * (a.ndim - 1)) if lay.blocks > 1 else positions[0])
                 value = KFAC.of(a, b.div_(max(1, batch)), lay.is_turned)
             elif name in reached:
@@ -133,14 +179,15 @@ class Sums:
                 is_out = name in self.left_out
                 skipped[name] = f"it {'was left out by add_hooks(only=...)' if is_out else 'is not among parameters='}"
             elif (weight := self.joint.get(name)) is not None:
-                others = had if vars(self.model.get_parameter(weight)).get("kfac") is not None else skipped
+                others = had if vars(self.model.get_parameter(weight)).get(self.asked) is not None else skipped
                 others[name] = f"in one block with {weight}" + ("" if others is had else ", which has none")
-            elif vars(p).get(ATTRIBUTES[self.kind]) is None:
+            elif vars(p).get(self.asked if self.kind == "kfac" else ATTRIBUTES[self.kind]) is None:
                 skipped[name] = self.skipped.get(name, "the loss did not reach it")
             elif self.kind == "kfac" and p.ndim > 1:
                 had[name] = str(self.lays[name])
             else:
-                had[name] = "its diagonal" if self.kind == "diag" else f"its block, {size or 1}"
+                is_diagonal = self.kind == "diag" or (name in self.lays and self.lays[name].is_thin)
+                had[name] = "its diagonal" if is_diagonal else f"its block, {size or 1}"
         return Coverage(self.asked, had, skipped, sizes, frozen)
 
     def _counts(self) -> list[int]:
@@ -216,13 +263,21 @@ class Sums:
             lay = self._lay(of, grads)
             if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
                 return f"it is not what is added to the outputs of {of}; take kfac_bias='exact'"
-            return Lay(1, lay.fan_out, lay.blocks) if isinstance(lay, Lay) else lay and f"its weight {of} has none: {lay}"
+            own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay
+            return f"its weight {of} has none: {own}" if isinstance(own, str) else own
         bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
         parts = _parts(grads, name)
         found = [lay_of(part, bias is not None) for part in parts if not is_empty(part)]
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
             found.append(f"{bias} is not what is added to its outputs; take kfac_bias='exact'")
+        most = self.limit / grads[name].sum_dtype.itemsize
+        found = [
+            lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) if isinstance(lay, Lay) else lay for lay in found
+        ]
         found += [self.lays[name]] if name in self.sums else []
+        by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
+        if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
+            return by_rows[0]  # as anything can be read: positions, for one, lie as a table in a batch of one sample
         if len(set(found)) > 1:
             return next((x for x in found if isinstance(x, str)), "it is read in other ways in some batches")
         return found[0] if found else None
@@ -230,6 +285,8 @@ class Sums:
     def _is_bias(self, name: str, of: str, grads: PerSampleGrads) -> bool:
         """Whether a bias is what is added to a weight's outputs."""
         if name not in grads.reached:
+            return False
+        if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in _parts(grads, of)):
             return False
         pairs = zip(_parts(grads, name), _parts(grads, of), grads.batches)
         return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in pairs)
@@ -294,9 +351,10 @@ def _place(model: nn.Module, name: str) -> str:
 
 def _coded(lay: Lay) -> tuple[int, int]:
     """How a parameter lies, as two numbers that processes add up."""
-    return 4 * lay.blocks + 2 * lay.is_turned + lay.is_table, lay.fan_in
+    kinds = (lay.is_turned, lay.is_table, lay.is_thin, lay.is_by_rows)
+    return 16 * lay.blocks + sum(int(is_so) << k for k, is_so in enumerate(kinds)), lay.fan_in
 
 
 def _uncoded(code: int, fan_in: int) -> Lay:
     """What `_coded` says, but for fan_out, which follows from the parameter's shape."""
-    return Lay(fan_in, 0, code // 4, bool(code & 2), bool(code & 1))
+    return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))

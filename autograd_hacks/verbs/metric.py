@@ -215,9 +215,11 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
             scale = 1 / (block.values + shift)
             left, right = block.sides
             if p.ndim < 2 and scale.ndim == 2:
-                return InTurn([Sides(block.b.mT), Elementwise(scale.view(p.shape)), Sides(block.b)])
+                before, after = (None, None) if left is None else (left.mT, left)
+                return InTurn([Sides(before), Elementwise(scale.view(p.shape)), Sides(after)])
             flat = _Flat(scale.reshape(p.shape[0], -1))
-            return InTurn([_sides(None if left is None else left.mT, right, p), flat, _sides(left, right.mT, p)])
+            turned = [None if x is None else x.mT for x in (left, right)]
+            return InTurn([_sides(turned[0], right, p), flat, _sides(left, turned[1], p)])
 
         shifts = cls._shifts(model, "ekfac", lambda _, block: block.values.mean())
         return cls._from(model, "ekfac", damping, inverse)
@@ -264,13 +266,13 @@ class Metric(Shown, Mapping["str | nn.Parameter", LinearMap]):
         return cls(maps)
 
 
-def _sides(left: Tensor | None, right: Tensor, p: Tensor) -> LinearMap:
+def _sides(left: Tensor | None, right: Tensor | None, p: Tensor) -> LinearMap:
     """G ↦ L G R for a parameter that is one matrix, or several below each other."""
-    if right.ndim == 3:
-        return BlockSides(left, right)
-    if right.shape[0] == p.shape[1:].numel():
-        return Sides(left, right)
-    return BlockSides(None if left is None else left[None], right[None])  # a matrix whose rows are several axes
+    if right is None or right.ndim < 3:
+        if right is None or right.shape[0] == p.shape[1:].numel():
+            return Sides(left, right)
+        left, right = None if left is None else left[None], (right.diag() if right.ndim == 1 else right)[None]
+    return BlockSides(left, right)  # of a matrix whose rows are several axes, one block
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,47 +17,57 @@ from autograd_hacks.errors import BlockTooLarge, UnsupportedLayer
 pytestmark = pytest.mark.usefixtures("double")
 
 
+class Labelled(nn.Module):
+    """A table with a bias."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(sizes)), nn.Parameter(torch.randn(sizes[0]))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.embedding(words, self.weight)
+
+
 class Tied(nn.Module):
-    """A table that is read again at the end, positions, and a matrix."""
+    """A table that is read again at the end, with a bias, and a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.places, self.turned = nn.Embedding(6, 4), nn.Parameter(torch.randn(1, 3, 4)), Turned(4, 4)
+        self.table, self.turned = Labelled(6, 4), Turned(4, 4)
 
     def forward(self, words: Tensor) -> Tensor:
-        return F.linear(self.turned(torch.tanh(self.table(words) + self.places)), self.table.weight)
+        return F.linear(self.turned(torch.tanh(self.table(words))), self.table.weight, self.table.bias)
 
 
 @pytest.mark.parametrize("kind", ["kfac", "ekfac"])
 def test_what_is_skipped_is_said(kind: str) -> None:
+    """What has no factors, here a table with a bias that is to be one of its inputs."""
     model = Tied()
     autograd_hacks.add_hooks(model)
     words = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    with pytest.raises(
-        UnsupportedLayer, match=r"places of the model.*table\.weight of layer 'table' \(Embedding\): it is read sev"
-    ):
-        autograd_hacks.compute_hess_over(model, [words], kind)
+    with pytest.raises(UnsupportedLayer, match=r"table\.weight of layer 'table' \(Labelled\): its gradients are no sums"):
+        autograd_hacks.compute_hess_over(model, [words], kind, kfac_bias="joint")
     assert not any(hasattr(p, "kfac") for p in model.parameters())
-    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, skip=True)
+    table = autograd_hacks.compute_hess_over(model, [words[:1], words[1:]], kind, kfac_bias="joint", skip=True)
     assert table.covered == ["turned.weight", "turned.bias"]
-    assert [*table.skipped] == ["places", "table.weight"]
-    assert table.share == pytest.approx(20 / 56)
+    assert [*table.skipped] == ["table.weight", "table.bias"]
+    assert table.share == pytest.approx(20 / 50)
     text = str(table)
-    assert f"{kind}: 2 of 4 tensors; attributed: 35.7 % of 56 parameters" in text
+    assert f"{kind}: 2 of 4 tensors; attributed: 40 % of 50 parameters" in text
     assert "turned.weight" in text
-    assert "A 4 × 4, B 4 × 4, lies as (I, O)" in text
+    assert "A 5 × 5, B 4 × 4, lies as (I, O)" in text
     assert repr(table).count("\n") == 0
     assert model.table.weight.kfac is None
     only = autograd_hacks.compute_hess_over(model, [words], kind, parameters=["turned.*"])
-    assert only.skipped == dict.fromkeys(["places", "table.weight"], "it is not among parameters=")
+    assert only.skipped == dict.fromkeys(["table.weight", "table.bias"], "it is not among parameters=")
     assert only.covered == table.covered
     autograd_hacks.backprop_hess(model(words))
     with pytest.raises(ValueError, match=r"compute_hess: parameters: 'turnt\.\*' matches no parameter"):
         autograd_hacks.compute_hess(model, kind, parameters=["turnt.*"])
-    with pytest.raises(BlockTooLarge, match=r"A of turned\.weight|B of turned\.weight"):
+    with pytest.raises(BlockTooLarge, match=r"A of turned\.weight"):
         autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100)
     table = autograd_hacks.compute_hess(model, kind, parameters="turned.*", limit=100, skip=True)
-    assert table.share == 0
+    assert table.covered == ["turned.bias"]  # its diagonal
     assert "would take 128 B, and limit is 100 B" in table.skipped["turned.weight"]
 
 
@@ -104,9 +114,9 @@ def test_a_parameter_that_is_read_otherwise_later_is_left_out() -> None:
     batches = [torch.tensor([[1, 2], [2, 2]]), torch.tensor([[0, 1], [1, 1]])]
     table = autograd_hacks.compute_hess_over(model, batches, "kfac", skip=True)
     assert [*table.skipped] == ["turned.weight"]
-    assert "several times" in table.skipped["turned.weight"]
+    assert "in other ways" in table.skipped["turned.weight"]
     assert model.turned.weight.kfac is None
-    with pytest.raises(UnsupportedLayer, match=r"turned\.weight of layer 'turned' \(Turned\): it is read several times"):
+    with pytest.raises(UnsupportedLayer, match=r"turned\.weight of layer 'turned' \(Turned\): it is read in other ways"):
         autograd_hacks.compute_hess_over(model, batches, "kfac")
 
 

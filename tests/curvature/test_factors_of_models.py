@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn as nn
-from parts_of_models import CASES, IS_TURNED, Use, hooked
+from parts_of_models import CASES, IS_TURNED, Use, expected_block, hooked, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -42,18 +42,6 @@ def by_hand(uses: Sequence[tuple[Tensor, Tensor]], samples: int, approximation: 
     return a.T @ a / len(a), b.T @ b / samples
 
 
-def rows_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """A backward pass for each sample and output: {name: (N · K, *shape)}."""
-    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    for own in x:
-        out = model(own[None])
-        for s in torch.eye(out.numel()):
-            grads = torch.autograd.grad(out, list(model.parameters()), s.view(out.shape), retain_graph=True)
-            for name, grad in zip(rows, grads):
-                rows[name].append(grad)
-    return {name: torch.stack(own) for name, own in rows.items()}
-
-
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_factors(case: str, approximation: str) -> None:
@@ -83,20 +71,6 @@ def test_vectors_have_their_own_block() -> None:
     for name in ("norm.weight", "norm.bias", "turned.bias"):
         a, b = model.get_parameter(name).kfac
         assert_close(torch.kron(b, a), rows[name].T @ rows[name] / len(x))
-
-
-def expected_block(rows: Tensor, kfac: tuple[Tensor, Tensor], is_turned: bool, samples: int) -> Tensor:
-    """(Q ⊗ Q) diag(S) (Q ⊗ Q)ᵀ of a parameter, block by block of its first axis, P P."""
-    a, b = kfac
-    count = len(b) if b.ndim == 3 else 1
-    found = []
-    for k, own in enumerate(rows.flatten(1).chunk(count, 1)):
-        mine, theirs = (a[k], b[k]) if b.ndim == 3 else (a, b)
-        q_a = torch.eye(len(mine)) if mine.ndim == 1 else torch.linalg.eigh(mine).eigenvectors.contiguous()
-        q_b = torch.linalg.eigh(theirs).eigenvectors.contiguous()
-        q = torch.kron(q_a, q_b) if is_turned else torch.kron(q_b, q_a)
-        found.append(q @ ((own @ q).square().sum(0) / samples).diag() @ q.T)
-    return torch.block_diag(*found)
 
 
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
@@ -179,7 +153,7 @@ def test_a_bias_as_one_more_input(case: str) -> None:
     ("family", "way"), [("MixtralForCausalLM", "eager"), ("GptOssForCausalLM", "grouped_mm"), ("GPT2LMHeadModel", None)]
 )
 def test_language_models(family: str, way: str | None) -> None:
-    """The trace of each parameter's curvature is the mean of squared gradients; what has none is named."""
+    """The trace of each parameter's curvature is the mean of squared gradients."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
     routed = {"intermediate_size": 8, "num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
@@ -203,8 +177,9 @@ def test_language_models(family: str, way: str | None) -> None:
                     rows[name] = rows[name] + (0 if grad is None else grad.square().sum() / len(words))
     autograd_hacks.add_hooks(inner)
     table = autograd_hacks.compute_hess_over(inner, [words], "ekfac", "Jacobian", forward=forward, skip=True)
-    skipped = {"transformer.wte.weight", "transformer.wpe.weight"} if way is None else set[str]()
-    assert {*table.skipped} == skipped
+    assert table.share == 1
+    by_rows = {name for name, has in table.kinds.items() if has.startswith("by its rows")}
+    assert by_rows == ({"transformer.wte.weight", "transformer.wpe.weight"} if way is None else set())
     for name in table.covered:
         found = inner.get_parameter(name).ekfac.values.sum()
         assert_close(found, rows[name].to(found), msg=lambda told, name=name: f"{name}: {told}")

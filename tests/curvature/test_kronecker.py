@@ -1,5 +1,7 @@
 """Kronecker factors against their definition."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -139,26 +141,23 @@ def test_drawn_labels_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "named"),
+    "build",
     [
-        (
-            lambda: nn.Sequential(nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 4, 1), nn.Flatten()),
-            "1.weight of layer '1' (ConvTranspose1d)",
-        ),
-        (
-            lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LayerNorm((2, 2)), nn.Flatten()),
-            "1.weight of layer '1' (LayerNorm)",
-        ),
+        lambda: nn.Sequential(nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 4, 1), nn.Flatten()),
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LayerNorm((2, 2)), nn.Flatten()),
     ],
 )
-def test_what_has_no_factors_is_refused_by_name(build: object, named: str) -> None:
-    model = build()  # type: ignore[operator]  # a lambda
+def test_what_has_no_products_is_taken_by_its_rows(build: Callable[[], nn.Sequential]) -> None:
+    model, x = build(), torch.randn(3, 4)
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(3, 4)))
-    with pytest.raises(autograd_hacks.errors.UnsupportedLayer) as error:
-        autograd_hacks.compute_hess(model, kind="kfac")
-    assert named in str(error.value)
-    assert not any(hasattr(p, "kfac") for p in model.parameters())
+    autograd_hacks.compute_hess_over(model, [x], "full", "Jacobian")
+    table = autograd_hacks.compute_hess_over(model, [x], "kfac", "Jacobian")
+    assert table.kinds["1.weight"].startswith("by its rows")
+    weight = model[1].weight
+    a, b = weight.kfac
+    block = weight.hess.view(len(a), len(b), len(a), len(b))
+    assert_close(a * b.trace(), torch.einsum("vdvd->v", block))
+    assert_close(b, torch.einsum("vdve->de", block))
 
 
 def test_some_parameters_alone() -> None:
@@ -172,16 +171,15 @@ def test_some_parameters_alone() -> None:
         autograd_hacks.compute_hess(model, parameters=["nowhere"])
 
 
-@pytest.mark.parametrize("samples", [None, 1])
-def test_layers_that_are_called_twice_are_refused(samples: int | None) -> None:
+def test_a_layer_that_is_called_twice_is_taken_by_its_rows() -> None:
     layer = nn.Linear(4, 4)
-    model = nn.Sequential(layer, nn.ReLU(), layer)
+    model, x = nn.Sequential(layer, nn.ReLU(), layer), torch.randn(3, 4)
     autograd_hacks.add_hooks(model)
-    autograd_hacks.backprop_hess(model(torch.randn(3, 4)), samples=samples)
-    with pytest.raises(autograd_hacks.errors.UnsupportedLayer, match="several times"):
-        autograd_hacks.compute_hess(model, kind="kfac")
-    autograd_hacks.compute_hess(model, kind="diag")
-    assert layer.weight.hess_diag.shape == (4, 4)
+    autograd_hacks.compute_hess_over(model, [x], "full")
+    autograd_hacks.compute_hess_over(model, [x], "kfac")
+    a, b = layer.weight.kfac
+    assert_close(a * b.trace(), torch.einsum("vdvd->v", layer.weight.hess))
+    assert_close(b, torch.einsum("vdve->de", layer.weight.hess))
 
 
 def test_numbers_that_were_none_do_not_stay_in_memory_that_is_used_again() -> None:

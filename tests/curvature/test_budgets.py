@@ -1,0 +1,97 @@
+"""Curvature layer by layer within a budget, and passes that go to the chosen layers alone: the numbers are those of all at
+once, which other tests hold to one backward pass for each output."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.testing import assert_close
+
+import autograd_hacks
+from autograd_hacks.curvature import blocks
+from autograd_hacks.forms import Dense
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def case() -> tuple[nn.Sequential, Tensor]:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 3)
+    autograd_hacks.add_hooks(model)
+    return model, x
+
+
+def found(model: nn.Module, kind: str) -> dict[str, list[Tensor]]:
+    attribute = {"full": "hess", "diag": "hess_diag"}.get(kind, kind)
+    held = {name: getattr(p, attribute) for name, p in model.named_parameters()}
+    if kind == "ekfac":
+        return {name: [own.matvec(torch.eye(own.values.numel()).view(-1, *own.values.shape))] for name, own in held.items()}
+    return {name: [x.clone() for x in own] if kind == "kfac" else [own.clone()] for name, own in held.items()}
+
+
+@pytest.mark.parametrize("bias", ["exact", "joint"])
+@pytest.mark.parametrize("kind", ["full", "diag", "kfac", "ekfac"])
+def test_layer_by_layer_is_all_at_once(kind: str, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bias == "joint" and kind != "ekfac":  # the same there
+        return
+    model, x = case()
+    whole = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias)
+    expected, asked = found(model, kind), list[list[str]]()
+    of = blocks.Sums.of
+    monkeypatch.setattr(blocks.Sums, "of", lambda self, names: (asked.append(list(names)), of(self, names))[1])
+    layers = [[f"{k}.weight", f"{k}.bias"] for k in (0, 2, 4)]
+    for budget, groups in ((1, layers), (2**30, [[name for names in layers for name in names]])):
+        asked.clear()
+        table = autograd_hacks.compute_hess_over(model, [x[:2], x[2:]], kind, kfac_bias=bias, budget=budget)
+        assert asked == groups
+        assert table == whole
+        assert_close(found(model, kind), expected)
+        assert not any(hasattr(p, "kfac") for p in model.parameters()) or kind != "ekfac"
+        autograd_hacks.backprop_hess(model(x))
+        autograd_hacks.compute_hess(model, kind, kfac_bias=bias, budget=budget)
+        assert_close(found(model, kind), expected)
+        autograd_hacks.clear_backprops(model)
+
+
+def test_what_is_no_budget_or_is_taken_once() -> None:
+    model, x = case()
+    with pytest.raises(ValueError, match="budget=0; expected a number of bytes above 0"):
+        autograd_hacks.compute_hess_over(model, [x], "kfac", budget=0)
+    with pytest.raises(ValueError, match=r"budget=\.\.\.\) takes all batches for each group"):
+        autograd_hacks.compute_hess_over(model, iter([x]), "kfac", budget=1)
+
+
+def test_passes_go_to_the_chosen_layers_alone() -> None:
+    model, x = case()
+    autograd_hacks.compute_hess_over(model, [x], "ekfac")  # proven
+    expected, seen = found(model, "ekfac"), list[int]()
+
+    def watched(model: nn.Module, batch: Tensor) -> Tensor:
+        between = model[:2](batch)
+        between.register_hook(lambda _: seen.append(1))
+        return model[2:](between)
+
+    model_with = nn.Sequential(model)
+    model_with.forward = lambda batch: watched(model, batch)
+    autograd_hacks.remove_hooks(model)
+    autograd_hacks.add_hooks(model_with)
+    autograd_hacks.compute_hess_over(model_with, [x], "kfac")
+    seen.clear()
+    table = autograd_hacks.compute_hess_over(model_with, [x], "ekfac", parameters=["0.4.*"])
+    assert not seen
+    assert table.covered == ["0.4.weight", "0.4.bias"]
+    own = model[4].weight.ekfac
+    assert_close(own.matvec(torch.eye(10).view(-1, 2, 5)), expected["4.weight"][0])
+    autograd_hacks.compute_hess_over(model_with, [x], "ekfac", parameters=["0.0.*"])
+    assert seen
+
+
+def test_solved_rows_are_not_written_out() -> None:
+    model, x = case()
+    autograd_hacks.compute_hess_over(model, [x], "ekfac")
+    model(x).square().sum(1).mean().backward()
+    grads = autograd_hacks.per_sample_grads(model)
+    rows = autograd_hacks.ekfac_solve(model, grads)
+    assert not any(isinstance(form, Dense) for form in rows.values())
+    solved = autograd_hacks.ekfac_solve(model, grads.dense())
+    flat = torch.cat([own.flatten(1) for own in solved.values()], 1)
+    assert_close(rows.gram(), flat @ flat.T, rtol=1e-7, atol=0)
