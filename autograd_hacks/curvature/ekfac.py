@@ -213,9 +213,9 @@ class Eigenvalues:
                 for part, samples in zip(() if lay.is_by_rows else parts, grads.batches):
                     for own in () if is_empty(part) else positions_of(part.wide(), lay.blocks):
                         block = own.rows.start // (own.rows.stop - own.rows.start)
-                        mine = [x if x is None or lay.blocks == 1 else x[block] for x in (a, b)]
+                        q_a, q_b = (x if x is None or lay.blocks == 1 else x[block] for x in (a, b))
                         to = total if lay.blocks == 1 else total[block]
-                        for form in _rotated(own, *mine, lay.is_turned, samples, name in self._names):
+                        for form in _rotated(own, q_a, q_b, lay.is_turned, samples, name in self._names):
                             to += form.second_moment(form.new_sums(form.samples) + 1)
         self._batch += grads.batch
 

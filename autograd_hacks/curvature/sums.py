@@ -85,7 +85,7 @@ class Sums:
     def of(self, names: Sequence[str]) -> Sums:
         """The same for some of its parameters."""
         part = copy(self)
-        part.names, part.joint = names, {bias: weight for bias, weight in self.joint.items() if bias in names}
+        part.names, part.joint = list(names), {bias: weight for bias, weight in self.joint.items() if bias in names}
         part.sums, part.lays, part.skipped, part.batch = {}, {}, {}, 0
         return part
 
