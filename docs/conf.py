@@ -43,7 +43,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"(common|theirs|recipes|private_processes)\.py$",
+    "ignore_pattern": r"(common|theirs|private_processes)\.py$",
     "within_subsection_order": "FileNameSortKey",
     "remove_config_comments": True,
     "abort_on_example_error": True,

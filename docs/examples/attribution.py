@@ -199,8 +199,9 @@ def magic(
     """
     last, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
     directions = over(model, queries, losses, PerSampleGrads.dense)  # λ, {name: E, *shape}
-    count = len(next(iter(directions.values())))
-    scores = torch.zeros(1 + max(int(numbers.max()) for _, _, numbers in steps), count)
+    like = next(iter(directions.values()))
+    count = len(like)
+    scores = like.new_zeros(1 + max(int(numbers.max()) for _, _, numbers in steps), count)
     for weights, batch, numbers in tqdm(steps[::-1], desc="steps back", leave=False):
         model.load_state_dict(weights)
         torch.autograd.grad(losses(model, batch).mean(), list(parameters.values()), create_graph=True)
@@ -227,13 +228,14 @@ def in_run(
 
     steps: as in `magic`    Source: Wang et al. 2024 (arXiv:2406.11011).
     """
-    before, scores = copy.deepcopy(model.state_dict()), torch.zeros(len(x), len(answers))
+    before, products = copy.deepcopy(model.state_dict()), []
     for weights, batch, numbers in steps:
         model.load_state_dict(weights)
-        products = over(model, [batch], losses, PerSampleGrads.gram, against=queries)
-        scores[numbers] += rate / len(numbers) * products
+        found = over(model, [batch], losses, PerSampleGrads.gram, against=queries)
+        products.append(rate / len(numbers) * found)
     model.load_state_dict(before)
-    return scores
+    own, values = torch.cat([numbers for *_, numbers in steps]), torch.cat(products)
+    return values.new_zeros(1 + int(own.max()), values.shape[1]).index_add(0, own, values)
 
 
 def ekfac(model: nn.Module, train: Sequence[Any], queries: Sequence[Any]) -> Tensor:
@@ -393,5 +395,5 @@ axes.set_yticks(range(len(found)), list(found), fontsize=12)
 axes.set_xlim(0, 1)
 axes.set_xlabel("LDS", fontsize=13)
 axes.invert_yaxis()
-axes.legend(fontsize=12)
+figure.legend(loc="outside upper center", ncols=2, fontsize=12)
 plt.show()

@@ -50,8 +50,9 @@ def magic(
     """
     last, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
     directions = over(model, queries, losses, PerSampleGrads.dense)  # λ, {name: E, *shape}
-    count = len(next(iter(directions.values())))
-    scores = torch.zeros(1 + max(int(numbers.max()) for _, _, numbers in steps), count)
+    like = next(iter(directions.values()))
+    count = len(like)
+    scores = like.new_zeros(1 + max(int(numbers.max()) for _, _, numbers in steps), count)
     for weights, batch, numbers in tqdm(steps[::-1], desc="steps back", leave=False):
         model.load_state_dict(weights)
         torch.autograd.grad(losses(model, batch).mean(), list(parameters.values()), create_graph=True)

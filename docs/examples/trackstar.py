@@ -68,11 +68,12 @@ def trackstar(
 # %%
 # Facts, and a model that has read them
 # -------------------------------------
-# Of each person three facts.  They are read in one form, "anna has a red boat", and asked for in another, which only some
-# other facts were read in: "the boat of anna is red".
+# They are read in one form, "a boat anna has kept is red", and asked for in another, in which only other facts were read:
+# "the boat of anna has is red".
 
-PEOPLE, THINGS = "anna ben carla david emma felix gina hugo ida jan".split(), "boat lamp coat door bird cup".split()
-COLORS, draws = "red green blue grey white black pink".split(), torch.Generator().manual_seed(0)
+PEOPLE = ["anna", "ben", "carla", "david", "emma", "felix", "gina", "hugo", "ida", "jan"]
+THINGS, COLORS = ["boat", "lamp", "coat", "door", "bird", "cup"], ["red", "green", "blue", "grey", "white", "black", "pink"]
+draws = torch.Generator().manual_seed(0)
 facts = [(who, thing) for who in PEOPLE for thing in THINGS]
 facts = [facts[n] for n in torch.randperm(len(facts), generator=draws).tolist()]
 colors = [COLORS[n] for n in torch.randint(len(COLORS), (len(facts),), generator=draws).tolist()]
@@ -149,9 +150,7 @@ found = {}
 for name, scores in ways.items():
     places = (scores > scores.diagonal()).sum(0)  # sentence n states what question n asks for
     found[name] = [float((places < k).float().mean()) for k in top]
-    print(
-        f"{name:10} first {found[name][0]:4.0%}, among {top[1]} {found[name][1]:4.0%}, among {top[2]} {found[name][2]:4.0%}"
-    )
+    print(f"{name:10} {', '.join(f'among the first {k}: {share:4.0%}' for k, share in zip(top, found[name]))}")
 
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 for place, (name, shares) in enumerate(found.items()):
