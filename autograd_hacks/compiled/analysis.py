@@ -1,4 +1,4 @@
-"""Independence by analysis: whether the labels of a model's graph show that samples don't mix, whatever the values are."""
+"""Independence by analysis: whether the labels of a model's graph show that samples don't mix, for all values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from autograd_hacks.support.trees import tensors_of
 
 
 def why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) -> str:
-    """Why it isn't shown that no output of a model, and no buffer that it leaves, depends on other samples; "" where it is.
+    """Why the analysis can't show that outputs and buffers don't depend on other samples; "" if it shows that.
 
-    batch: the arguments, of which the model may change all that it can reach    axis, samples: see `Batch.axes_of_samples`
+    batch: the arguments; the model may change everything that it reaches through them
+    axis: see `Batch.axes_of_samples`
+    samples: see `Batch.axes_of_samples`
     """
     places = [n for n, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
     try:
@@ -43,17 +45,17 @@ def why_unshown(model: nn.Module, batch: Batch, axis: int | None, samples: int) 
             axes = batch.axes_of_samples(axis, samples)
             joint = _joint(traced, [axes[n] for n in places], samples)
             if any(samples in getattr(traced, str(node.target)).shape for node in traced.graph.find_nodes(op="get_attr")):
-                return "the model reads a tensor that is neither an argument nor a parameter nor a buffer"
+                return "the model reads a tensor that is not an argument, a parameter or a buffer"
             labelled(joint)
     except PerSampleGradientError as error:
         return str(error)
-    except Exception as error:  # whatever the model, or torch, says of tensors without values
+    except Exception as error:  # whatever the model or torch raises for tensors without values
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 class _OfTensors(nn.Module):
-    """A model as a function of the tensors among its arguments."""
+    """A model as a function of the tensors in its arguments."""
 
     def __init__(self, model: nn.Module, batch: Batch, places: list[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A backend of torch.compile whose backward graph also makes rows, norms or weighted sums."""
+"""A backend of torch.compile whose backward graph also computes rows, norms or weighted sums."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Axes = Mapping[int, int]
 
 @dataclass
 class Made:
-    """What a verb makes of a graph.
+    """A verb's results in a graph.
 
-    gradients: those that ``.grad`` gets, of parameters for which it isn't the ordinary one; None for no gradient
-    results: what else the backward returns, by name: a parameter's, or of all
+    gradients: new gradients for ``.grad`` of some parameters; None for no gradient. Others keep the ordinary ones
+    results: other results of the backward, by a parameter's name or the result's own
     """
 
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -52,20 +52,23 @@ class Made:
 
 
 Verb = Callable[[TakenApart, Mapping[str, fx.Node]], Made]
-"""Of a graph taken apart, and the gradients in it by the parameters' names."""
+"""Computes results from the run of a graph and its gradients by the parameters' names."""
 Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Hears what a backward pass has made: results by name, and the gradients that are about to arrive, by parameter.  Returns
-those that arrive in their place."""
+"""Receives a backward pass's results by name, and the gradients that are about to arrive, by parameter.  Returns gradients
+that replace some of them."""
 
 
 class Backend:
-    """Called by torch.compile with the whole graph of a model.
+    """torch.compile calls it with the whole graph of a model.
 
-    model: whose parameters these are    axes: gives the samples' axes in the arguments of the forward that is traced
-    given: gives the tensors among these arguments, by id
-    verb: what is made    begin, deliver: hear of each backward pass, before and after it
+    model: the model with the parameters
+    axes: returns the samples' axes in the arguments of the traced forward
+    given: returns the ids of the tensors among these arguments
+    verb: computes the results
+    begin: is called before each backward pass
+    deliver: is called after each backward pass
     compiles: whether inductor compiles graphs
-    is_private: whether what the model leaves in buffers must be free of samples
+    is_private: whether buffers must not depend on samples
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class Backend:
 
 
 def _name_of(node: fx.Node) -> str:
-    """An input of the graph, for people."""
+    """The name of an input of the graph, for messages."""
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
     return str(name() if callable(name) else name or node.name)
 
 
 class _Compilation:
-    """One graph."""
+    """The compilation of one graph."""
 
     def __init__(self, backend: Backend, examples: list[Any], names: list[str]) -> None:
         self.backend, self.examples, self.names = backend, examples, names
@@ -128,16 +131,16 @@ class _Compilation:
         buffers = {id(b) for b in backend.model.buffers()}
         self.is_buffer = {n for n, x in enumerate(examples) if id(x) in buffers}
         self.axes = backend.axes()
-        self.full: fx.GraphModule | None = None  # the backward with all that is made
+        self.full: fx.GraphModule | None = None  # the backward with all results
         self.results: list[str] = []
-        self.places: dict[str, int] = {}  # of parameters' gradients in what the backward returns
+        self.places: dict[str, int] = {}  # the places of parameters' gradients in the backward's outputs
         self.certificate: Certificate | None = None
         self.made_of_samples: list[int] = []  # outputs of the graph by number
 
     # 1. The joint graph.
 
     def _joint(self, graph: fx.Graph, outputs: int) -> tuple[Joint, dict[str, fx.Node], list[Any], list[Any]]:
-        """The joint graph; the gradients in it by the parameters' names; its outputs, and what each is."""
+        """The joint graph; its gradients by the parameters' names; its outputs and their kinds."""
         last = graph.output_node()
         flat, kinds = list(last.args[0]), list(last.meta["desc"])  # type: ignore[arg-type]
         axes, tangents, gradients = dict[fx.Node, int](), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
@@ -153,14 +156,14 @@ class _Compilation:
                     axes[node] = axis
             else:
                 raise UnsupportedOperation(
-                    f"the graph has an input of an unknown kind, {kind}: of an operation that checks values, as "
-                    "torch.linalg.inv does and inv_ex doesn't. Use that, or add_hooks(model)." + ON_COMPILING
+                    f"the graph has an unsupported input, {kind}, from an operation that checks values, such as "
+                    "torch.linalg.inv. Use a variant that doesn't, such as inv_ex, or add_hooks(model)." + ON_COMPILING
                 )
         for place, (node, kind) in enumerate(zip(flat[outputs:], kinds[outputs:])):
             of = kind.grad_of.idx if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput) else None
             if node is not None and of in self.parameters:
                 if (name := self.parameters[of]) in gradients:
-                    raise UnsupportedOperation(f"the parameter {name} is in the graph several times." + ON_COMPILING)
+                    raise UnsupportedOperation(f"the graph contains the parameter {name} several times." + ON_COMPILING)
                 gradients[name] = node
                 self.places[name] = place
         others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
@@ -173,7 +176,7 @@ class _Compilation:
             self.made_of_samples = [idx for idx, node in made.items() if node in of_samples]
             if samples < 2 and (wrong := [name for name, node in left.items() if node in of_samples]):
                 raise SamplesMixed(
-                    f"the forward leaves in {wrong[0]} what follows from a sample, and later steps would know of it."
+                    f"the forward writes a value to {wrong[0]} that depends on a sample, and later steps could use it."
                     + ON_COMPILING
                 )
         return Joint(graph, samples, axes, tangents, gradients, others, left), gradients, flat, kinds
@@ -182,32 +185,32 @@ class _Compilation:
         sizes = {size(x.shape[self.axes[id(x)]]) for x in self.examples if id(x) in self.axes}
         if len(sizes) != 1:
             raise UnsupportedOperation(
-                "the graph has no argument with samples: the model's outputs don't depend on its arguments, or batch= names "
-                "none that it reads." + ON_COMPILING
+                "the graph has no argument with samples: the model's outputs don't depend on its arguments, or only on "
+                "arguments that batch= gives no axis." + ON_COMPILING
             )
         return sizes.pop()
 
     def _axis(self, place: int, samples: int) -> int | None:
-        """Of the samples in an input of the graph; None where it is the same for all."""
+        """The axis of the samples in an input of the graph; None if it is the same for all samples."""
         x = self.examples[place]
         if id(x) in self.axes:
             return self.axes[id(x)]
         name = self.names[place]
         if isinstance(x, Tensor) and id(x) not in self.backend.given() and ("['args']" in name or "['kwargs']" in name):
             raise UnsupportedOperation(
-                f"the model's argument {name} is an array that isn't a tensor, so that it isn't known whether it has "
-                "samples. Give it as a tensor, named in batch=." + ON_COMPILING
+                f"the model's argument {name} is an array and not a tensor, so it is unknown whether it has samples. Give "
+                "it as a tensor, named in batch=." + ON_COMPILING
             )
         is_state = place in self.parameters or place in self.is_buffer or not isinstance(x, Tensor)
         if not is_state and "['args']" not in name and "['kwargs']" not in name and samples in x.shape and samples > 1:
             raise UnsupportedOperation(
-                f"the model reads the tensor {name} of shape {tuple(x.shape)}, which is neither an argument nor a parameter "
-                "nor a buffer, so that it isn't known whether it has samples. Give it as an argument, named in batch=, "
-                "or register it as a buffer." + ON_COMPILING
+                f"the model reads the tensor {name} of shape {tuple(x.shape)}, which is not an argument, a parameter or a "
+                "buffer, so it is unknown whether it has samples. Give it as an argument, named in batch=, or register it "
+                "as a buffer." + ON_COMPILING
             )
         return None
 
-    # 2. The joint graph with what is made in addition, cut in two.
+    # 2. The joint graph with the additional results, split in two.
 
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
@@ -237,7 +240,7 @@ class _Compilation:
         fakes = [node.meta["val"] for node in placeholders]
         is_symbolic = any(isinstance(s, torch.SymInt) for x in fakes if isinstance(x, Tensor) for s in x.shape)
         traced = make_fx(
-            torch.func.functionalize(run),  # forms write into memory of their own, of which partitions know nothing
+            torch.func.functionalize(run),  # forms write in place, which partitions don't support
             tracing_mode="symbolic" if is_symbolic else "fake",
             _allow_non_fake_inputs=True,
             decomposition_table=lowered() if self.backend.compiles else {},
@@ -263,7 +266,7 @@ class _Compilation:
         return forward, self._without_results(backward)
 
     def _without_results(self, backward: fx.GraphModule) -> fx.GraphModule:
-        """The backward as AOTAutograd is to see it, which counts what it returns."""
+        """The backward for AOTAutograd, which checks the number of outputs."""
         if not self.results:
             return backward
         graph, last = fx.Graph(), backward.graph.output_node()
@@ -322,7 +325,7 @@ class _Compilation:
 
         def run(args: list[Any]) -> Any:
             given = list(args)
-            args.clear()  # so that what isn't needed any more is freed on the way
+            args.clear()  # lets the graph free tensors that it no longer needs
             return graph.forward(*given)
 
         return run

@@ -1,4 +1,4 @@
-"""Operations that are written by others before labels are given: what is pointwise, or a product and a sum, in disguise."""
+"""Decompositions of operations into pointwise ones, or a product and a sum, before labelling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten: Any = torch.ops.aten
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """x[mask] = a number."""
+    """x[mask] = a number, as a pointwise operation."""
     mask = indices[0]
     if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented
@@ -29,7 +29,7 @@ def trilinear(
     summed: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """Of a Bilinear: the sum of a product of three, each with new axes."""
+    """The operation of Bilinear: the sum of a product of three tensors with new axes."""
     product: Any = 1
     for x, axes in ((a, expand_a), (b, expand_b), (c, expand_c)):
         for axis in axes:

@@ -1,4 +1,4 @@
-"""`compile`, which imports torch's compiler when it is called."""
+"""`compile`.  It imports torch's compiler only when it is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autograd_hacks.compiled.step import CompiledStep
 
 VERBS = ("rows", "norms", "clip", "clip_and_noise", "sum", "dot", "project")
-"""What a compiled step can make."""
+"""What a compiled step can compute."""
 NUMBERS = {
     "clip": ("max_norm",),
     "clip_and_noise": ("noise_multiplier", "max_norm", "expected_batch_size"),
@@ -45,34 +45,46 @@ def compile(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
-    """The model, with a compiled backward pass that makes what ``verb`` says::
+    """A compiled training step of a model, whose backward pass also computes rows, norms or clipped gradients::
 
         step = autograd_hacks.compile(model, "clip", max_norm=1.0)
         F.cross_entropy(step(x), y, reduction="none").sum().backward()
         step.norms, model.weight.grad                  # before clipping; the sum of clipped gradients
 
-    Forward and backward become one graph.  It is shown of the graph, whatever the values are, that samples don't mix; and
-    the operations that add samples up are taken apart.  No hooks are needed, and those of `add_hooks` are not seen.
+    Forward and backward become one graph.  An analysis of the graph shows that samples don't mix, for all values.
+    Operations that sum over samples are split.  No hooks are needed, and the hooks of `add_hooks` don't run.
 
-    verb: what the backward pass makes.  'rows' sets ``param.grad1``, ``(N, *shape)``.  'norms' sets ``step.norms``, N.  With
-    'clip', ``.grad`` is the sum of gradients that are clipped to ``max_norm`` each, and with 'clip_and_noise' that of
-    private training, as `clip_and_noise_` has it.  With 'sum', ``.grad`` is Σₙ wₙ gₙ, of ``step.weights = w``, set before.
-    'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}; 'project' sets ``step.projection``,
-    (N, dim), by the same random map as `PerSampleGrads.project`
-    batch: where the samples are in the model's arguments: an axis of all tensors, or a tree as in `add_hooks`, None for an
-    argument without samples
-    loss_type: 'sum' or 'mean', how the losses are reduced outside    param_grad: whether 'rows', 'norms',
-    'dot' and 'project' fill ``.grad``, too
-    max_norm, noise_multiplier, expected_batch_size, noise: as in `clip_and_noise_`    dim, seed: of 'project'
-    budget: bytes of rows that 'clip' keeps from its norms to its sums, which saves time
-    backend: 'inductor'; None runs the graph as it is, without a compiler
-    dynamic: as in ``torch.compile``    options: inductor's, ``torch._inductor.list_options()``
+    verb: the quantity to compute
 
-    Returns a module that is called like the model, and holds it as ``.model``.
+    * 'rows' sets ``param.grad1``, ``(N, *shape)``
+    * 'norms' sets ``step.norms``, N
+    * 'clip' sets ``.grad`` to the sum of the gradients, each clipped to ``max_norm``
+    * 'clip_and_noise' sets ``.grad`` for private training, as `clip_and_noise_` does
+    * 'sum' sets ``.grad`` to Σₙ wₙ gₙ; set ``step.weights = w`` before the backward pass
+    * 'dot' sets ``step.dot``, N, the products with ``step.direction``, {name: shape}
+    * 'project' sets ``step.projection``, (N, dim), by the same random map as `PerSampleGrads.project`
 
-    Calling it raises SamplesMixed, UnsupportedOperation where an operation has no rule or the model can't be one graph (an
-    ``if`` on values, say), and ValueError where an argument's samples aren't on the axis that was told.  Backward passes
-    raise VerificationFailed where proofs fail, in steps 1, 2, 16, 128, ... of each compilation.
+    batch: the axis of the samples in all arguments; or a tree of axes as in `add_hooks`, None for an argument without
+    samples
+    loss_type: 'sum' or 'mean', how the losses are reduced
+    param_grad: also fill ``.grad``, for 'rows', 'norms', 'dot' and 'project'
+    max_norm: as in `clip_and_noise_`
+    noise_multiplier: as in `clip_and_noise_`
+    expected_batch_size: as in `clip_and_noise_`
+    noise: as in `clip_and_noise_`
+    dim: as in `PerSampleGrads.project`
+    seed: as in `PerSampleGrads.project`
+    budget: bytes of rows that 'clip' keeps between its norms and its sums, which saves time, 256 MiB by default
+    backend: 'inductor', or None to run the graph without a compiler
+    dynamic: as in ``torch.compile``
+    options: inductor's options, ``torch._inductor.list_options()``
+
+    Returns a module that is called like the model and holds it as ``.model``.
+
+    Calling it raises SamplesMixed; UnsupportedOperation if an operation has no rule, or if the model can't be captured as
+    one graph (for example because of an ``if`` on values); and ValueError if an argument's samples are not on the given
+    axis.  Backward passes are checked in steps 1, 2, 16, 128, ... of each compilation and raise VerificationFailed if a
+    check fails.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile was given {type(model).__name__}; expected a torch.nn.Module" + ON_COMPILING)
@@ -89,7 +101,7 @@ def compile(
     for name, number in list(numbers.items()):
         if (name in needed) != (number is not None):
             raise TypeError(
-                f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'none'}"
+                f"compile(model, {verb!r}) was given {name}={number!r}; expected {'a number' if name in needed else 'None'}"
                 + ON_COMPILING
             )
         least = 0 if name == "noise_multiplier" else None

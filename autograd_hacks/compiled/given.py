@@ -1,4 +1,4 @@
-"""What a compiled backward pass is given from outside of its graph: weights, directions, and memory for rows."""
+"""Inputs of a compiled backward pass from outside of its graph: weights, directions, and memory for rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autograd_hacks.support.memory import Pool
 
 
 class Given:
-    """What a step was given, by name.  pool: the memory of earlier rows"""
+    """The inputs of a step by name, and the pool with the memory of earlier rows."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -32,8 +32,8 @@ def _given(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
     if found is None or list(found.shape) != list(sizes):
         was = "nothing" if found is None else f"shape {tuple(found.shape)}"
         raise NothingRecorded(
-            f"a compiled step was given {was} as {name}; expected a tensor of shape {tuple(sizes)}. Set step.weights, or "
-            "step.direction, before the backward pass." + ON_COMPILING
+            f"compiled step: {name} was given {was}; expected a tensor of shape {tuple(sizes)}. Set step.weights or "
+            "step.direction before the backward pass." + ON_COMPILING
         )
     return found.detach().to(like).clone()
 
@@ -44,7 +44,7 @@ def _(like: Tensor, key: int, name: str, sizes: Sequence[int]) -> Tensor:
 
 
 def given(like: Tensor, by: Given, name: str, sizes: Sequence[int]) -> Tensor:
-    """A tensor by its name, of the device and dtype of another; asked for in each pass."""
+    """The input of this name, in the device and dtype of ``like``.  It is looked up in each pass."""
     found: Tensor = _given(like, by.key, name, sizes)
     return found
 
@@ -61,7 +61,7 @@ def _(left: Tensor, right: Tensor, key: int, name: str, shape: Sequence[int]) ->
 
 
 def rows_of(form: Outer, by: Given, name: str) -> Tensor:
-    """Rows, in the memory of those of an earlier pass, if nobody holds these: new memory costs more than the arithmetic."""
+    """Rows, in an earlier pass's memory if nothing else refers to it: new memory costs more than the arithmetic."""
     left, right = form.held
     found: Tensor = _rows_of_products(left, right, by.key, name, list(form.shape))
     return found

@@ -1,8 +1,8 @@
-"""Where the samples are in each tensor of a joint graph of forward and backward, and where they are added up.
+"""Labels: where the samples are in each tensor of a joint graph of forward and backward, and where they are summed.
 
-A label is None for a tensor that is the same for all samples, `At` for one that has them on an axis, and `SUM` for a sum
-over samples of what follows from one sample each.  Whatever else an operation would do with samples is an error, so that a
-graph that can be labelled has independent samples, whatever the values of weights and inputs are.
+A label is None for a tensor that is the same for all samples, `At` for a tensor with samples on an axis, and `SUM` for a sum
+over samples of terms that each depend on one sample.  Anything else that an operation does with samples is an error.  So a
+graph that can be labelled has independent samples, for all values of weights and inputs.
 
 Each kind of operation has one rule, by name: see `compiled/operations.py` and `compiled/products.py`.
 """
@@ -23,22 +23,23 @@ from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperati
 
 @dataclass(frozen=True)
 class At:
-    """The samples are on axis ``dim``, which is outer × N × inner: positions may be folded into it on either side."""
+    """The samples are on axis ``dim``, which is outer × N × inner: positions may be folded in on either side."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
     def moved(self, dim: int) -> At:
-        """The same on another axis."""
+        """The same label on another axis."""
         return At(dim, self.outer, self.inner)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Follows from a sort of positions by values: see `compiled/routed.py`.
+    """A tensor that depends on a sort of positions by values: see `compiled/routed.py`.
 
-    order: the sort    source: where samples are in what it has sorted
+    order: the sort
+    source: where the samples are in the sorted tensor
     """
 
     order: fx.Node
@@ -54,30 +55,31 @@ SUM = _Sum()
 
 Label = At | _Sum | Routed | None
 Found = Label | list[Label]
-"""Of what an operation makes: one tensor, or several."""
+"""The label of an operation's result, or a list for several results."""
 Rule = Callable[..., Found]
-"""``rule(labels, node, *args, **kwargs)`` of an operation some of whose tensors have samples, and none of which is a sum."""
+"""``rule(labels, node, *args, **kwargs)`` is called if some of the operation's tensors have samples and none is a sum."""
 
 RULES: dict[str, Rule] = {}
-"""{an operation's name: its rule}; what torch tags as pointwise needs none"""
+"""{an operation's name: its rule}.  Operations that torch tags as pointwise need no rule."""
 OF_ROUTED = "of what is routed"
-"""The name of the one rule for operations one of whose tensors is `Routed`."""
+"""The name of the rule for operations with a `Routed` tensor."""
 SIZES = {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
-"""Operations that ask for sizes, and not for values."""
+"""Operations that read sizes, not values."""
 LINEAR: set[str] = set()
-"""Operations that are linear in each of their tensors, which may follow a sum over samples."""
+"""Operations that are linear in each of their tensors, so they may follow a sum over samples."""
 
 
 def register_operation(*names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of an operation of torch, or of a custom one: where the samples are in what it makes::
+    """Registers a rule for `compile`: where the samples are in the result of an operation of torch or a custom one::
 
         @autograd_hacks.register_operation("mylib::scan")
         def _(labels, node, x, length):
-            return labels.along(node, x, dim=1)   # samples stay where they are in x, unless that is axis 1
+            return labels.along(node, x, dim=1)   # samples stay on their axis of x, unless that is axis 1
 
-    names: as in ``torch.ops``, with the namespace but for 'aten'
-    The rule gets `Labels`, the node of the graph and the operation's arguments.  It returns the label of what is made, a
-    list of labels for several tensors; or raises by ``labels.mixed(node, why)``.
+    The rule gets the `Labels`, the graph's node and the operation's arguments.  It returns the label of the result, or a
+    list of labels for several results.  If samples mix it raises by ``labels.mixed(node, why)``.
+
+    names: the operation's names in ``torch.ops``, with the namespace unless that is 'aten'
     """
 
     def put(rule: Rule) -> Rule:
@@ -88,7 +90,7 @@ def register_operation(*names: str) -> Callable[[Rule], Rule]:
 
 
 def size(x: Any) -> int:
-    """A size that may be symbolic, as it is in the batch that is traced."""
+    """The value of a size, which may be symbolic, in the traced batch."""
     if isinstance(x, int):
         return x
     hint = getattr(getattr(x, "node", None), "hint", None)
@@ -101,11 +103,11 @@ def shape(node: fx.Node) -> list[int]:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A node that adds samples up.
+    """A node that sums over samples.
 
-    at: where samples are in its tensors, by place among its flattened arguments, all on axes or all routed
-    gradient: the place of the one that it is linear in and that follows from the gradient
-    output: which of the tensors that it makes is the sum
+    at: where the samples are in its tensors, by place among its flattened arguments; all on axes, or all routed
+    gradient: the place of the argument that depends on the gradient; the node is linear in it
+    output: the number of the result that is the sum
     """
 
     node: fx.Node
@@ -118,10 +120,12 @@ class Contraction:
 class Joint:
     """The graph of a forward and its backward.
 
-    samples: N    axes: of the samples in the forward's arguments, by placeholder; the others have none
-    tangents: the placeholders of the outputs' gradients, with these outputs    gradients: those of parameters, by name
-    outputs: what the model returns, and what else it leaves    left: what it leaves in buffers, by name, if that is to be
-    free of samples
+    samples: N
+    axes: {placeholder of an argument with samples: their axis}
+    tangents: {placeholder of an output's gradient: the output}
+    gradients: the parameters' gradients by name
+    outputs: the model's outputs, and other results of the forward
+    left: {name of a buffer: its new value}, if buffers must not depend on samples; else None
     """
 
     graph: fx.Graph
@@ -135,15 +139,15 @@ class Joint:
 
 @dataclass
 class Labels:
-    """The labels of a graph's nodes, and the contractions among these."""
+    """The labels of a graph's nodes, and the nodes that sum over samples."""
 
     samples: int
     found: dict[fx.Node, Found] = field(default_factory=dict)
     contractions: dict[tuple[fx.Node, int | None], Contraction] = field(default_factory=dict)
-    after_gradients: set[fx.Node] = field(default_factory=set)  # nodes that follow from the outputs' gradients
+    after_gradients: set[fx.Node] = field(default_factory=set)  # nodes that depend on the outputs' gradients
 
     def __getitem__(self, x: Any) -> Any:
-        """The label of a node; None for what is none."""
+        """The label of a node; None for anything that is not a node."""
         return self.found.get(x) if isinstance(x, fx.Node) else None
 
     def contraction_of(self, node: fx.Node) -> Contraction | None:
@@ -151,7 +155,7 @@ class Labels:
             return self.contractions.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
         return self.contractions.get((node, None))
 
-    # What rules say.
+    # Methods for rules.
 
     def mixed(self, node: fx.Node, why: str) -> Any:
         """Raises SamplesMixed."""
@@ -162,38 +166,39 @@ class Labels:
         raise UnsupportedOperation(f"{why}: {place_of(node)}. Use add_hooks(model) for this model." + ON_COMPILING)
 
     def same(self, node: fx.Node, labels: Iterable[Found]) -> At | None:
-        """The one label among some; None where none has samples."""
+        """The common label; None if no argument has samples.  Raises SamplesMixed if labels differ."""
         found = list(dict.fromkeys(label for label in labels if isinstance(label, At)))
         if len(found) > 1:
-            self.mixed(node, f"samples are on different axes of what meets here, {found[0]} and {found[1]}")
+            self.mixed(node, f"the arguments have samples on different axes, {found[0]} and {found[1]}")
         return found[0] if found else None
 
     def along(self, node: fx.Node, x: fx.Node, dim: int, outputs: int = 1) -> Found:
-        """The label of x for an operation along one of its axes, which must not be that of the samples."""
+        """The label of x for an operation along an axis.  Raises SamplesMixed if that is the samples' axis."""
         if dim % len(shape(x)) == self[x].dim:
-            self.mixed(node, "goes along the axis of samples")
+            self.mixed(node, "the operation works along the samples' axis")
         return self[x] if outputs == 1 else [self[x]] * outputs
 
     def contract(
         self, node: fx.Node, at: Mapping[fx.Node, Any], gradient: int | None = None, output: int | None = None
     ) -> Label:
-        """The label of a node that adds samples up, which must be in the backward pass.
+        """The label of a node that sums over samples.  Raises SamplesMixed if it is in the forward pass.
 
-        at: where they are, by argument    gradient: the place of the argument that it is linear in    output: which of the
-        tensors that it makes is the sum
+        at: {argument: where its samples are}
+        gradient: the place of the argument that the node is linear in
+        output: the number of the result that is the sum
         """
         flat, _ = tree_flatten((node.args, node.kwargs))
         places = {n: at[x] for n, x in enumerate(flat) if isinstance(x, fx.Node) and x in at}
         if gradient is None:
             gradient = next((n for n in places if flat[n] in self.after_gradients), None)
         if gradient is None or flat[gradient] not in self.after_gradients:
-            self.mixed(node, "adds up samples in the forward pass")
+            self.mixed(node, "a sum over samples in the forward pass")
         self.contractions[node, output] = Contraction(node, places, gradient, output)  # type: ignore[arg-type]
         return SUM
 
 
 def place_of(node: fx.Node) -> str:
-    """An operation, and the line of the user's code that it comes from."""
+    """An operation and the line of user code that it comes from, for messages."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     files = [n for n, line in enumerate(trace) if line.startswith("File ")]
     name = str(node.target).removeprefix("aten.")
@@ -201,10 +206,10 @@ def place_of(node: fx.Node) -> str:
 
 
 def labelled(joint: Joint) -> Labels:
-    """The labels of all that parameters' gradients follow from; where ``joint.left`` is given, of all that the model returns
-    and leaves, too.
+    """The labels of all nodes that parameters' gradients depend on; with ``joint.left`` also of outputs and buffers.
 
-    Raises SamplesMixed where samples mix, with the operation and its line; UnsupportedOperation for one without a rule.
+    Raises SamplesMixed, with the operation and its line, if samples mix; UnsupportedOperation for an operation without a
+    rule.
     """
     seen = [] if joint.left is None else [*joint.outputs, *joint.left.values()]
     labels, needed = Labels(joint.samples), behind([*joint.gradients.values(), *joint.tangents.values(), *seen])
@@ -213,36 +218,36 @@ def labelled(joint: Joint) -> Labels:
     for node in nodes:
         if not labels.after_gradients.isdisjoint(node.all_input_nodes):
             labels.after_gradients.add(node)
-    for node in nodes:  # of the forward
+    for node in nodes:  # the forward's nodes
         if node not in labels.after_gradients:
             axis = joint.axes.get(node)
             labels.found[node] = _label(labels, node) if node.op == "call_function" else None if axis is None else At(axis)
     for tangent, output in joint.tangents.items():
         if not isinstance(labels[output], At):
-            labels.mixed(output, "an output of the model has no axis of samples")
+            labels.mixed(output, "an output of the model has no batch axis")
         labels.found[tangent] = labels[output]
     for node in nodes:
         if node not in labels.found:
             labels.found[node] = _label(labels, node) if node.op == "call_function" else None
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
-            labels.mixed(gradient, f"the gradient of {name} has an axis of samples")
+            labels.mixed(gradient, f"the gradient of {name} has a batch axis")
     for node in seen:
         if isinstance(labels[node], Routed):
             labels.mixed(node, "an output is in an order that depends on all samples")
     for name, node in (joint.left or {}).items():
         if labels[node] is not None:
-            labels.mixed(node, f"what the forward leaves in {name} follows from samples")
+            labels.mixed(node, f"the forward writes a value to {name} that depends on samples")
     return labels
 
 
 def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that some follow from, themselves among these."""
+    """The nodes that the given ones depend on, with the given ones."""
     return _reached(nodes, lambda node: node.all_input_nodes)
 
 
 def after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that follow from some, themselves among these."""
+    """The nodes that depend on the given ones, with the given ones."""
     return _reached(nodes, lambda node: node.users)
 
 
@@ -257,7 +262,7 @@ def _reached(nodes: Iterable[fx.Node], ahead: Callable[[fx.Node], Iterable[fx.No
 
 
 def name_of(node: fx.Node) -> str:
-    """An operation's name: that of its namespace in front, unless it is torch's own."""
+    """An operation's name, with its namespace unless that is torch's own."""
     target: Any = node.target
     return str(target._schema.name).removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else str(target)
 
@@ -271,9 +276,9 @@ def _label(labels: Labels, node: fx.Node) -> Found:
             labels[x] is not None for x in node.all_input_nodes
         ):
             return labels.unsupported(
-                node, f"there is no rule for the operation {name_of(node)!r}, a loop or other code of its own"
+                node, f"there is no rule for the operation {name_of(node)!r}, a loop or a custom function"
             )
-        return None  # arithmetic of sizes
+        return None  # arithmetic on sizes
     given = [labels[x] for x in node.all_input_nodes]
     if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
         return None
@@ -294,21 +299,21 @@ def _label(labels: Labels, node: fx.Node) -> Found:
 
 
 def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
-    """What follows from a sum over samples must be linear in it."""
+    """The label of an operation on a sum over samples, which must be linear in it."""
     if any(isinstance(labels[x], At) for x in node.all_input_nodes):
-        labels.mixed(node, "a sum over samples meets samples")
+        labels.mixed(node, "the operation combines a sum over samples with samples")
     sums = [x for x in node.all_input_nodes if labels[x] is SUM]
     if name not in LINEAR:
-        labels.mixed(node, "what follows from a sum over samples isn't linear in it")
+        labels.mixed(node, "the operation is not linear in a sum over samples")
     if name in ("mul", "mm", "bmm", "convolution") and len(sums) > 1:
-        labels.mixed(node, "multiplies two sums over samples")
+        labels.mixed(node, "the operation multiplies two sums over samples")
     if name == "div" and labels[node.args[1]] is SUM:
-        labels.mixed(node, "divides by a sum over samples")
+        labels.mixed(node, "the operation divides by a sum over samples")
     return SUM
 
 
 def pointwise(labels: Labels, node: fx.Node) -> At | None:
-    """Samples are where they are in what is broadcast."""
+    """The common label of the arguments after broadcasting."""
     made = node.meta["val"]
     axes = (made[0] if isinstance(made, tuple | list) else made).ndim
     given = [(x, labels[x]) for x in node.all_input_nodes]

@@ -1,4 +1,4 @@
-"""Where the samples are behind views, selections, reductions and whatever works along axes: one rule for each operation."""
+"""Rules for views, selections, reductions and operations along axes: where the samples are in the result."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
     "new_ones", "new_empty_strided", "randperm", "arange",
 )  # fmt: skip
 def _(labels: Labels, node: fx.Node, x: Any, *_: Any, **__: Any) -> Found:
-    """Numbers that don't depend on what was given; noise for each entry is a sample's own."""
+    """The label of numbers that don't depend on the argument, such as noise for each entry."""
     is_noise = name_of(node) in ("rand_like", "randn_like")
     return labels[x] if is_noise else None
 
@@ -68,14 +68,17 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Found:
 
 
 def axes_of(dims: Axes, axes: int) -> list[int]:
-    """dims: as operations have them; all where there are none"""
+    """The axes of a reduction.
+
+    dims: as operations have them; empty for all axes
+    """
     if dims is None or dims == []:
         return list(range(axes))
     return [d % axes for d in ([dims] if isinstance(dims, int) else dims)]
 
 
 def by_name(node: fx.Node) -> dict[str, Any]:
-    """An operation's arguments by their names, those that were left out with their defaults."""
+    """An operation's arguments by name, with defaults."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]  # rules are of operations alone
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip([a.name for a in arguments], node.args)) | node.kwargs
@@ -216,7 +219,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dims: Axes = None) -> Found:
 
 
 def reshaped(at: At, old: Sequence[int], new: Sequence[int], samples: int) -> At | None:
-    """Where the samples are after a view, by strides; None where no axis holds them whole."""
+    """Where the samples are after a view, from strides; None if no axis holds them whole."""
     stride, below = at.inner * prod(old[at.dim + 1 :]), 1
     for dim in range(len(new) - 1, -1, -1):
         if stride % below == 0 and (below * new[dim]) % (stride * samples) == 0:
@@ -290,7 +293,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: int) -> Found:
 def _(labels: Labels, node: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Found:
     at = labels.same(node, [labels[x], labels[src]])
     if at is not None and dim % len(shape(x)) == at.dim and shape(src)[at.dim] != shape(x)[at.dim]:
-        labels.mixed(node, "writes to some of the samples")
+        labels.mixed(node, "the operation writes to some of the samples")
     return at
 
 
@@ -308,7 +311,7 @@ def _(labels: Labels, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -
     first = next(at for at in given if at is not None)
     if dim != first.dim:
         return labels.same(node, given)
-    unit = labels.samples * first.inner  # whole batches behind each other, as of torch.stack
+    unit = labels.samples * first.inner  # whole batches one after the other, as from torch.stack
     are_alike = all(at is not None and (at.dim, at.inner) == (dim, first.inner) for at in given)
     if not are_alike or any(shape(x)[dim] % unit for x in tensors):
         return labels.mixed(node, "puts tensors behind each other along the axis of samples")

@@ -1,4 +1,4 @@
-"""Where the samples are behind products, layers' kernels and indices, and which of these add samples up."""
+"""Rules for products, layers' kernels and indices: where the samples are in the result, and what sums over samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autograd_hacks.compiled.labels import register_operation as rule
 
 
 def multiplied(labels: Labels, node: fx.Node, left: fx.Node, right: fx.Node, leading: int) -> Any:
-    """left · right, with ``leading`` axes that both have."""
+    """The label of left · right, which share ``leading`` axes."""
     a, b = labels[left], labels[right]
     if leading and any(at is not None and at.dim == 0 for at in (a, b)):
         return labels.same(node, [a, b])
@@ -85,9 +85,9 @@ def _first(labels: Labels, node: fx.Node, at: At, why: str) -> At:
 
 
 def without_own(labels: Labels, node: fx.Node, x: fx.Node) -> At:
-    """The label of x, if nothing else has samples: of a weight they would be features."""
+    """The label of x, if no other argument has samples."""
     if any(labels[other] is not None for other in node.all_input_nodes if other is not x) or labels[x] is None:
-        labels.unsupported(node, "each sample has weights of its own")
+        labels.unsupported(node, "each sample has its own weights")
     found: At = labels[x]
     return found
 
@@ -115,13 +115,13 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
 def _(labels: Labels, node: fx.Node, x: fx.Node, *_: Any) -> Found:
     if labels[x] is None or labels[x].dim != 1:
         return labels.mixed(node, "normalises over samples (BatchNorm in training mode)")
-    statistics = labels[x].moved(0)  # as InstanceNorm has it: samples among the channels of one picture
+    statistics = labels[x].moved(0)  # InstanceNorm: samples are among the channels of one picture
     if any(labels[other] not in (None, statistics) for other in node.all_input_nodes if other is not x):
         return labels.mixed(node, "samples have the weights of others")
     return [labels[x], *[statistics] * (len(node.meta["val"]) - 1)]
 
 
-# Windows, resampling, and matrices by themselves: samples are on an axis in front of the places.
+# Windows, resampling, and operations on single matrices: samples are on an axis before the places.
 
 
 def places(axes: int) -> Rule:
@@ -178,7 +178,7 @@ def _is_logsumexp(x: fx.Node) -> bool:
 @rule("embedding")
 def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, *_: Any) -> Found:
     if labels[w] is not None:
-        labels.mixed(node, "looks samples up")
+        labels.mixed(node, "the operation looks up samples in a table")
     return labels[index]
 
 
@@ -190,7 +190,7 @@ def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *_: Any) -> Fou
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
 def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Node, *more: Any) -> Found:
-    """Of bags that are all as long: one each for the samples."""
+    """The label of bags of equal length, one for each sample."""
     at, own = labels[index], At(0)
     length = shape(index)[0] // labels.samples
     counts = name_of(offsets) == "arange" and offsets.args[:1] == (0,) and shape(offsets) == [labels.samples]
@@ -236,7 +236,7 @@ _SAME_NUMBERS = ("view", "unsqueeze", "clone", "alias", "_to_copy", "squeeze", "
 
 
 def counts_samples(node: fx.Node, samples: int) -> bool:
-    """Whether a tensor is arange(N): each sample's own number."""
+    """Whether a tensor is arange(N), the number of each sample."""
     while name_of(node) in _SAME_NUMBERS:
         node = node.args[0]  # type: ignore[assignment]
         if node.op != "call_function":
@@ -248,7 +248,7 @@ def counts_samples(node: fx.Node, samples: int) -> bool:
 
 
 class _Indices:
-    """The indices of x[i, j, ...]: where their own axes come, and where samples are among these."""
+    """The indices of x[i, j, ...]: the place of their axes in the result, and where the samples are among these."""
 
     def __init__(self, labels: Labels, x: fx.Node, indices: Sequence[fx.Node | None]) -> None:
         self.labels, self.given = labels, [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -259,17 +259,17 @@ class _Indices:
         self.left = [dim for dim in range(len(shape(x))) if dim not in self.dims]  # axes that aren't indexed
 
     def own(self) -> list[At]:
-        """Where samples are in the result, by the indices."""
+        """Where the samples are in the result, from the indices."""
         found = [(labels_of, self.axes - len(shape(index))) for _, index in self.given if (labels_of := self.labels[index])]
         return [at.moved(self.start + missing + at.dim) for at, missing in found]
 
     def place_of(self, dim: int) -> int:
-        """The axis in the result of one of x's that isn't indexed."""
+        """The axis in the result that belongs to an axis of x that isn't indexed."""
         before = sum(other < dim for other in self.dims)
         return dim - before + (self.axes if dim - before >= self.start else 0)
 
     def counted(self, dim: int) -> At | None:
-        """Where samples are in the result, if x's axis is indexed by arange(N)."""
+        """Where the samples are in the result, if x's axis is indexed by arange(N)."""
         index = next(index for own, index in self.given if own == dim)
         if index.op != "call_function" or not counts_samples(index, self.labels.samples):
             return None
@@ -315,7 +315,7 @@ def _(
         return labels.mixed(node, "writes to samples by index")
     if not accumulate:
         return labels.mixed(node, "writes by index, where the last sample wins")
-    # An index that is the same for all samples may be written out for each.
+    # An index that is equal for all samples may be repeated for each.
     ends = [(values, at.dim - axes), *((index, at.dim - given.start - given.axes) for _, index in given.given)]
     there = [(tensor, len(shape(tensor)) + end) for tensor, end in ends]
     return labels.contract(node, {tensor: at.moved(d) for tensor, d in there if d >= 0 and shape(tensor)[d] > 1})
@@ -328,7 +328,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *_: A
         return labels[index]
     labels.along(node, x, dim)
     if shape(x)[at.dim] != shape(index)[at.dim]:
-        labels.mixed(node, "takes some of the samples")
+        labels.mixed(node, "the operation selects some of the samples")
     return labels.same(node, [at, labels[index]])
 
 
@@ -337,7 +337,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value
     at, dim = labels.same(node, [labels[index], labels[values], labels[x]]), dim % len(shape(x))
     if at is None or dim != at.dim:
         if at is not None and shape(x)[at.dim] != shape(index)[at.dim]:
-            labels.mixed(node, "writes to some of the samples")
+            labels.mixed(node, "the operation writes to some of the samples")
         return at
     if labels[x] is not None or name_of(node) != "scatter_add":
         return labels.mixed(node, "writes to samples by index")

@@ -1,4 +1,4 @@
-"""Proofs of compiled steps: rows by random weights against the untouched graph, and what is compiled against what is not."""
+"""Checks of compiled steps: randomly weighted rows against the original graph, and compiled code against its graph."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from autograd_hacks.support.precision import CONV
 
 
 class Certificate:
-    """Of one compilation: checked in its steps 1, 2, 16, 128, ...
+    """The checks of one compilation, in its steps 1, 2, 16, 128, ...
 
-    tangents: how many there are, which are the last of the backward's arguments
+    tangents: how many of the backward's last arguments are outputs' gradients
     """
 
     def __init__(self, joint: Joint, labels: Labels, gradients: Mapping[str, fx.Node], tangents: int) -> None:
         self.joint, self.labels, self.gradients, self.tangents = joint, labels, dict(gradients), tangents
         made = (node.meta.get("val") for node in joint.graph.nodes)
-        # Under autocast gradients are computed in the precision of what they are made of.
+        # Under autocast, gradients are computed in the precision of their terms.
         self.dtypes = {x.dtype for x in made if isinstance(x, Tensor) and x.is_floating_point()}
         self.steps = 0
-        self._given: list[Any] | None = None  # what the last forward was given, where that is checked
+        self._given: list[Any] | None = None  # the last forward's arguments, if its step is checked
 
     def note_forward(self, args: list[Any]) -> None:
         is_due = is_milestone(self.steps + 1)
@@ -38,9 +38,9 @@ class Certificate:
         self._given = copies
 
     def begin_backward(self, graph: fx.GraphModule | None, args: list[Any]) -> Callable[[list[Any]], None] | None:
-        """Checks what this step is to show before it runs; returns what checks the compiled results, or None.
+        """Checks the rows of this step before it runs.  Returns a function that checks the compiled results, or None.
 
-        graph: the backward that was compiled, as a graph; None where it runs as it is
+        graph: the graph that the backward was compiled from; None if the graph itself runs
         """
         self.steps += 1
         given, self._given = self._given, None
@@ -54,10 +54,10 @@ class Certificate:
         return partial(_check_compiled, expected, max(torch.finfo(dtype).eps for dtype in self.dtypes))
 
     def _check_rows(self, given: list[Any], tangents: list[Tensor]) -> None:
-        """Rows, weighted, against the gradients of weighted losses in the graph that nobody has taken apart."""
+        """Compares weighted sums of rows with the gradients of weighted losses in the original graph."""
         nodes, values = self.joint.graph.find_nodes(op="placeholder"), [*given, *tangents]
         devices = [x.device for x in tangents if x.is_cuda][:1]
-        with torch.random.fork_rng(devices):  # masks are the same in both runs, and the user's generators stay
+        with torch.random.fork_rng(devices):  # both runs have the same masks, and the user's generators don't change
             apart = TakenApart(self.joint, self.labels, values)
         powers = torch.randint(-3, 4, (apart.samples,), generator=torch.Generator().manual_seed(self.steps), device="cpu")
         w = (2.0**powers).to(tangents[0].device)
@@ -73,18 +73,18 @@ class Certificate:
             if form is None:
                 is_right = not bool(expected.any())
             else:
-                # Of sums that cancel, as a bias's in front of a norm, what is left is rounding, by all that came there.
+                # Sums that cancel, such as those of a bias before a norm, leave rounding errors in proportion to all terms.
                 weights, received = w.to(form.sum_dtype.to_real()), partial(float, scale / 64)
                 is_right = agree(form, weights, expected, self.dtypes, received, rounding_of(CONV, expected))
             if not is_right:
                 raise VerificationFailed(
-                    f"wrong per-sample gradients: randomly weighted, the rows of {name} don't add up to the gradient of the "
-                    "weighted losses in the same graph." + ON_COMPILING
+                    f"wrong per-sample gradients: a randomly weighted sum of the rows of {name} differs from the gradient "
+                    "of the weighted losses in the same graph." + ON_COMPILING
                 )
 
 
 def _run(joint: Joint, wanted: list[fx.Node], values: list[Any]) -> dict[fx.Node, Any]:
-    """Some nodes of a joint graph, as it is."""
+    """The values of some nodes of a joint graph."""
     needed, given, found = behind(wanted), iter(values), dict[fx.Node, Any]()
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -104,22 +104,22 @@ class _AsTraced(fx.Interpreter):
 
 
 def _check_compiled(expected: Any, eps: float, found: list[Any]) -> None:
-    """Raises VerificationFailed where compiled code has made other numbers than the graph that it was made from.
+    """Raises VerificationFailed if compiled code computed other numbers than its graph.
 
-    eps: of the coarsest dtype that something was computed in
+    eps: the machine epsilon of the coarsest dtype in the graph
     """
     pairs = [
         (number, x.nan_to_num(0, 0, 0).double(), y.nan_to_num(0, 0, 0).double())
         for number, (x, y) in enumerate(zip(found, expected))
         if isinstance(x, Tensor) and isinstance(y, Tensor) and y.is_floating_point() and y.numel()
     ]
-    # Sums that cancel, as those of a bias of keys, are rounding alone, by the size of all else.
+    # Sums that cancel, such as the gradient of a bias of keys, are only rounding errors, in proportion to all other results.
     whole = max((float(torch.linalg.vector_norm(y)) for _, _, y in pairs), default=0.0)
     for number, x, y in pairs:
         allowed = max(1e-3, 8 * eps) * torch.linalg.vector_norm(y) + 8 * eps * whole
         if torch.linalg.vector_norm(x - y) > allowed:
             raise VerificationFailed(
-                f"compiled code is wrong: result {number} of the backward pass, of shape {tuple(y.shape)}, is not what the "
-                "graph makes that it was compiled from, by a fault of torch's compiler. compile(..., backend=None) runs the "
-                "graph itself." + ON_COMPILING
+                f"compiled code is wrong: result {number} of the backward pass, of shape {tuple(y.shape)}, differs from the "
+                "graph that was compiled. This is a fault of torch's compiler. Run the graph itself: "
+                "compile(..., backend=None)." + ON_COMPILING
             )

@@ -1,8 +1,8 @@
-"""Positions that are sorted to experts: labels that follow whose each is through sorts, indices and grouped products.
+"""Positions that are sorted by expert: labels that follow samples through sorts, indices and grouped products.
 
-`torch.sort` of experts' numbers, (M) with samples folded into M, takes positions into an order that depends on all samples.
-But what is done to a position in that order, by itself or by its own expert, depends on that position alone, and the inverse
-order brings it back.
+`torch.sort` of experts' numbers, (M) with samples folded into M, puts positions in an order that depends on all samples.
+But an operation on a single position in that order, or of its own expert, depends only on that position, and the inverse
+order restores the original places.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from autograd_hacks.compiled.labels import register_operation as rule
 
 @dataclass(frozen=True)
 class Sorted(Routed):
-    """Positions on axis ``dim`` in the order of a sort."""
+    """Positions on axis ``dim``, in the order of a sort."""
 
     dim: int = 0
 
 
 @dataclass(frozen=True)
 class Keys(Sorted):
-    """The sorted numbers themselves: the experts'."""
+    """The sorted numbers themselves: the experts' numbers."""
 
 
 @dataclass(frozen=True)
 class Order(Routed):
-    """The order: entry j is a place on an axis that holds samples as ``at`` says."""
+    """The order of a sort: entry j is a place on an axis that holds samples as in ``at``."""
 
     at: At
 
@@ -44,7 +44,7 @@ class Inverse(Routed):
 
 @dataclass(frozen=True)
 class Counts(Routed):
-    """How many positions each expert has, of so many experts; or where they end."""
+    """How many positions each of the experts has, or where they end."""
 
     experts: int = 0
     are_ends: bool = False
@@ -54,15 +54,15 @@ ALONG = frozenset(
     """view _unsafe_view reshape unsqueeze squeeze expand slice split split_with_sizes cat sum mean permute transpose t clone
     select constant_pad_nd slice_scatter select_scatter slice_backward amax softmax _softmax""".split()  # noqa: SIM905 to be read
 )
-"""Operations of which the rules for samples on an axis hold for sorted positions, too, as long as that axis stays whole."""
+"""Operations whose rules for samples on an axis also hold for sorted positions, if that axis stays whole."""
 FILLED = frozenset("full full_like zeros zeros_like new_zeros new_full empty empty_like ones ones_like".split())  # noqa: SIM905
-"""Operations that make one number everywhere, or none yet."""
+"""Operations that return the same number everywhere, or uninitialised memory."""
 SAME = frozenset(("_to_copy", "clone", "alias", "detach", "lift_fresh_copy"))
 
 
 @rule("sort")
 def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **named: Any) -> Found:
-    """Along an axis of each sample's; or of numbers on the one axis into which samples are folded, from the least on."""
+    """A sort along an axis of each sample, or an ascending sort of numbers on the single axis that contains the samples."""
     numbers = [y for y in given if not isinstance(y, bool)]
     at, is_descending = labels[x], named.get("descending", False) or any(y is True for y in given)
     if len(shape(x)) == 1 and at.outer == 1 and not is_descending:
@@ -72,7 +72,7 @@ def _(labels: Labels, node: fx.Node, x: fx.Node, *given: Any, **named: Any) -> F
 
 @rule(OF_ROUTED)
 def _(labels: Labels, node: fx.Node) -> Found:
-    """The label of an operation one of whose tensors is routed."""
+    """The label of an operation with a routed tensor."""
     name, args = name_of(node), node.args
     given: dict[fx.Node, Any] = {x: labels[x] for x in node.all_input_nodes if labels[x] is not None}
     first = given.get(args[0]) if args and isinstance(args[0], fx.Node) else None
@@ -113,7 +113,7 @@ def _indexed(labels: Labels, node: fx.Node, x: Any, index: Any) -> Found:
 
 
 def _written(labels: Labels, node: fx.Node, x: Any, index: Any, values: Any, adds: bool) -> Found:
-    """Of x[index] = values, where x holds the same for all samples."""
+    """The label of x[index] = values, where x is the same for all samples."""
     own, label = labels[index], labels[values]
     if x is None and isinstance(own, Order) and own.at == own.source and _counts_up(values) and not adds:
         return Inverse(own.order, own.source)  # every entry is written
@@ -144,7 +144,7 @@ def _counted(labels: Labels, node: fx.Node, keys: Keys, bins: Any = 100, min: An
 
 
 def _grouped(labels: Labels, node: fx.Node, name: str, given: Mapping[fx.Node, Any]) -> Found:
-    """Products by experts of rows in their order; or, in the backward pass, of all that each expert was given."""
+    """Experts' products of sorted rows; or, in the backward pass, products over all rows of each expert."""
     tensors = [x for x in node.all_input_nodes if not isinstance(given.get(x), Counts)]
     ends = [label for label in given.values() if isinstance(label, Counts)]
     if len(ends) != 1 or not ends[0].are_ends:
@@ -169,15 +169,17 @@ def _grouped(labels: Labels, node: fx.Node, name: str, given: Mapping[fx.Node, A
 
 
 def _is_even(x: fx.Node, axis: int) -> bool:
-    """Whether a tensor without samples is the same at all places of an axis, counted from the last: of sorted positions
-    these depend on all samples."""
+    """Whether a tensor without samples is the same at all places of an axis, counted from the last.
+
+    Places of sorted positions depend on all samples.
+    """
     if not isinstance(x.meta.get("val"), torch.Tensor) or len(shape(x)) < -axis or shape(x)[axis] == 1:
         return True
     return name_of(x) in FILLED or (name_of(x) == "expand" and _is_even(x.args[0], axis))  # type: ignore[arg-type]
 
 
 def _along(labels: Labels, node: fx.Node, name: str, given: Mapping[fx.Node, Any]) -> Found:
-    """What leaves sorted positions where they are, by the rules for samples on an axis."""
+    """The label of an operation that keeps the order of sorted positions, by the rules for samples on an axis."""
     one = next(iter(given.values()))
     if any((label.order, label.source) != (one.order, one.source) for label in given.values()):
         return _refused(labels, node)

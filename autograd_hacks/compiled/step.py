@@ -1,4 +1,4 @@
-"""A model whose compiled backward pass makes rows, norms, or clipped gradients."""
+"""A model whose compiled backward pass also computes rows, norms or clipped gradients."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ Gradients = Mapping[str, fx.Node]
 
 _COUNT = count()
 LARGE = 2**18
-"""Bytes of rows from which on the memory of earlier ones is used: to ask for it takes as long as writing so many."""
+"""From this size in bytes on, rows reuse earlier memory; for smaller rows the lookup takes longer than it saves."""
 WEIGHTS = "the samples' weights"
-"""By which name a graph asks for them; parameters have others."""
+"""The name of the weights among a step's inputs.  No parameter has such a name."""
 SLOW = 2.0
-"""Seconds of compiling that are told of on stderr."""
+"""Longer compilations, in seconds, are reported on stderr."""
 
 
 class CompiledStep(nn.Module):
-    """What `autograd_hacks.compile` returns: a module that is called like the model.
+    """The result of `autograd_hacks.compile`: a module that is called like the model.
 
-    model: the model itself    weights: N, for 'sum', set before the backward pass    direction: {name: shape}, for 'dot'
+    * ``model``: the model itself
+    * ``weights``: N weights for 'sum'; set them before the backward pass
+    * ``direction``: {name: shape} for 'dot'; set it before the backward pass
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class CompiledStep(nn.Module):
         self._contexts = compiling(options or {})
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._named, self._holders, self._seen = list[tuple[str, nn.Parameter]](), list[Any](), list[int]()
-        self._task, self._arriving = NO_TASK, dict[str, int]()  # the pass that runs, and the memory of what it brings
+        self._task, self._arriving = NO_TASK, dict[str, int]()  # the current pass, and the addresses of its gradients
         self._backend = Backend(
             model,
             lambda: self._axes,
@@ -90,25 +92,28 @@ class CompiledStep(nn.Module):
             backend is not None,
             verb == "clip_and_noise",
         )
-        # Of a place of its own: by that the compiler counts how often one is compiled anew, and learns which sizes change.
+        # A code object of its own: for each code object the compiler counts recompilations and learns which sizes change.
         own = _run.__code__.replace(co_name=f"_run_{next(_COUNT)}")
         run = types.FunctionType(own, _run.__globals__, own.co_name)
         self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
 
     def __deepcopy__(self, memo: object) -> CompiledStep:
-        raise TypeError("a compiled step can't be copied; copy its .model, and compile that" + ON_COMPILING)
+        raise TypeError("a compiled step can't be copied; copy its .model and compile the copy" + ON_COMPILING)
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a compiled step can't be pickled; save its .model's state_dict()" + ON_COMPILING)
 
     def install(self) -> None:
-        """Has the model's own calls run this step while it trains, with gradients: for trainers that are given a model."""
+        """Makes the model's own calls run this step, in training mode with gradients.  For trainers that call the model.
+
+        Raises ValueError if another step is installed.
+        """
         if CALL in vars(self.model):
-            raise ValueError("the model's calls are compiled already; uninstall() the other step first" + ON_COMPILING)
+            raise ValueError("another compiled step is installed; uninstall() that step first" + ON_COMPILING)
         vars(self.model)[CALL] = self._instead
 
     def uninstall(self) -> None:
-        """Has the model's calls run as before."""
+        """Makes the model's calls run as before."""
         vars(self.model).pop(CALL, None)
 
     def _instead(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +137,7 @@ class CompiledStep(nn.Module):
             if isinstance(inner, PerSampleGradientError):
                 raise inner from None
             raise UnsupportedOperation(
-                f"{type(self.model).__name__} can't be made one graph: {_first_line(inner or error)}. Use "
+                f"{type(self.model).__name__} can't be captured as one graph: {_first_line(inner or error)}. Use "
                 "add_hooks(model) for it." + ON_COMPILING
             ) from error
         self._watch(self._backend.compilations > before)
@@ -144,22 +149,22 @@ class CompiledStep(nn.Module):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The names of what the last backward pass has made beside gradients: 'norms', say."""
+        """The names of the last backward pass's results beside gradients, for example 'norms'."""
         return tuple(self._results)
 
     @property
     def norms(self) -> Tensor:
-        """N, of the last backward pass, before clipping."""
+        """The norms of the last backward pass before clipping, N."""
         return self._result("norms")
 
     @property
     def dot(self) -> Tensor:
-        """⟨gₙ, direction⟩, N, of the last backward pass."""
+        """The products ⟨gₙ, direction⟩ of the last backward pass, N."""
         return self._result("dot")
 
     @property
     def projection(self) -> Tensor:
-        """J R, (N, dim), of the last backward pass, for the random map R of `PerSampleGrads.project`."""
+        """J R of the last backward pass, (N, dim), for the random map R of `PerSampleGrads.project`."""
         return self._result("projection")
 
     @property
@@ -180,23 +185,27 @@ class CompiledStep(nn.Module):
         wrong = [name for name, shape in shapes.items() if name not in v or v[name].shape != shape]
         if wrong or v.keys() - shapes.keys():
             raise ValueError(
-                f"direction was given {sorted(v.keys() - shapes.keys()) or 'too little'}; expected {{name: tensor}} of all "
-                f"parameters that train, of their shapes; missing or of another shape: {wrong[:5]}" + ON_COMPILING
+                f"direction: unknown entries are {sorted(v.keys() - shapes.keys())}; missing entries, or entries of another "
+                f"shape, are {wrong[:5]}; expected {{name: tensor}} with the shape of each trainable parameter"
+                + ON_COMPILING
             )
         self._given.tensors = {name: x.detach() for name, x in v.items()}
 
     def _result(self, name: str) -> Tensor:
         if name not in self._results:
             raise NothingRecorded(
-                f"there are no {name}: no backward pass has run since the last forward, or compile was asked for "
-                f"{self.verb!r} alone." + ON_COMPILING
+                f"there is no {name!r}: no backward pass has run since the last forward, or the step was compiled for "
+                f"{self.verb!r} only." + ON_COMPILING
             )
         return self._results[name]
 
-    # Gradients that come past the graph.
+    # Gradients from outside of the graph.
 
     def _watch(self, is_new: bool) -> None:
-        """Hooks the parameters, where there are others than in the step before; is_new: whether the graph is another."""
+        """Hooks the parameters if they changed since the last step.
+
+        is_new: whether the graph is new
+        """
         seen = [id(p) for held in self._holders for p in held.values()]
         if seen == self._seen and not is_new:
             return
@@ -210,7 +219,7 @@ class CompiledStep(nn.Module):
         for handle in self._watched.values():
             handle.remove()
 
-    # What the graph is to make.
+    # The results of the graph.
 
     def _make(self, apart: TakenApart, gradients: Gradients) -> Made:
         factor = apart.samples if self._is_mean else 1
@@ -220,7 +229,7 @@ class CompiledStep(nn.Module):
         return made
 
     def _begin(self) -> None:
-        """Makes room for rows that are to come."""
+        """Returns the old rows' memory to the pool."""
         for name, p in self._named if self.verb == "rows" else ():
             self._given.pool.give_back(name, vars(p).pop("grad1", None))
 
@@ -228,8 +237,8 @@ class CompiledStep(nn.Module):
         if self._task != NO_TASK and self._task == current_task():
             self._task = NO_TASK
             raise UnseenGradient(
-                "the compiled step was called several times for one loss, and each sample's gradient is the sum over these "
-                "calls. Call it once, on all inputs: step(torch.cat([a, b])).chunk(2), of twice as many samples; or use "
+                "the compiled step was called several times for one loss, so each sample's gradient is a sum over calls. "
+                "Call it once on all inputs, with twice as many samples: step(torch.cat([a, b])).chunk(2); or use "
                 "add_hooks(model)." + ON_COMPILING
             )
         if self.verb == "rows":
@@ -246,11 +255,12 @@ class CompiledStep(nn.Module):
         return noised
 
     def _noised(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients with noise, in memory of their own: those of two parameters may be one tensor."""
+        """Gradients with noise, in new memory, because two parameters' gradients may be one tensor."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise NotImplementedError(
-                "compile(model, 'clip_and_noise') adds noise on each process of several, which would add up to another "
-                "deviation. Use 'clip', and add the noise once; or add_hooks and clip_and_noise_." + ON_COMPILING
+                "compile(model, 'clip_and_noise') does not support several processes: each would add noise, and the sum "
+                "would have another deviation. Use 'clip' and add the noise once; or use add_hooks and clip_and_noise_."
+                + ON_COMPILING
             )
         multiplier, bound, expected = (
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
@@ -261,23 +271,23 @@ class CompiledStep(nn.Module):
                 noise = drawn(self._noise, name, p, multiplier * bound / expected)
                 if name in gradients:
                     found[name] = noise.add_(gradients[name])
-                else:  # no sample reaches it
+                else:  # no sample's loss reaches it
                     p.grad = noise if p.grad is None else p.grad.add_(noise)
         return found
 
     def _check_kept(self, found: Any) -> None:
-        """Raises where a private step's model keeps what follows from samples, of which later steps would know."""
+        """Raises SamplesMixed if the model of a private step keeps a tensor that depends on samples for later steps."""
         made, self._backend.made_of_samples = self._backend.made_of_samples, []
         returned = {id(x) for x in tensors_of(found)}
         if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
             raise SamplesMixed(
-                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that follows from samples and that it doesn't "
-                "return: an attribute, or an entry of a list. Later steps would know of it, and private training "
-                "promises that they don't. Don't keep it." + ON_COMPILING
+                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that depends on samples, in an attribute or a "
+                "list. Later steps could use it, which private training must exclude. Return it, or don't keep it."
+                + ON_COMPILING
             )
 
     def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        """By argument (id) the axis of its samples."""
+        """{id of an argument: the axis of its samples}"""
         batch = Batch.of(args, kwargs, self._batch)
         self._tensors = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
         axes = batch.axes
@@ -288,24 +298,24 @@ class CompiledStep(nn.Module):
         if len(set(sizes.values())) > 1:
             shapes = [tuple(x.shape) for x in batch.leaves if id(x) in found]
             raise ValueError(
-                f"compile was given batch={self._batch!r}, and arguments of shapes {shapes} have other sizes there. Write a "
-                "tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, 'table': None}."
-                + ON_COMPILING
+                f"compile was given batch={self._batch!r}, but arguments of shapes {shapes} have different sizes on that "
+                "axis. Give a tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, "
+                "'table': None}." + ON_COMPILING
             )
         return found
 
 
 def _arrived(of: weakref.ref[CompiledStep], name: str, grad: Tensor | None) -> None:
-    """Raises where a pass brings a parameter something else than what the graph has made."""
+    """Raises UnseenGradient if a parameter receives another gradient than the graph's."""
     step = of()
     if grad is None or step is None or step._task == NO_TASK or step._task != current_task():
         return
     if step._arriving.get(name) != grad.data_ptr():
         step._task = NO_TASK
         raise UnseenGradient(
-            f"gradient has reached {name} past the compiled graph, which can't be told by sample: a penalty on weights in "
-            "the loss, a weight that the loss reads, a hook on the parameter, or a parameter that the model returns. Run a "
-            "penalty's backward pass by itself; or use add_hooks(model)." + ON_COMPILING
+            f"{name} received gradient from outside of the compiled graph, and it can't be split into samples. Causes are a "
+            "weight penalty in the loss, a weight that the loss reads, a hook on the parameter, or a parameter that the "
+            "model returns. Run a penalty's backward pass by itself; or use add_hooks(model)." + ON_COMPILING
         )
 
 
@@ -340,7 +350,7 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
     norms = apart.norms(step._budget) * factor
     weights = (float(step._numbers["max_norm"] or 0) / norms).clamp(max=1)
     if step.verb == "clip_and_noise":
-        # The loss's own reduction is taken away first, and what is not finite adds nothing.
+        # Undo the loss's own reduction first.  Samples that are not finite add nothing.
         weights = weights * factor / float(step._numbers["expected_batch_size"] or 1)
         sums = apart.weighted(weights, norms.isfinite())
     else:
@@ -376,4 +386,4 @@ VERBS: dict[str, Callable[..., Made]] = {
     "rows": _rows, "norms": _norms, "clip": _clip, "clip_and_noise": _clip, "sum": _sum, "dot": _dot,
     "project": _project,
 }  # fmt: skip
-"""{what `compile` is asked for: what the graph makes}"""
+"""{verb of `compile`: a function that computes its results in the graph}"""

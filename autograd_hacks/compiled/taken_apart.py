@@ -1,4 +1,4 @@
-"""A labelled joint graph taken apart: it runs as it is, but where samples are added up a form is made in the sum's place."""
+"""Runs a labelled joint graph with forms instead of the sums over samples."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from autograd_hacks.rules.views import reshaped, transposed
 
 aten: Any = torch.ops.aten
 GROUPED = "transformers::grouped_mm_fallback"
-"""Grouped products of transformers, which has them where torch has not."""
+"""Grouped products that transformers defines if torch lacks them."""
 
 
 def unfolded(x: Tensor, at: At, samples: int) -> Tensor:
-    """With the samples on axis 0: N *outer ... inner ..., the axes in their order."""
-    inner = x.shape[at.dim] // (samples * at.outer) if at.inner > 1 else 1  # which may be another than when labels were made
+    """The tensor with the samples on axis 0: N *outer ... inner ..., the other axes in their order."""
+    inner = x.shape[at.dim] // (samples * at.outer) if at.inner > 1 else 1  # it may differ from the traced size
     middle = ([at.outer] if at.outer > 1 else []) + [samples, inner]
     return x.reshape(*x.shape[: at.dim], *middle, *x.shape[at.dim + 1 :]).movedim(at.dim + (at.outer > 1), 0)
 
 
 def over(w: Tensor, x: Tensor, at: At) -> Tensor:
-    """Weights, N, to be multiplied by a tensor that has samples there."""
+    """N weights, shaped to be multiplied by a tensor with samples at ``at``."""
     samples = w.shape[0]
     if at != At(at.dim):
         w = w.view(1, samples, 1).expand(at.outer, samples, x.shape[at.dim] // (samples * at.outer)).reshape(-1)
@@ -43,12 +43,12 @@ def over(w: Tensor, x: Tensor, at: At) -> Tensor:
 
 
 def bytes_of(form: Form) -> int:
-    """Of rows written out, for the batch that is traced."""
+    """The bytes of written-out rows, for the traced batch."""
     return size(form.samples) * form.shape.numel() * form.like.element_size()
 
 
 def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation makes, also of tensors whose strides are others than those that were traced."""
+    """An operation's result, also for tensors with other strides than traced."""
     if target in (aten.view.default, aten._unsafe_view.default):
         return args[0].reshape(args[1])
     return target(*args, **kwargs)
@@ -57,14 +57,15 @@ def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class TakenApart:
     """One run of a joint graph.
 
-    values: of the placeholders, in their order    samples: N, of this run
+    values: the values of the placeholders, in their order
+    samples: N of this run
     """
 
     def __init__(self, joint: Joint, labels: Labels, values: Sequence[Any]) -> None:
         self.joint, self.labels = joint, labels
         self.values: dict[fx.Node, Any] = {}
-        self.forms: dict[fx.Node, Any] = {}  # of sums over samples: a form, or several where a node makes several sums
-        self._rows: dict[fx.Node, Tensor] = {}  # of gradients, where they were written out
+        self.forms: dict[fx.Node, Any] = {}  # for each sum over samples a form, or several for several results
+        self._rows: dict[fx.Node, Tensor] = {}  # the written-out rows of gradients
         given, outputs = iter(values), behind(joint.outputs)
         self.samples: Any = joint.samples
         for node in joint.graph.nodes:
@@ -121,7 +122,7 @@ class TakenApart:
         return Dense(self._row_by_row(node))
 
     def _row_by_row(self, node: fx.Node) -> Any:
-        """What follows from sums over samples, for each sample."""
+        """An operation on sums over samples, for each sample."""
         flat: list[Any]
         flat, spec = tree_flatten((node.args, node.kwargs))
         places = [n for n, x in enumerate(flat) if isinstance(x, fx.Node) and self.labels[x] is SUM]
@@ -166,7 +167,7 @@ class TakenApart:
         return Dense(self._sample_by_sample(found, values, spec))
 
     def _routed(self, found: Contraction, values: Sequence[Any]) -> Form:
-        """Of positions in the order of a sort: of experts' weights, or of a table of experts."""
+        """The form of sorted positions: of experts' weights, or of a table of experts."""
         name, owners = name_of(found.node), self._owners(next(iter(found.at.values())))
         if name == "index_put":
             table, experts, g = values[0], values[1], values[2]
@@ -176,7 +177,7 @@ class TakenApart:
         return Experts(x, g, ends, owners, g.new_empty(self.samples))
 
     def _owners(self, at: Sorted) -> Tensor:
-        """Whose each position is, in the order of its sort."""
+        """The sample of each position, in the order of the sort."""
         order: Tensor = self.values[at.order][1]
         return order // (order.shape[0] // self.samples)
 
@@ -187,7 +188,7 @@ class TakenApart:
         return w[self._owners(at)].view(-1, *[1] * (x.ndim - at.dim - 1)).to(kind)
 
     def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
-        """Of the sums, or means, of a table's entries."""
+        """The form of sums or means of a table's entries."""
         g, index, lengths, entries, mode, weights = (values[n] for n in (0, 1, 4, 6, 8, 10))
         index, padding = unfolded(index, at[1], self.samples), values[11] if len(values) > 11 else -1
         g = (g / lengths[:, None] if mode == 1 else g)[:, None].expand(*index.shape, g.shape[-1])
@@ -195,7 +196,7 @@ class TakenApart:
         return lookup(index, g, torch.Size((entries, g.shape[-1])), padding if padding >= 0 else None)
 
     def _outer(self, values: Sequence[Tensor], at: Mapping[int, At]) -> Outer:
-        """Of left (O, M) and right (M, I), the samples among M."""
+        """The form of a product of left (O, M) and right (M, I), with the samples in M."""
         if (at[0].outer, at[0].inner) == (1, 1):
             return Outer(values[0].permute(1, 0), values[1])
         left, right = (
@@ -205,7 +206,7 @@ class TakenApart:
         return Outer(left.flatten(1, -2), right.flatten(1, -2))  # N *outer inner O, and I
 
     def _summed(self, x: Tensor, dims: Axes, at: At, keepdim: bool) -> Dense:
-        """Of a sum over some axes of x, the samples' axis among these."""
+        """The form of a sum over axes of x that include the samples' axis."""
         if axes_of(dims, x.ndim) == [0] and at == At(0):
             return Dense(x.reshape(-1, *[1] * keepdim, *x.shape[1:]))
         rows, has_outer, over = unfolded(x, at, self.samples), at.outer > 1, axes_of(dims, x.ndim)
@@ -225,12 +226,12 @@ class TakenApart:
         return make(x.conj(), g, w.shape, (stride, padding, dilation, groups))
 
     def _sample_by_sample(self, found: Contraction, values: list[Any], spec: Any) -> Tensor:
-        """The very operation for each sample's part of its tensors."""
+        """The form of any other operation, which runs for each sample's part of its tensors."""
         node, at = found.node, dict(found.at)
         parts = {n: unfolded(values[n], own, self.samples) for n, own in at.items()}
         writes = name_of(node) in ("index_put", "_unsafe_index_put", "scatter_add", "index_add") and 0 not in at
         if writes:
-            # vmap expands what is written to, and inductor (torch 2.13, pytorch#183986) then adds to one memory for all.
+            # vmap expands the destination, and inductor (torch 2.13, pytorch#183986) then writes all samples to one memory.
             parts[0] = values[0].new_zeros([self.samples, *values[0].shape]) + values[0]
 
         def one(*tensors: Tensor) -> Any:
@@ -246,20 +247,23 @@ class TakenApart:
 
         return vmap(one)(*parts.values())
 
-    # What is made of forms.
+    # Results from forms.
 
     def form_of(self, gradient: fx.Node) -> Form | None:
-        """None where no sample's loss reaches the parameter."""
+        """A gradient's form; None if no sample's loss reaches the parameter."""
         return self.forms.get(gradient)
 
     def rows(self, gradient: fx.Node) -> Tensor:
-        """N × the parameter's shape."""
+        """A gradient's rows, N × the parameter's shape."""
         if gradient not in self._rows:
             self._rows[gradient] = self.forms[gradient].dense()
         return self._rows[gradient]
 
     def norms(self, budget: int = 0) -> Tensor:
-        """Over all parameters, N.  budget: bytes of rows that are best written out, and are kept for `weighted`"""
+        """The norms over all parameters, N.
+
+        budget: bytes of rows that may be written out, where that is cheaper, and are kept for `weighted`
+        """
         found: list[Tensor] = []
         for gradient in self.joint.gradients.values():  # of two parameters it may be the same
             form = self.forms.get(gradient)
@@ -277,7 +281,7 @@ class TakenApart:
 
     @staticmethod
     def _squares(form: Form, rows: Tensor | None) -> Tensor:
-        """In double precision, in which no square of a float leaves the range."""
+        """Squares in double precision, where squares of floats don't overflow."""
         if rows is None and type(form) is Outer and form.positions == 1:
             factors = form.flat or [x[:, 0] for x in form.held]
             lengths = (torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in factors)
@@ -289,9 +293,9 @@ class TakenApart:
         return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
 
     def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
-        """Σₙ wₙ gₙ by node: the same contractions of gradients times weights; or of rows, where these are there.
+        """Σₙ wₙ gₙ by node, from the original sums with weighted gradients, or from rows that were kept.
 
-        taken: N booleans, of which samples; None for all. What isn't finite elsewhere doesn't matter then
+        taken: N booleans, which samples enter the sum; None for all. The others need not be finite
         """
         values = dict(self.values)
         w = w if taken is None else w.where(taken, 0)
@@ -322,7 +326,7 @@ class TakenApart:
 
 
 class OfOneSample(TakenApart):
-    """The run of a batch of one, in which every gradient is the sample's: sizes of 1 would not tell where it is."""
+    """The run of a batch of one sample, where every gradient is the sample's.  Axes of size 1 would be ambiguous."""
 
     def __init__(self, joint: Joint, values: Sequence[Any]) -> None:
         super().__init__(replace(joint, outputs=[*joint.outputs, *joint.gradients.values()]), Labels(1), values)

@@ -1,4 +1,4 @@
-"""The names of torch's compiler that aren't public, in one place.  Seen in torch 2.13."""
+"""All uses of private names of torch's compiler.  Tested with torch 2.13."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autograd_hacks.errors import ON_COMPILING
 
 try:
     with catch_warnings():
-        simplefilter("ignore", DeprecationWarning)  # of torch.jit, which inductor imports
+        simplefilter("ignore", DeprecationWarning)  # inductor imports torch.jit
         import torch._dynamo as dynamo
         import torch._inductor as inductor
         from torch._decomp import core_aten_decompositions
@@ -42,17 +42,17 @@ try:
         from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
     raise ImportError(
-        f"autograd_hacks.compile needs parts of the compiler that torch {torch.__version__} has not, or has under other "
-        f"names ({error}); they were seen in torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
+        f"autograd_hacks.compile needs parts of torch's compiler that torch {torch.__version__} lacks or has renamed "
+        f"({error}). It was tested with torch 2.13. Use add_hooks(model) instead." + ON_COMPILING
     ) from error
 
 MOST = 256
-"""So often a step may be compiled anew: for other sizes, kinds of arguments, and parameters that train."""
+"""The largest number of recompilations of a step, for other sizes, kinds of arguments or trainable parameters."""
 KEPT_WHOLE = (
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten.embedding_dense_backward", "aten.reflection_pad",
 )  # fmt: skip
-"""Operations that aren't decomposed.  Attention's forward becomes one whose logsumexp its backward can't use; the others
-become indices among which samples are hard to find."""
+"""Operations that aren't decomposed.  Attention's forward would become an operation whose logsumexp its backward can't use;
+the others would become indices, in which samples are hard to find."""
 
 
 def decompositions(table: Callable[[], Any] = core_aten_decompositions) -> dict[Any, Any]:
@@ -65,14 +65,14 @@ def lowered() -> dict[Any, Any]:
 
 
 def compiling(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Contexts in which recurrent layers are traced, step by step, and inductor has other options; for each call again."""
+    """Contexts for a call: recurrent layers are traced step by step, and inductor has the given options."""
     limits: dict[str, Any] = {"recompile_limit": MOST, "accumulated_recompile_limit": MOST}
     return dynamo.config.patch(allow_rnn=True, **limits), inductor.config.patch(dict(options))
 
 
 @contextmanager
 def _said_to_compile() -> Iterator[None]:
-    """A context in which libraries that ask whether they are being compiled leave out what looks at values."""
+    """A context in which libraries see that they are being compiled, and skip code that depends on values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -93,20 +93,20 @@ def joint_graph(
 
 
 def without_idle_views(graph: fx.Graph) -> None:
-    """Takes away what hands its tensor on as it is: views of the same shape, axes put in another order and back."""
+    """Removes operations without effect: views of the same shape, and permutations that cancel."""
     remove_noop_ops(graph)
     early_patterns.apply(graph)
 
 
 def with_random_numbers_of_inductor(traced: fx.GraphModule) -> fx.GraphModule:
-    """The graph with inductor's own operations in the place of torch's random ones, which it doesn't compile."""
+    """The graph with torch's random operations, which inductor doesn't compile, replaced by inductor's own."""
     with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in traced.graph.find_nodes(op="placeholder")])):
         replace_random_passes(traced)
     return traced
 
 
 CALL = "_compiled_call_impl"
-"""What a module's call runs in the place of its forward, if there is such a thing."""
+"""The attribute of a module that its call runs instead of its forward, if it is set."""
 
 
 def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +115,9 @@ def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def recurrent_layers_unrolled() -> Iterator[None]:
-    """A context in which recurrent layers become the operations that they are made of.
+    """A context in which recurrent layers are traced as their basic operations.
 
-    For models that have some: without mkldnn convolutions are taken to lay their outputs out in another way than they do.
+    Use it only for models with such layers: without mkldnn, tracing assumes a wrong memory layout of convolutions' outputs.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)

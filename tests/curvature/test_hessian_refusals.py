@@ -163,7 +163,7 @@ def test_outputs_that_are_refused() -> None:
         (torch.randn(5, 2, requires_grad=True), NothingRecorded, "no hooked layer"),
         (model(x).sum(1), ValueError, r"output\[:, None\]"),
         (model(x)[:, :, None, None], ValueError, r"\(N, T, C\)"),
-        (model(x)[:, :0], ValueError, "without entries"),
+        (model(x)[:, :0], ValueError, "which has no entries"),
         (model(x).mT, BatchSizeError, "disagree"),
         (model(x)[:3], BatchSizeError, "disagree"),
         (3.0, TypeError, "floating-point"),

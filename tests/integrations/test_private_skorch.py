@@ -52,7 +52,7 @@ def test_what_would_break_a_nets_guarantee_is_refused() -> None:
     own = PrivateCallback(private(loss_type="mean"))
     with pytest.raises(ValueError, match="iterator_train=callback"):
         fitted(net(), own, iterator_train=torch.utils.data.DataLoader)
-    with pytest.raises(ValueError, match="weights of classes"):
+    with pytest.raises(ValueError, match="without class weights"):
         fitted(net(), own, criterion__weight=torch.ones(3))
     with pytest.raises(ValueError, match="loss_type='sum'"):
         fitted(net(), PrivateCallback(private(loss_type="sum")))

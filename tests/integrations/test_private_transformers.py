@@ -98,7 +98,7 @@ def test_inputs_in_lists_and_dictionaries_are_cut_with_their_samples(tmp_path: P
     assert_close(model.state_dict(), by_hand(net(), *data()).state_dict(), rtol=1e-4, atol=1e-4)
     flat = trainer(OfLists(net()), tmp_path, private(), rows, **options)
     flat.data_collator = lambda own: collated(own) | {"pixels": torch.zeros(3 * len(own), 2)}
-    with pytest.raises(ValueError, match=r"'pixels' \(Tensor, shape .* which has to be cut"):
+    with pytest.raises(ValueError, match=r"'pixels' \(Tensor, shape .* which can't be split"):
         flat.train()
 
 

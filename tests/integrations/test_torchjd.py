@@ -146,7 +146,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="leave it out"):
         jacobian_descent(model, UPGrad(), autograd_hacks.per_sample_grads(model), "mean")
     grads, losses = autograd_hacks.per_sample_grads(model), tasks_of(model)
-    with pytest.raises(ValueError, match="beside grads"):
+    with pytest.raises(ValueError, match="losses and grads"):
         jacobian_descent(model, UPGrad(), grads, losses=losses)
     with pytest.raises(ValueError, match="beside loss_type='mean'"):
         jacobian_descent(model, UPGrad(), loss_type="mean", losses=losses)

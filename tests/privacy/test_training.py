@@ -245,24 +245,24 @@ def test_what_would_break_the_guarantee_is_refused() -> None:
         private.loader(TensorDataset(x, y))
     for wrong, told in (
         ({"expected_batch_size": None}, "expected_batch_size=None"),
-        ({"expected_batch_size": 31}, "no larger than that"),
+        ({"expected_batch_size": 31}, "and at most "),
         ({"delta": 0.1}, "less than 1 / 30"),
     ):
         with pytest.raises(ValueError, match=told):
             training(**wrong).loader(data())
-    with pytest.raises(TypeError, match="which a stream can't give"):
+    with pytest.raises(TypeError, match="which a stream can't ensure"):
         training().loader(Stream())
     with pytest.raises(TypeError, match="batch_size, shuffle"):
         training().loader(data(), batch_size=3, shuffle=True)
     with pytest.raises(ValueError, match="without micro_batch_size"):
         training().loader(data(), padded=True)
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="expected exactly one"):
         training(epsilon=1.0)
     with pytest.raises(ValueError, match="expected how many steps"):
         train(training(noise_multiplier=None, epsilon=1.0), net())
     with pytest.raises(ValueError, match="noise_multiplier=-1"):
         training(noise_multiplier=-1)
-    with pytest.raises(ValueError, match="expected one bound, from which it starts"):
+    with pytest.raises(ValueError, match="expected a single bound to start from"):
         training(clip=QuantileClip(), max_norm={"*": 1.0})
     with pytest.raises(ValueError, match="delta=1"):
         training(delta=1)

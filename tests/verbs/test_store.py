@@ -208,7 +208,7 @@ def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="returned a dictionary. Give a file"):
         over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
     over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
-    with pytest.raises(ValueError, match="(?i)another verb.*delete the folder"):
+    with pytest.raises(ValueError, match="another verb.*Delete the folder"):
         over(model, data, loss, lambda grads: {"a": grads.project(4)}, out=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"'a/b', which can't be the name of a file"):
         over(model, data, loss, lambda grads: {"a/b": grads.project(4)}, out=tmp_path / "other")
