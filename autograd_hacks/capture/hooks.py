@@ -19,7 +19,7 @@ from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
-from autograd_hacks.probe.planner import ONCE, Planner, uncovered
+from autograd_hacks.probe.planner import ALWAYS, ONCE, Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
@@ -53,8 +53,9 @@ def add_hooks(
     keyword. None where no argument tells
     probe: whether forwards are proven, the first of each kind (dtypes, ranks, training flags) and ever more rarely later: a
     few backward passes through the forward's own graph show where samples are in every layer, whether they mix, where
-    parameters are read, and that rows add up. 'once' proves the first of each kind alone. False takes axis 0 of every
-    layer's input for the batch; where no layer's rule covers a parameter, the first forward of each kind shows it
+    parameters are read, and that rows add up. 'once' proves the first of each kind alone, 'always' every one. False takes
+    axis 0 of every layer's input for the batch; where no layer's rule covers a parameter, the first forward of each kind
+    shows it
     param_grad: whether a backward pass fills ``.grad``. False has autograd compute no ordinary weight gradients, which are
     a quarter of a step and more: ``.grad`` is then set by `clip_grad1_norm_`, by ``compute_grad1(set_grad=True)``, or from
     ``per_sample_grads(model).weighted_sum(w)``. They are computed all the same, and thrown away, in the
@@ -108,8 +109,8 @@ def add_hooks(
             DeprecationWarning,
             stacklevel=3,
         )
-    if probe not in (True, False, ONCE):
-        raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
+    if probe not in (True, False, ONCE, ALWAYS):
+        raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False, {ONCE!r} or {ALWAYS!r}" + ON_HOOKS)
     if segments is not None:
         check_segments(segments, "add_hooks")
     if segments is not None and (independent or not probe or batch_dim != 0):
