@@ -19,7 +19,7 @@ from autograd_hacks.capture.wrappers import check_hookable
 from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
-from autograd_hacks.probe.planner import ONCE, Planner, uncovered
+from autograd_hacks.probe.planner import ALWAYS, ONCE, Planner, uncovered
 from autograd_hacks.rules.nodes import OF_NODES
 from autograd_hacks.rules.table import covered, parts_of_composites, rule_for
 from autograd_hacks.support.display import Shown, Table
@@ -52,8 +52,8 @@ def add_hooks(
     like the positional arguments, as ``in_dims`` of ``torch.func.vmap``, or a dictionary by keyword, with None for an
     argument without samples. Give None alone if no argument has a batch axis
     probe: when the forward is checked. True checks the first forward of each kind of input (dtypes, number of dimensions,
-    train or eval), and later forwards ever more rarely. 'once' checks only the first of each kind. A check is a few
-    backward passes through the forward's own graph. It finds each layer's batch axis, whether samples mix and where
+    train or eval), and later forwards ever more rarely. 'once' checks only the first of each kind, 'always' every forward.
+    A check is a few backward passes through the forward's own graph. It finds each layer's batch axis, whether samples mix and where
     parameters are used, and makes sure that rows add up to the gradient. With False, axis 0 of every layer's input is
     assumed to be the batch; the first forward of each kind is still checked if a parameter has no rule
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
@@ -107,8 +107,8 @@ def add_hooks(
             DeprecationWarning,
             stacklevel=3,
         )
-    if probe not in (True, False, ONCE):
-        raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False or {ONCE!r}" + ON_HOOKS)
+    if probe not in (True, False, ONCE, ALWAYS):
+        raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False, {ONCE!r} or {ALWAYS!r}" + ON_HOOKS)
     if segments is not None:
         check_segments(segments, "add_hooks")
     if segments is not None and (independent or not probe or batch_dim != 0):

@@ -32,7 +32,7 @@ from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Plan
-from autograd_hacks.probe.planner import Known, Planner
+from autograd_hacks.probe.planner import ALWAYS, Known, Planner
 from autograd_hacks.probe.routes import has_choosing, places_left
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.contexts import plainly_saved, without_collection
@@ -266,7 +266,7 @@ class Recorder:
             began, run = perf_counter(), partial(prove, self, known, ran)
             with without_collection():
                 samples = run() if current_task() == NO_TASK else outside_passes(run)
-            if (took := perf_counter() - began) > SLOW:
+            if (took := perf_counter() - began) > SLOW and self.planner.probes != ALWAYS:
                 print(
                     f"autograd_hacks: the check of {type(model).__name__} took {took:.1f} s, in forward {plan.forwards} of "
                     "its "

@@ -23,6 +23,8 @@ NESTED = (
 
 ONCE = "once"
 """A value of `add_hooks(probe=...)`: only the first forward of each kind is proven."""
+ALWAYS = "always"
+"""A value of `add_hooks(probe=...)`: every forward is proven."""
 
 
 FEW = 4
@@ -92,12 +94,15 @@ class Planner:
         if plan.outputs:
             samples = batch.samples(plan.axis, plan.counted_leaf)
         is_shown = plan.is_independent or bool(plan.mixing) or not self.independent
-        if not again and (samples is None or not is_shown or (proves and plan.is_due(samples, self.probes == ONCE))):
+        if not again and (samples is None or not is_shown or (proves and self._is_due(plan, samples))):
             plan.pending = True
         # Parts of parameters are gathered when the forward has ended, and copied then.
         is_kept = self.independent and plan.pending and not has_parts(model)
         aside = Aside(model, (args, kwargs), keeps=True) if is_kept else None
         return Known(plan, samples, batch, axes, aside)
+
+    def _is_due(self, plan: Plan, samples: int) -> bool:
+        return self.probes == ALWAYS or plan.is_due(samples, self.probes == ONCE)
 
     def _few(self, signature: object, numbers: tuple[int | float, ...]) -> tuple[int | float, ...]:
         """The numbers among the arguments, if they distinguish kinds of forwards.  Empty if they change in each step.

@@ -186,10 +186,14 @@ def test_a_slow_proof_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert all("to prove how Between is read, in forward" in line for line in said)
+    with autograd_hacks.add_hooks(model, probe="always"):  # who has asked for proofs knows
+        for _ in range(3):
+            squares(model(x)).mean().backward()
+    assert not capsys.readouterr().err
 
 
 def test_another_probe_is_refused() -> None:
-    with pytest.raises(ValueError, match="probe='twice'; expected True, False or 'once'"):
+    with pytest.raises(ValueError, match="probe='twice'; expected True, False, 'once' or 'always'"):
         autograd_hacks.add_hooks(nn.Linear(2, 2), probe="twice")
 
 

@@ -1,5 +1,8 @@
 """Documents whose rows can't be known: leaks that begin late, padding with a loss, parts by themselves."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -152,3 +155,34 @@ def test_products_of_positions_laid_end_to_end() -> None:
             alone = losses(model, *(x[n : n + 1, at] for x in given)).sum()
             row = torch.autograd.grad(alone, list(trained.values()))
             assert_close({name: x[d] for name, x in grads.items()}, dict(zip(trained, row)))
+
+
+def leaking_in(forwards: Sequence[bool], **settings: Any) -> list[str]:
+    """What is read of each of several forwards, in some of which the mask forgets documents."""
+
+    class Masked(Packed):
+        def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+            assert document_ids is not None
+            return self.head(self.second(self.first(self.norm(self.words(ids)), document_ids), document_ids))
+
+    torch.manual_seed(0)
+    model, (ids, positions, targets) = Masked().double(), batch(2, [3, 2, 4])
+    model.places.requires_grad_(False)
+    autograd_hacks.add_hooks(model, segments="position_ids", **settings)
+    found = []
+    for leaks in forwards:
+        document = torch.zeros_like(positions) if leaks else (positions == 0).cumsum(1)
+        losses(model, ids, positions, targets, document_ids=document).sum().backward()
+        try:
+            autograd_hacks.per_sample_grads(model, "sum")
+            found.append("read")
+        except SamplesMixed:
+            found.append("refused")
+    return found
+
+
+def test_always_proves_every_forward() -> None:
+    """A mask is data: proofs of forwards 1, 2 and 4 say nothing about the third."""
+    masks = [False, False, True, False, True]
+    assert leaking_in(masks) == ["read", "read", "read", "read", "read"]
+    assert leaking_in(masks, probe="always") == ["read", "read", "refused", "read", "refused"]
