@@ -53,9 +53,9 @@ def add_hooks(
     argument without samples. Give None alone if no argument has a batch axis
     probe: when the forward is checked. True checks the first forward of each kind of input (dtypes, number of dimensions,
     train or eval), and later forwards ever more rarely. 'once' checks only the first of each kind, 'always' every forward.
-    A check is a few backward passes through the forward's own graph. It finds each layer's batch axis, whether samples mix and where
-    parameters are used, and makes sure that rows add up to the gradient. With False, axis 0 of every layer's input is
-    assumed to be the batch; the first forward of each kind is still checked if a parameter has no rule
+    A check is a few backward passes through the forward's own graph. It finds each layer's batch axis, whether samples mix
+    and where parameters are used, and makes sure that rows add up to the gradient. With False, axis 0 of every layer's
+    input is assumed to be the batch; the first forward of each kind is still checked if a parameter has no rule
     param_grad: whether a backward pass fills ``.grad``. With False, autograd skips the ordinary weight gradients, a quarter
     of a step or more. Set ``.grad`` by `clip_grad1_norm_`, ``compute_grad1(set_grad=True)`` or
     ``per_sample_grads(model).weighted_sum(w)``. They are still computed, and discarded, in the first step of each kind,
