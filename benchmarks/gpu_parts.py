@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from gpu_report import PLAIN
+from gpu_tests import TESTS
 from gpu_ways import (
     CLIP,
     CLIP_COMPILED,
@@ -20,6 +21,8 @@ from gpu_ways import (
     HOOKED,
     LOOP,
     NORMS,
+    NORMS_BY_KERNELS,
+    NORMS_BY_TORCH,
     NORMS_COMPILED,
     OPACUS,
     PROJECT,
@@ -177,7 +180,8 @@ def kernels(tiny: bool) -> dict[str, Case]:
         "depthwise Conv1d": (lambda: Positions(nn.Conv1d(width, width, 4, padding=3, groups=width), True), vectors),
         "8 experts": (lambda: Experts(8, width), vectors),
     }
-    ways = (PLAIN, NORMS) if tiny else (PLAIN, HOOKED, NORMS, CLIP, ROWS)
+    norms = (NORMS, NORMS_BY_TORCH, NORMS_BY_KERNELS)
+    ways = (PLAIN, *norms) if tiny else (PLAIN, HOOKED, *norms, CLIP, ROWS)
     return {
         f"{name}, N {samples}, T {length}, d {width}": Case(
             Workload(layer, batch, under_autocast(squared)), ways, tokens=samples * length
@@ -203,6 +207,8 @@ PYTHIA = {
     "2.8b": (2560, 32, 32), "6.9b": (4096, 32, 32),
 }  # fmt: skip
 """{size: width, layers, heads}"""
+ROWS_FIT = {"70m", "160m", "410m", "1b"}
+"""Where eight samples' rows fit in a card beside the model, as vmap(grad) makes them before they are projected."""
 
 
 def pythia(tiny: bool) -> dict[str, Case]:
@@ -218,7 +224,8 @@ def pythia(tiny: bool) -> dict[str, Case]:
         goal = (Goal(PROJECT, goals[size], TOKENS),) if size in goals else ()
         work = Workload(model, tokens(samples, length, words), next_token)
         name = f"Pythia's shape of {size}, N {samples}, T {length}, weights in bfloat16"
-        found[name] = Case(work, (PLAIN, PROJECT), goal, samples * length, torch.bfloat16, apart=True)
+        ways = (PLAIN, PROJECT, VMAP) if size in ROWS_FIT or tiny else (PLAIN, PROJECT)
+        found[name] = Case(work, ways, goal, samples * length, torch.bfloat16, apart=True)
     return found
 
 
@@ -267,7 +274,7 @@ def lora(tiny: bool) -> dict[str, Case]:
         max_position_embeddings=max(length, 64), use_cache=False,
     )  # fmt: skip
     work = Workload(with_lora(model, rank, ("q_proj", "v_proj")), tokens(samples, length, words), next_token)
-    ways = (PLAIN, CLIP, NORMS, ROWS, VMAP_CLIP, GHOST)
+    ways = (PLAIN, CLIP, NORMS, ROWS, VMAP_CLIP, OPACUS, GHOST)
     name = f"LoRA of rank {rank} on Llama-8B's shape, N {samples}, T {length}, weights in bfloat16"
     return {name: Case(work, ways, (Goal(CLIP, 1.1),), samples * length, torch.bfloat16, apart=True)}
 
@@ -315,7 +322,11 @@ def bert(tiny: bool) -> dict[str, Case]:
         work = Workload(last_layers(model, 1 if tiny else 3), sentences(samples, length, words), labels_of)
         name = f"BERT-base, the last three layers, N {samples}, T {length}"
         found[name] = Case(
-            work, (PLAIN, CLIP, GHOST), (Goal(CLIP, 1.0, GHOST),), samples * length, apart=not tiny and samples > 512
+            work,
+            (PLAIN, CLIP, VMAP_CLIP, GHOST),
+            (Goal(CLIP, 1.0, GHOST),),
+            samples * length,
+            apart=not tiny and samples > 512,
         )
     return found
 
@@ -334,11 +345,12 @@ def vit(tiny: bool) -> dict[str, Case]:
         "ViTForImageClassification", "ViTConfig", *dropouts, image_size=image, patch_size=patch, num_labels=10, **shape
     )
     work = Workload(model, pictures(samples, image), under_autocast(class_of_image))
-    ways = (PLAIN, HOOKED, CLIP, CLIP_COMPILED, VMAP_CLIP, GHOST)
+    ways = (PLAIN, HOOKED, CLIP, NORMS_COMPILED, CLIP_COMPILED, VMAP_CLIP, GHOST)
     return {f"ViT-B/{patch}, N {samples}, {image} × {image}, bfloat16": Case(work, ways, (Goal(CLIP, 1.3),))}
 
 
 PARTS = {
+    TESTS: Part("The tests by device", lambda tiny: {}),  # files, and no cases: see `gpu_tests`
     "smoke": Part("Everything runs", smoke, rounds=3, minutes=2.0),
     "norms": Part("Norms of single layers", kernels),
     "gpt2": Part("GPT-2 small", gpt2_small),

@@ -40,6 +40,19 @@ def table(case: Data) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def tests_of(part: Data) -> list[tuple[str, str, str, str]]:
+    """A file of tests each: whether it passed, its seconds, and what pytest says, with the tests that failed."""
+    return [
+        (
+            file,
+            "passed" if own["passed"] else "failed",
+            f"{own['seconds']:.0f}",
+            "; ".join([own["says"], *own["failed"]]),
+        )
+        for file, own in part.get("tests", {}).items()
+    ]
+
+
 def beside(case: Data) -> str:
     """What stands under a case's table."""
     rounds = max((len(own) for own in case["seconds"].values()), default=0)
@@ -54,6 +67,7 @@ def text(data: Data) -> str:
     lines = []
     for part in data["parts"].values():
         lines += [part["title"], machine(part), *([TINY] if part["tiny"] else [])]
+        lines += [f"    {file:48}{passed:>12}{seconds:>8} s   {says}" for file, passed, seconds, says in tests_of(part)]
         for name, case in part["cases"].items():
             lines += ["", f"{name:52}" + "".join(f"{column:>12}" for column in COLUMNS[:-1]) + "   aim, no result"]
             for way, (first, *others, goal) in table(case).items():
@@ -72,6 +86,11 @@ def page(data: Data) -> str:
     for part in data["parts"].values():
         title = part["title"] + (f" ({TINY})" if part["tiny"] else "")
         lines += [title, "~" * len(title), "", machine(part) + ".", ""]
+        if rows := tests_of(part):
+            lines += [".. list-table::", "   :header-rows: 1", ""]
+            for line in [("", "", "seconds", "pytest says"), *rows]:
+                lines += [f"   {'*' if n == 0 else ' '} - {own}".rstrip() for n, own in enumerate(line)]
+            lines.append("")
         for name, case in part["cases"].items():
             lines += [f".. list-table:: {name}", "   :header-rows: 1", ""]
             for row in [("", *COLUMNS), *((way, *figures) for way, figures in table(case).items())]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import in_compiler
@@ -15,8 +16,10 @@ from torch import Tensor
 from workloads import Batch, Workload
 
 import autograd_hacks
+from autograd_hacks.forms import cost
 
 HOOKED, DOT, NORMS, CLIP, ROWS = "hooks alone", "dot", "norms", "clip", "rows"
+NORMS_BY_KERNELS, NORMS_BY_TORCH = "norms, our kernels wherever they fit", "norms, torch's kernels alone"
 PROJECT, NORMS_COMPILED, CLIP_COMPILED = "project", "norms, compiled", "clip, compiled"
 LOOP, VMAP, VMAP_CLIP = "rows by a loop", "rows by vmap(grad)", "clip by vmap(grad)"
 OPACUS, GHOST = "rows by Opacus", "clip by Opacus, ghost"
@@ -25,18 +28,39 @@ RANK = 16
 
 
 def dot(workload: Workload, model: nn.Module) -> Step:
-    """Ordinary gradients, and each sample's inner product with a direction."""
-    autograd_hacks.add_hooks(model)
+    """The mean of the gradients in ``.grad``, and each sample's inner product with a direction: both of one reading of each
+    layer's factors, in the place of autograd's own weight gradients."""
+    autograd_hacks.add_hooks(model, param_grad=False)
     direction = {name: torch.randn_like(p) for name, p in trainable(model).items()}
 
     def step(batch: Batch) -> Found:
         model.zero_grad()
-        loss = workload.losses(model, batch).mean()
-        with autograd_hacks.during_backward(model, dot=direction) as found:
-            loss.backward()
+        losses = workload.losses(model, batch)
+        weights = torch.full_like(losses, 1 / len(losses), dtype=torch.float32, requires_grad=False)
+        with autograd_hacks.during_backward(model, dot=direction, weights=weights) as found:
+            losses.mean().backward()
         return {"dot": found.dot}
 
     return step
+
+
+def with_kernels(fused: float | None) -> Maker:
+    """Norms, where the package's own kernels are taken to cost so much of torch's for a step; None to do without them."""
+
+    def make(workload: Workload, model: nn.Module) -> Step:
+        step = hooked(workload, model, in_compiler.norms, param_grad=False)
+
+        def run(batch: Batch) -> Found:
+            kept = cost._costs_of
+            cost._costs_of = lambda kind, index: replace(kept(kind, index), fused=fused)  # type: ignore[assignment]
+            try:
+                return step(batch)
+            finally:
+                cost._costs_of = kept
+
+        return run
+
+    return make
 
 
 def projected(model: nn.Module) -> Found:
@@ -63,6 +87,8 @@ WAYS: dict[str, Maker] = {
     NORMS: partial(hooked, read=in_compiler.norms, param_grad=False),
     CLIP: SYSTEMS[CLIPPED][SKIPPED],
     ROWS: SYSTEMS[GRAD1][SKIPPED],
+    NORMS_BY_KERNELS: with_kernels(0.0),
+    NORMS_BY_TORCH: with_kernels(None),
     PROJECT: partial(hooked, read=projected, param_grad=False),
     NORMS_COMPILED: in_graph("norms"),
     CLIP_COMPILED: in_graph("clip"),
