@@ -75,6 +75,37 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
             verb()
 
 
+@pytest.mark.parametrize(("build", "budget"), [(wide, 2**23), (images, 2**23 + 2**22)])
+def test_no_verb_takes_more_than_its_budget_in_the_metric_of_adam(
+    build: Callable[[], tuple[nn.Module, Tensor]], budget: int
+) -> None:
+    """Rows are written some at a time.  Beside the budget comes D of each parameter."""
+    model, x = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(x[:4]).square().sum().backward()
+    optimizer.step()
+    metric = autograd_hacks.Metric.from_optimizer(optimizer)
+    grads = stepped(model, x)
+    numbers, samples = sum(4 * form.shape.numel() for form in grads.values()), len(x)
+    small = 2**19 + 2**22 + 2 * numbers
+    assert samples * numbers > budget + small
+    grads = grads.preconditioned(metric)
+    v, w = {name: torch.randn(form.shape) for name, form in grads.items()}, torch.rand(samples)
+    for what, result, verb in [
+        ("norms", 0, lambda: grads.norms(budget=budget)),
+        ("dot", 0, lambda: grads.dot(v, budget)),
+        ("gram", 4 * samples**2, lambda: grads.gram(budget=budget)),
+        ("weighted_sum", numbers, lambda: grads.weighted_sum(w, budget)),
+        ("second_moment", numbers, lambda: grads.second_moment(budget=budget)),
+        ("variance", 2 * numbers, lambda: grads.variance(budget)),
+        ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), budget)),
+        ("project", 0, lambda: grads.project(8, budget=budget)),
+        ("project, sparse", 0, lambda: grads.project(64, budget=budget, kind="sjlt")),
+    ]:
+        with at_most(budget + result + small, what):
+            verb()
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_never_have_a_gradient_for_each_entry(mode: str) -> None:
     table, samples, length, features, budget = 300, 256, 400, 64, 2**21
