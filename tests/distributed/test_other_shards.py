@@ -32,7 +32,9 @@ def sharded() -> None:
                 run = shard(net)
                 hooked = net if hooks == "before" else run
                 autograd_hacks.add_hooks(hooked, probe=probe)
-                with pytest.raises(ShardedParameters, match=r"split over processes.*FSDP1.*Use torch.distributed.fsdp.fully_shard"):
+                with pytest.raises(
+                    ShardedParameters, match=r"split over processes.*FSDP1.*Use torch.distributed.fsdp.fully_shard"
+                ):
                     run(x)
                 with pytest.raises(ShardedParameters), autograd_hacks.streaming(hooked):
                     pass
