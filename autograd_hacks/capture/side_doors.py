@@ -1,7 +1,7 @@
 """Detects gradient that reaches the model's graph through tensors that the model did not return.
 
 In a proven step, the gradient that arrives at each node is compared with the gradient that the forward's own nodes passed to
-it.  A difference came by another way, for example through an attribute that the loss reads."""
+it.  A difference came another way, for example through an attribute that the loss reads."""
 
 import weakref
 from collections.abc import Callable, Iterator

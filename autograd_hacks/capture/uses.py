@@ -1,4 +1,4 @@
-"""A use of parameters in a forward, as plain data, and the gradients that a backward pass brought to it."""
+"""A use of parameters in a forward, as plain data, and the gradients that a backward pass gave it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Edge(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class OutputGrads:
-    """The gradients that one backward pass brought to one use."""
+    """The gradients that one backward pass gave one use."""
 
     at: list[Tensor | None]  # for each tensor that the use made
     versions: list[int]  # of these gradients
@@ -110,7 +110,7 @@ class Use(ABC):
     def forms(self, grads: OutputGrads, received: Mapping[Use, OutputGrads] | None = None) -> Mapping[str, Form]:
         """{name in the use: form} for the parameters that a pass has reached, with a row for each sample.
 
-        received: what the pass has brought to all uses
+        received: the gradients of the pass, at all uses
         """
         if self.samples is not None and (self.samples == 0 or (self.is_unseen and self._is_silent(grads, received or {}))):
             edges = {local: part_of(self.edges[local].parameter).detach() for local in grads.reached}

@@ -68,7 +68,7 @@ def check_sum(name: str, known: str, form: Form, segment: Segment, record: Recor
 
 
 def adds_up(known: str, form: Form, brought: Sequence[tuple[Pass, Tensor]], loss_type: str | None) -> bool:
-    """Whether rows add up to the gradients that passes have brought to a parameter.
+    """Whether rows add up to the gradients of passes at a parameter.
 
     known: the parameter's name in the record
     form: the rows, without those of calls that were already compared

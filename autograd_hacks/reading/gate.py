@@ -153,7 +153,7 @@ class Gate:
         return add(left) if left else Zero(self.samples, like.shape, like.like)
 
     def form_so_far(self, name: str) -> Form | None:
-        """The rows that the only, running pass has brought to a parameter since the last call of this method."""
+        """The rows that the only, running pass has given a parameter since the last call of this method."""
         for call in reversed(self.segment.passes[0].calls_of.get(name, ())):  # in the order of the forward
             if call not in self._asked:
                 self._asked.add(call)

@@ -45,7 +45,7 @@ def check_ordinary(record: Record, what: str) -> None:
 
 
 def check_no_tokens(is_of_tokens: bool, what: str) -> None:
-    """Raises if rows belong to tokens, N T, and the function has only one axis for rows.  what: what there is none of"""
+    """Raises if rows belong to tokens, N T, and the function has only one axis for rows.  what: what is missing"""
     if is_of_tokens:
         raise ValueError(
             f"there is no {what} for rows of tokens (segments='tokens'). Use per_sample_grads(model), whose verbs have "

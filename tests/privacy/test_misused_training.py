@@ -145,7 +145,7 @@ class OfNumbers(nn.Module):
 def test_samples_that_mix_by_numbers_that_are_no_tensors_are_refused(kind: str, mixes: bool) -> None:
     x, y = numbers()
     model = OfNumbers(mixes)
-    context = pytest.raises(SamplesMixed, match="other samples were replaced") if mixes else nullcontext()
+    context = pytest.raises(SamplesMixed, match="while others were replaced") if mixes else nullcontext()
     private, expected = training(), by_hand(copy.deepcopy(model.layer), x, y, STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with private.attach(model, optimizer), context:
