@@ -224,7 +224,7 @@ def test_files_of_other_kinds(net: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must not shuffle"):
         go_on(X.flip(0))
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=" of the .* bytes written"):
+    with pytest.raises(ValueError, match=r" of the .* bytes written"):
         go_on(X)
     (tmp_path / "rows.npy.progress").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):

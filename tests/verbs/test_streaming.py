@@ -96,11 +96,11 @@ def test_what_it_refuses() -> None:
             pass
         with pytest.raises(NothingRecorded), autograd_hacks.streaming(model) as streamed:
             pass
-        with pytest.raises(NothingRecorded, match="no .norms"):
+        with pytest.raises(NothingRecorded, match=r"no .norms"):
             _ = streamed.norms
         with autograd_hacks.streaming(model) as streamed:
             squares(model(x)).sum().backward()
-        with pytest.raises(NothingRecorded, match="no .gram"):
+        with pytest.raises(NothingRecorded, match=r"no .gram"):
             _ = streamed.gram
 
         def twice() -> None:
