@@ -1,11 +1,12 @@
-"""Finds house words in the documentation's prose, and says what to write.
+"""Finds house words in the pages, and in the package's docstrings and messages, and says what to write.
 
     python docs/prose.py
 
-Pages in NOT_YET still have some.  That list only gets shorter: a page without house words must not
-be in it, and a new page has to be free of them.
+Files in NOT_YET still have some.  That list only gets shorter: a file without house words must not be
+in it, and a new file must not contain any.
 """
 
+import ast
 import json
 import re
 import sys
@@ -56,15 +57,31 @@ WORDS = {
 """What is searched for, as whole words, and what to write."""
 BLOCK = r"^( *)(?! )(?:\.\. (?:code-block|doctest|test\w+|toctree|math)::|(?!\.\. ).*::$).*\n(?:\1 +.*\n| *\n)*"
 """A directive with code, or a paragraph that ends with two colons, and the lines below that are further in."""
-NOT_YET = {"docs/integrations/recipes.rst"}
+NOT_YET: set[str] = set()
 
 
 def prose_of(path: Path) -> str:
-    """A page without its code: literals, doctests, blocks of directives, and a notebook's code cells."""
+    """A file without its code: literals, doctests, blocks of directives, a notebook's code cells; a module's strings."""
     if path.suffix == ".ipynb":
         cells = json.loads(path.read_text())["cells"]
         return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    text = re.sub(BLOCK, "\n", path.read_text(), flags=re.M)
+    return _without_code(strings_of(path) if path.suffix == ".py" else path.read_text())
+
+
+def strings_of(path: Path) -> str:
+    """A module's docstrings and messages, with "X" for the values in them."""
+    tree = ast.parse(path.read_text())
+    formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inside = {id(part) for node in formatted for part in node.values}
+    found = ["".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in n.values) for n in formatted]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            found.append(node.value)
+    return "\n\n|\n\n".join(text for text in found if " " in text)
+
+
+def _without_code(text: str) -> str:
+    text = re.sub(BLOCK, "\n", text, flags=re.M)
     text = re.sub(r"^ *(?:>>>|\.\.\.) .*$", "", text, flags=re.M)
     return re.sub(r"``[^`]*``|`[^`]*`", "it", text)
 
@@ -81,12 +98,13 @@ def findings_in(text: str) -> list[str]:
 
 
 def pages() -> dict[str, Path]:
-    """The pages, by their names from the root of the repository."""
+    """The pages and the package's modules, by their names from the root of the repository."""
     docs = ROOT / "docs"
     made = {"_build", "_generated", "gallery", "examples"}
     found = [path for ending in ("*.rst", "*.ipynb") for path in docs.rglob(ending) if not made & {*path.parts}]
+    modules = (ROOT / "autograd_hacks").rglob("*.py")
     first = [ROOT / "README.rst", ROOT / "CHANGELOG.rst"]
-    return {path.relative_to(ROOT).as_posix(): path for path in [*first, *sorted(found)]}
+    return {path.relative_to(ROOT).as_posix(): path for path in [*first, *sorted(found), *sorted(modules)]}
 
 
 def main() -> int:

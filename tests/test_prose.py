@@ -1,4 +1,4 @@
-"""The search for house words finds them in prose, and nowhere else."""
+"""The search for house words finds them in pages, docstrings and messages, and nowhere else."""
 
 import importlib.util
 import json
@@ -47,6 +47,21 @@ def test_code_is_no_prose(prose: Any, tmp_path: Path) -> None:
     assert len(prose.findings_in(prose.prose_of(page))) == 1
     page.write_text("Text.\n\n.. doctest::\n\n   >>> anew = 1\n\nWritten anew.\n\n- anew\n")
     assert len(prose.findings_in(prose.prose_of(page))) == 2
+
+
+def test_a_module_has_prose_in_docstrings_and_messages(prose: Any, tmp_path: Path) -> None:
+    module, lines = tmp_path / "module.py", ['"""Made anew."""', "anew = 1  # anew", 'raise ValueError(f"{x} is none")']
+    module.write_text("\n".join(lines))
+    found = sorted(line[:8] for line in prose.findings_in(prose.prose_of(module)))
+    assert found == ['"anew": ', '"is none']
+    lines = ['"""``anew``::', "", "    anew = 1", "", "Text, taken for", '"""', 'NAMES = ["the name"]']
+    module.write_text("\n".join(lines))
+    assert prose.findings_in(prose.prose_of(module)) == []
+
+
+def test_the_modules_are_searched(prose: Any) -> None:
+    assert "autograd_hacks/verbs/over.py" in prose.pages()
+    assert "autograd_hacks/verbs/over.py" not in prose.NOT_YET
 
 
 def test_a_notebook_has_prose_between_its_code(prose: Any, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class Comparison(ABC):
         return f"All {self.what} are {c:.6g} times the samples' own."
 
     def _factor(self, samples: Sequence[int]) -> float | None:
-        """The number by which the right ones of some samples are multiplied to be those given; None if there is none."""
+        """The number by which the right ones of some samples are multiplied to be those given; None if there isn't one."""
         found = [(line.given[n], line.product[n], line.right[n]) for line in self.lines for n in samples]
         total = sum(right**2 for _, _, right in found)
         if not (0 < total < math.inf and all(math.isfinite(x) for numbers in found for x in numbers)):

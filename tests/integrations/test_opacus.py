@@ -191,7 +191,7 @@ def test_batches_are_not_accumulated() -> None:
     with autograd_hacks.accumulate(model):
         for _ in range(2):
             model(torch.randn(4, 3).double()).sum().backward()
-    with pytest.raises(ValueError, match="2 batches accumulated"):
+    with pytest.raises(ValueError, match="2 accumulated batches"):
         optimizer.step()
     for _ in range(2):
         model(torch.randn(4, 3).double()).sum().backward()

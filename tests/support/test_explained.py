@@ -71,7 +71,7 @@ def test_close_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_sections_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="'clipping' stands for"):
+    with pytest.raises(ValueError, match="'clipping' already means"):
         see("Clipping", "usage.rst")
 
 

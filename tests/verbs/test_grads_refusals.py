@@ -93,7 +93,7 @@ def test_ids_and_samples_that_are_none() -> None:
         grads.select(torch.ones(5, dtype=torch.bool))
     with pytest.raises(ValueError, match="dim=0"):
         grads.project(0)
-    with pytest.raises(ValueError, match="two of them"):
+    with pytest.raises(ValueError, match="needs two samples"):
         grads.select(slice(1)).variance()
 
 

@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Metric.from_optimizer(torch.optim.Rprop(model.parameters()))
     with pytest.raises(ValueError, match=r"no map for '0\.weight'"):
         grads.preconditioned(Metric({"*.bias": None}))
-    with pytest.raises(ValueError, match=r"for '4.weight' L and R of shapes \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"'4.weight': the metric has L and R of shapes \(2, 3\)"):
         grads.preconditioned(Metric({"4.weight": (torch.ones(2, 3), None), "[01].*": None, "4.bias": None}))
     with pytest.raises(TypeError, match="expected a tensor, a pair"):
         Metric({"4.weight": 3.0})

@@ -144,7 +144,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(error, match=words):
             store.search(queries, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"k=5; .* has 4 rows"):
+    with pytest.raises(ValueError, match=r"k=5, .* has 4 rows"):
         store.search(rows, 5)
     with pytest.raises(ValueError, match="k=0"):
         store.search(rows, 0)
@@ -203,9 +203,9 @@ def test_a_folder_is_gone_on_with(batch: int, files: int, tmp_path: Path, monkey
 
 def test_folders_and_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
     model, data = net(), batches(2)
-    with pytest.raises(ValueError, match=r"returned one tensor. Give a file"):
+    with pytest.raises(ValueError, match=r"returned one tensor\. Give a file"):
         over(model, data, loss, lambda grads: grads.project(4), out=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"returned a dictionary. Give a file"):
+    with pytest.raises(ValueError, match=r"returned a dictionary\. Give a file"):
         over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows.npy")
     over(model, data, loss, PerSampleGrads.dense, out=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"another verb.*Delete the folder"):
