@@ -1,6 +1,6 @@
 """The library's exceptions.
 
-Each message says where, what was given, what was expected and how to mend it.  It ends with the command that prints more.
+Each message says where, what was given, what was expected and how to fix it.  It ends with the command that prints more.
 """
 
 import re

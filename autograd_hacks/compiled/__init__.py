@@ -1,1 +1,1 @@
-"""Per-sample gradients in compiled code: one graph of forward and backward, labelled, taken apart, and compiled."""
+"""Per-sample gradients in compiled code: one graph of forward and backward, labelled, split, and compiled."""

@@ -1,7 +1,7 @@
-"""The backward passes that second-order quantities are made of, from square roots of losses' Hessians at a model's output.
+"""Backward passes for second-order quantities, from a square root of the loss's Hessian at the model's output.
 
-A root is vectors s₁ … s_K for each sample with Σₖ sₖ sₖᵀ = H.  A loss is the mean over the samples of ℓₙ, and ℓₙ the mean
-over T positions of a position's loss, so that H of a sample is a block for each position, over T.  Without positions T is 1.
+A square root is vectors s₁ … s_K for each sample with Σₖ sₖ sₖᵀ = H.  The loss is the mean of ℓₙ over the samples, and ℓₙ is
+the mean over T positions, so a sample's H has one block for each position, divided by T.  Without positions T is 1.
 """
 
 import math
@@ -28,27 +28,28 @@ from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass
 def backprop_hess(
     output: Tensor, hess_type: str = "CrossEntropy", samples: int | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Runs the backward passes for a square root of the Hessian of a loss at a hooked model's output.
+    """Runs the backward passes for a square root of the loss's Hessian at a hooked model's output.
 
-    Pass k leaves Jₙᵀ sₖₙ for each sample, with Jₙ the Jacobian of sample n's output by the parameters and Σₖ sₖₙ sₖₙᵀ the
-    Hessian of its loss at it; `compute_hess` and the verbs of `PerSampleGrads` make the Gauss-Newton matrix of them.
-    ``.grad`` stays as it is, and the graph is kept.
+    Pass k records Jₙᵀ sₖₙ for each sample, where Jₙ is the Jacobian of sample n's output with respect to the parameters and
+    Σₖ sₖₙ sₖₙᵀ is the Hessian of its loss.  `compute_hess` and the verbs of `PerSampleGrads` build the Gauss-Newton matrix
+    from these rows.  ``.grad`` does not change, and the graph is kept.
 
-    output: (N, C), or (N, T, C) for T positions, logits where there are classes    hess_type: the loss of a sample,
+    output: (N, C), or (N, T, C) for T positions; logits for classification
+    hess_type: the loss of a sample
 
-    * ``'CrossEntropy'``: -log softmax(output)[y], for whichever label y, the mean over positions; C passes, or T · C, each
-      of which leaves the gradients at all layers' outputs in the record
-    * ``'BinaryCrossEntropy'``: with sigmoid(output), the sum over C and the mean over positions; as many
-    * ``'LeastSquares'``: ½ ‖output - y‖², the sum over C and the mean over positions; as many
-    * ``'Jacobian'``: none; the rows are those of the Jacobian, in the order of the output's entries
+    * ``'CrossEntropy'``: -log softmax(output)[y] for any label y, averaged over positions. It takes C passes, or T · C; each
+      keeps the gradients at all layers' outputs in the record
+    * ``'BinaryCrossEntropy'``: with sigmoid(output), summed over C and averaged over positions. As many passes
+    * ``'LeastSquares'``: ½ ‖output - y‖², summed over C and averaged over positions. As many passes
+    * ``'Jacobian'``: no loss. The rows are those of the Jacobian, in the order of the output's entries
 
-    samples: how many random vectors to take in the place of an exact root: gradients for labels drawn from the model's own
-    distribution, normal vectors for 'LeastSquares' and 'Jacobian'; the Hessian is their mean
-    generator: that draws them
+    samples: number of random vectors to use instead of an exact root: gradients for labels drawn from the model's own
+    distribution, normal vectors for 'LeastSquares' and 'Jacobian'. The Hessian is their mean
+    generator: draws the random vectors
 
-    Raises TypeError for what is no floating-point tensor; ValueError for another shape or type of Hessian, and a number of
-    samples below 1; NothingRecorded for an output that no hooked layer leads to, or inside of which passes of an earlier
-    `backprop_hess` are still to be read; BatchSizeError where axis 0 is not the batch.
+    Raises TypeError if ``output`` is not a floating-point tensor; ValueError for another shape or hess_type, and if
+    ``samples`` is below 1; NothingRecorded if the output comes from no hooked layer, or if passes of an earlier
+    `backprop_hess` on the same forward have not been read; BatchSizeError if axis 0 is not the batch.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
     """
@@ -62,7 +63,7 @@ def passes_for(
     generator: torch.Generator | None,
     chosen: Collection[Tensor] | None = None,
 ) -> None:
-    """`backprop_hess`, with passes that go to some parameters alone.  chosen: these, as layers see them; all unless told"""
+    """`backprop_hess`, with passes only for some parameters.  chosen: these, as layers see them; all by default"""
     _check_arguments(output, hess_type, samples, generator)
     samples = None if samples is None else index(samples)
     losses = Announcement(output.shape, "sum", "the output given to backprop_hess", hess_type, complete=False)
@@ -73,21 +74,21 @@ def passes_for(
             refuse_curvature(any(map(is_part, leaves)))
             wanted = [leaf for leaf in leaves if any(leaf is p for p in chosen or ())]
             if chosen is not None and all(isinstance(leaf, nn.Parameter) for leaf in leaves) and wanted:
-                leaves = wanted  # autograd then leaves out what leads to none of these
+                leaves = wanted  # autograd then skips every node that leads to none of these
             for s in progress(vectors, "backward passes", "pass", count) if leaves else ():
                 run_pass("backprop_hess", root, leaves, s)
         losses.complete = True
     except BaseException as error:
         for record in losses.heard_by:
             passes = (own for segment in record.segments for own in segment.passes)
-            if any(own.losses is losses for own in passes):  # and not those of an earlier one, which are the reason
-                why = f"backprop_hess was left by {type(error).__name__}, and its rows were thrown away; repeat the step"
+            if any(own.losses is losses for own in passes):  # not the passes of an earlier one, which are the reason
+                why = f"backprop_hess ended with {type(error).__name__}, and its rows were discarded; repeat the step"
                 record.clear(why)
         raise
     if not losses.heard_by:
         raise NothingRecorded(
-            f"the output of shape {tuple(output.shape)} given to backprop_hess comes of no hooked layer with parameters "
-            "that train. Give it what the model returned, after add_hooks(model), with hooks enabled."
+            f"the output of shape {tuple(output.shape)} given to backprop_hess comes from no hooked layer with "
+            "trainable parameters. Give it the model's output, after add_hooks(model), with hooks enabled."
         )
     check_batch_size(losses, "the output given to backprop_hess did not match the batch; repeat the step")
 
@@ -120,11 +121,11 @@ def _check_arguments(output: Tensor, hess_type: str, samples: int | None, genera
 
 
 class Root(NamedTuple):
-    """What is to be known of a position's loss, by its output.
+    """Square roots of the Hessian of one position's loss with respect to the output.
 
-    column: one of the C columns of a square root of its Hessian, for the outputs z, (N, C), of N samples, and its number;
-    N C
-    drawn: a random vector whose s sᵀ has the Hessian for its mean, for outputs (N, T, C), independent over positions; N T C
+    column: returns one of the C columns of a root, N C, from the outputs z, (N, C), and the column's number
+    drawn: returns random vectors s, N T C, from outputs (N, T, C); the mean of s sᵀ is the Hessian, and positions are
+    independent
     """
 
     column: Callable[[Tensor, int], Tensor]
@@ -133,26 +134,26 @@ class Root(NamedTuple):
 
 
 def cross_entropy_column(z: Tensor, c: int) -> Tensor:
-    """ℓ = -log softmax(z)[y] has H = diag(p) - p pᵀ = Σ_c p_c (e_c - p)(e_c - p)ᵀ, whatever the label y is."""
+    """ℓ = -log softmax(z)[y] has H = diag(p) - p pᵀ = Σ_c p_c (e_c - p)(e_c - p)ᵀ for any label y."""
     p = z.softmax(-1)
     return (_one_hot(z, c) - p) * p[:, c, None].sqrt()
 
 
 def cross_entropy_draw(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The gradient p - e_y for a label y that is drawn from p."""
+    """The gradient p - e_y for a label y drawn from p."""
     p = z.softmax(-1)
     labels = torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(z.shape[:2])
     return p - F.one_hot(labels, z.shape[-1]).to(p.dtype)
 
 
 def binary_column(z: Tensor, c: int) -> Tensor:
-    """ℓ = Σ_c BCE(sigmoid(z_c), y_c) has H = diag(p (1 - p)), whatever the labels are."""
+    """ℓ = Σ_c BCE(sigmoid(z_c), y_c) has H = diag(p (1 - p)) for any labels."""
     p = z[:, c, None].sigmoid()
     return _one_hot(z, c) * (p * (1 - p)).sqrt()
 
 
 def binary_draw(z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The gradient p - y for labels y that are drawn from p."""
+    """The gradient p - y for labels y drawn from p."""
     p = z.sigmoid()
     return p - torch.bernoulli(p, generator=generator)
 

@@ -1,4 +1,4 @@
-"""The blocks of a model's Gauss-Newton matrix, their diagonals, and their Kronecker factors, next to ``param.grad``."""
+"""Blocks of a model's Gauss-Newton matrix, their diagonals and their Kronecker factors, next to ``param.grad``."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -29,42 +29,42 @@ def compute_hess(
     only: str | Collection[str] | None = None,
     budget: float | None = None,
 ) -> Coverage:
-    """Sets the curvature of the batch's mean loss on every parameter that trains, from the passes of `backprop_hess`.
+    """Sets the curvature of the batch's mean loss on every trainable parameter, from the passes of `backprop_hess`.
 
-    It is the generalised Gauss-Newton matrix.  For the weight and bias of a layer that is used once, between piecewise
-    linear activations (ReLU), a parameter's own block is the exact Hessian.
+    The curvature is the generalised Gauss-Newton matrix.  For the weight and bias of a layer that is used once, between
+    piecewise linear activations (ReLU), a parameter's own block is the exact Hessian.
 
-    kind: which of these
+    kind: what to compute
 
     * ``'full'``: ``param.hess``, of shape ``(*shape, *shape)``
     * ``'diag'``: ``param.hess_diag``, its diagonal, of shape ``shape``
-    * ``'kfac'``: ``param.kfac``, a pair (A, B), an `autograd_hacks.curvature.kronecker.KFAC`: A of the inputs, I × I, and B
-      of the gradients at outputs, O × O, whichever way the weight lies.  The block of ``param.flatten()`` is approximated by
-      ``torch.kron(B, A)`` for weights (O, I), as of Linear, and (O, C·K), of convolutions; and by ``torch.kron(A, B)``
-      where ``param.kfac.is_turned``: (I, O), as of transformers' Conv1D and of tables, whose A is the diagonal, I numbers.
-      The groups of a convolution and the experts of a stack are G blocks with factors each, (G, I, I) and (G, O, O).
-      Vectors have A = 1 and their own block for B; biases what ``kfac_bias`` says.  Where a weight is read several times, or
-      its gradients are no products, A is the rows' shares of squared gradients, a diagonal, and B of what the rows are of
-    * ``'ekfac'``: ``param.ekfac`` too, an `autograd_hacks.curvature.ekfac.EKFAC`: their eigenvectors with better eigenvalues
+    * ``'kfac'``: ``param.kfac``, a pair (A, B), an `autograd_hacks.curvature.kronecker.KFAC`. A comes from the inputs, I × I,
+      and B from the gradients at the outputs, O × O. The block of ``param.flatten()`` is approximated by
+      ``torch.kron(B, A)`` for weights (O, I), as in Linear, and (O, C·K), in convolutions. It is ``torch.kron(A, B)`` if
+      ``param.kfac.is_turned``: weights (I, O), as in transformers' Conv1D and in tables, whose A is a diagonal, I numbers.
+      The groups of a convolution and the experts of a stack are G blocks with their own factors, (G, I, I) and (G, O, O).
+      Vectors have A = 1 and their own block as B; for biases see ``kfac_bias``. If a weight has several uses, or its
+      gradients are not products, A is each row's share of the squared gradients, a diagonal, and B is of what the rows hold
+    * ``'ekfac'``: also ``param.ekfac``, an `autograd_hacks.curvature.ekfac.EKFAC`: the same eigenvectors with corrected
+      eigenvalues
 
-    kfac_approx: how positions that share a weight, as in a convolution, are treated, 'expand' or 'reduce'
-    kfac_bias: what a bias's B is: 'exact', its block itself, or 'shared', the B of its layer's weight, as in curvlinops;
-    they differ for positions and 'expand'. For 'joint' the bias has no factors of its own, and is one more column of its
-    layer's weight, behind the others, whose input is 1, as in kronfluence: A is (I + 1) × (I + 1)
-    parameters, only: names of some, or patterns, '*.attn.*' say; all unless told.  Both are the same
-    limit: bytes that the largest tensor of 'full' or 'kfac' may have; of a larger B the diagonal is taken
-    skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``; an error otherwise
+    kfac_approx: 'expand' or 'reduce': how positions that share a weight, as in a convolution, are treated
+    kfac_bias: the B of a bias. 'exact' is its own block; 'shared' is the B of its layer's weight, as in curvlinops. They
+    differ with positions and 'expand'. With 'joint' the bias is one more column of its layer's weight, the last, with
+    input 1, as in kronfluence: A is (I + 1) × (I + 1)
+    parameters, only: names or patterns, for example '*.attn.*'; all by default. Both mean the same
+    limit: bytes that the largest tensor of 'full' or 'kfac' may take; a larger B is replaced by its diagonal
+    skip: whether to leave out parameters that have no Kronecker factors, or larger ones than ``limit``, instead of raising
+    budget: bytes for all tensors while they are computed. Layers are then taken group by group, at least one at a time, and
+    'ekfac' frees ``kfac`` when it is done; all at once by default
 
-    budget: bytes that the tensors in the making may have together: layers are then taken group by group, one layer at the
-    least, and 'ekfac' frees ``kfac`` when it is there; unless told all at once
+    Returns a `Coverage`: a table of all trainable parameters, with what each has, or why it has nothing.
 
-    Returns a table of all parameters that train, what each has or why it has none: a `Coverage`.
+    The attributes are detached, in the parameter's dtype (single precision for half), and None if the loss did not reach the
+    parameter.  If processes share a batch, or a loader's batches, they cover all samples and are whole on each process.
 
-    The attributes are detached, of the parameter's dtype (single precision for half), and None where the loss did not reach
-    the parameter.  Where processes share a batch, or a loader's batches, they are of all samples, and whole on each.
-
-    Raises NothingRecorded after an ordinary backward pass, BlockTooLarge for more than ``limit``, UnsupportedLayer for
-    'kfac' of what has no Kronecker factors, ValueError for other kinds, names and patterns, and what reading raises.
+    Raises NothingRecorded after an ordinary backward pass, BlockTooLarge above ``limit``, UnsupportedLayer for 'kfac' of a
+    parameter without Kronecker factors, ValueError for unknown kinds, names and patterns, and what reading raises.
 
     Source: Botev et al. 2017 (arXiv:1706.03662) for Hessian blocks of piecewise linear networks; for KFAC see
     `autograd_hacks.curvature.kronecker`.
@@ -96,23 +96,27 @@ def compute_hess_over(
     only: str | Collection[str] | None = None,
     budget: float | None = None,
 ) -> Coverage:
-    """`compute_hess` for all batches of a loader, as if they were one; every sample counts alike, however large its batch.
+    """`compute_hess` for all batches of a loader, as if they were one.  Every sample has the same weight, however large its
+    batch.
 
-    loader: batches    forward: ``forward(model, batch)`` returns the output for `backprop_hess`; unless told it is
-    ``model(batch)``, or ``model(batch[0])`` for a tuple or list
-    hess_type, samples, generator: as in `backprop_hess`    the others: as in `compute_hess`
+    loader: batches
+    forward: ``forward(model, batch)`` returns the output for `backprop_hess`. By default it is ``model(batch)``, or
+    ``model(batch[0])`` for a tuple or list
+    hess_type, samples, generator: as in `backprop_hess`
+    the others: as in `compute_hess`
 
-    'ekfac' takes the loader twice, the second time with the eigenvectors of the first.  With ``budget`` each group of layers
-    takes it anew, and draws labels of its own.  Passes go to the parameters that are asked for alone.
-    Raises as they do, ValueError for a loader without batches, or one to be taken twice that can't be, and RuntimeError
-    inside `accumulate`.
+    'ekfac' runs the loader twice, the second time with the eigenvectors of the first.  With ``budget`` each group of layers
+    runs it again, with newly drawn labels.  Backward passes go only to the parameters that are asked for.
+
+    Raises as these functions do, ValueError for a loader without batches and for an iterator that would have to run twice,
+    and RuntimeError inside `accumulate`.
     """
     record = recorder_of(model).record
     if record.accumulating:
-        raise RuntimeError("compute_hess_over accumulates by itself; leave accumulate(model) first" + ON_PASSES)
+        raise RuntimeError("compute_hess_over accumulates by itself. Leave accumulate(model) first" + ON_PASSES)
     if (kind == "ekfac" or budget is not None) and isinstance(loader, Iterator):
-        what = "kind='ekfac') takes all batches twice" if budget is None else "budget=...) takes all batches for each group"
-        raise ValueError(f"compute_hess_over({what}; expected a DataLoader or a list, no iterator" + ON_CURVATURE)
+        what = "kind='ekfac') runs all batches twice" if budget is None else "budget=...) runs all batches for each group"
+        raise ValueError(f"compute_hess_over({what}; expected a DataLoader or a list, not an iterator" + ON_CURVATURE)
     every = Sums(model, kind, kfac_approx, _asked(parameters, only), limit, kfac_bias, skip)
     record.clear()
 
@@ -142,7 +146,7 @@ def compute_hess_over(
 
 
 def _finish(every: Sums, part: Sums, budget: float | None) -> None:
-    """Takes what was found of a group of parameters, and frees what is needed no longer."""
+    """Stores the results of a group of parameters and frees what is no longer needed."""
     every.take(part)
     if budget is not None and every.asked == "ekfac":
         for name in part.names:
@@ -150,7 +154,7 @@ def _finish(every: Sums, part: Sums, budget: float | None) -> None:
 
 
 def _asked(parameters: str | Collection[str] | None, only: str | Collection[str] | None) -> str | Collection[str] | None:
-    """Patterns of the parameters that are wanted, by the name that was taken for them."""
+    """The patterns of the chosen parameters, from either of the two arguments."""
     if parameters is not None and only is not None:
         raise ValueError(
             f"compute_hess was given only={only!r} and parameters={parameters!r}, which mean the same; expected one of them"

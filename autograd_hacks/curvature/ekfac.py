@@ -1,9 +1,9 @@
 """Kronecker factors with corrected eigenvalues.
 
 B ⊗ A = (Q_B ⊗ Q_A) (Λ_B ⊗ Λ_A) (Q_B ⊗ Q_A)ᵀ has the eigenvectors of the layer's inputs and of the gradients at its
-outputs.  With S = Σₖₙ (Q_Bᵀ Gₖₙ Q_A)² / N in the place of Λ_B ⊗ Λ_A, elementwise, for the rows Gₖₙ, it is the matrix with
-these eigenvectors that is closest to JᵀJ / N in the Frobenius norm; its trace is that of JᵀJ / N.  Of a parameter of several
-blocks, see `autograd_hacks.curvature.kronecker`, each has its own.
+outputs.  Replace Λ_B ⊗ Λ_A by S = Σₖₙ (Q_Bᵀ Gₖₙ Q_A)² / N, elementwise, for the rows Gₖₙ.  Of all matrices with these
+eigenvectors the result is closest to JᵀJ / N in the Frobenius norm, and has its trace.  If a parameter has several blocks
+(see `autograd_hacks.curvature.kronecker`), each has its own.
 
 Source: George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis"
 (arXiv:1806.03884).
@@ -33,22 +33,21 @@ from autograd_hacks.verbs.per_sample import grads_of
 
 @dataclass(frozen=True, repr=False)
 class EKFAC(Shown):
-    """(Q_B ⊗ Q_A) diag(S) (Q_B ⊗ Q_A)ᵀ, for a parameter of shape (O, ...), seen as a matrix O I.
+    """(Q_B ⊗ Q_A) diag(S) (Q_B ⊗ Q_A)ᵀ, for a parameter of shape (O, ...), viewed as a matrix O I.
 
-    For a parameter that lies as (I, O), ``is_turned``, it is (Q_A ⊗ Q_B) diag(S) (Q_A ⊗ Q_B)ᵀ, and S is I O.  A parameter of
-    G blocks has an axis G in front of all three.
-    With ``kfac_bias='joint'`` it is that of a weight with its bias for one more input, the last, and both have it.
+    For a parameter stored as (I, O), ``is_turned``, it is (Q_A ⊗ Q_B) diag(S) (Q_A ⊗ Q_B)ᵀ, and S is I O.  With G blocks all
+    three tensors have a leading axis G.  With ``kfac_bias='joint'`` weight and bias share it; the bias is the last input.
     """
 
-    a: Tensor | None  # Q_A, I I, eigenvectors in columns; None where A is diagonal, so that it is the identity
-    b: Tensor | None  # Q_B, O O, alike
-    values: Tensor  # S, O I, as the parameter lies in memory
+    a: Tensor | None  # Q_A, I I, eigenvectors in columns; None, the identity, if A is diagonal
+    b: Tensor | None  # Q_B, O O, in the same way
+    values: Tensor  # S, O I, in the parameter's memory order
     names: tuple[str, ...]  # of the parameter, or of weight and bias
-    is_turned: bool = False  # whether the parameter lies as I O
+    is_turned: bool = False  # whether the parameter is stored as I O
 
     @property
     def sides(self) -> tuple[Tensor | None, Tensor | None]:
-        """Q_B and Q_A, or Q_A and Q_B where it is turned: the eigenvectors on the left and on the right of the parameter."""
+        """The eigenvectors on the left and right of the parameter: Q_B and Q_A, or Q_A and Q_B if it is turned."""
         return (self.a, self.b) if self.is_turned else (self.b, self.a)
 
     def _table(self) -> Table:
@@ -61,13 +60,13 @@ class EKFAC(Shown):
         return Table(title, [("", "what", "shape", "holds"), *rows])
 
     def matvec(self, v: Tensor) -> Tensor:
-        """The product with v, a tensor of the parameter's shape, or several, ``(..., *shape)``."""
+        """The product with v, a tensor of the parameter's shape or ``(..., *shape)``."""
         return self._scaled(v, self.values)
 
     def solve(self, v: Tensor, damping: float | None = None) -> Tensor:
-        """The product of the inverse of this + λ with v, ``(..., *shape)``.
+        """(this + λ)⁻¹ v, for v of shape ``(..., *shape)``.
 
-        damping: λ > 0; a tenth of the mean of ``values`` unless told
+        damping: λ > 0; a tenth of the mean of ``values`` by default
         Raises ValueError for another damping.
         """
         if damping is not None and not (damping > 0 and isfinite(damping)):
@@ -92,40 +91,40 @@ def ekfac_solve(
 ) -> PerSampleGrads | dict[str, Tensor]:
     """(EKFAC + λ)⁻¹ v, parameter by parameter, after ``compute_hess(model, kind='ekfac')`` or `compute_hess_over`.
 
-    v: {name: shape}, a gradient say, or ``{name: (..., *shape)}``, returned alike; or the per-sample gradients of a batch,
-    of which each row is taken: ``train.gram(ekfac_solve(model, test))`` are influences. Verbs write some of them out at a
-    time; only with ``kfac_bias='joint'`` are they written out here, N × P numbers
-    damping: λ > 0; for each parameter a tenth of its mean eigenvalue unless told, but more than what rounding makes of the
-    largest one's
+    v: {name: shape}, such as a gradient, or ``{name: (..., *shape)}``; the result has the same shapes. Or the per-sample
+    gradients of a batch, row by row: ``train.gram(ekfac_solve(model, test))`` gives influences. Verbs write these rows out
+    some at a time; only with ``kfac_bias='joint'`` they are written out here, N × P numbers
+    damping: λ > 0; by default a tenth of each parameter's mean eigenvalue, but above the rounding error of the largest
 
-    Raises NothingRecorded for a parameter without EKFAC, ValueError for another damping, for tensors of another shape, and
-    for gradients, or curvature, of another model's parameters.
+    Raises NothingRecorded for a parameter without EKFAC; ValueError for another damping, for tensors of another shape, and
+    for gradients or curvature of another model's parameters.
     Source: Grosse et al. 2023, "Studying large language model generalization with influence functions" (arXiv:2308.03296).
     """
     parameters = dict(model.named_parameters())
     blocks = {n: vars(parameters[n])["ekfac"] for n in v if "ekfac" in vars(parameters.get(n, nn.Module()))}
     if unknown := [name for name in v if name not in parameters]:
         raise ValueError(
-            f"ekfac_solve was given {unknown[0]!r}, which is no parameter of this model; expected names of "
-            f"model.named_parameters(), {', '.join(map(repr, list(blocks)[:3]))} say" + ON_CURVATURE
+            f"ekfac_solve was given {unknown[0]!r}, which is not a parameter of this model; expected names of "
+            f"model.named_parameters(), such as {', '.join(map(repr, list(blocks)[:3]))}" + ON_CURVATURE
         )
     if missing := [name for name in v if name not in blocks]:
         raise NothingRecorded(
             f"{missing[0]} has no ekfac. Run backprop_hess(output) and compute_hess(model, kind='ekfac'), or "
-            "compute_hess_over(model, loader, kind='ekfac'), of a loss that reaches it; or leave it out: "
-            "per_sample_grads(model, only=table.covered), for the table that these return."
+            "compute_hess_over(model, loader, kind='ekfac') with a loss that reaches it, or leave it out: "
+            "per_sample_grads(model, only=table.covered), with the table that these return."
         )
     for block in blocks.values():
         numbers = sum(parameters[name].numel() for name in block.names if name in parameters)
         if block.values.numel() != numbers:
             raise ValueError(
-                f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, and this "
-                f"model's {numbers:,}: it is of another model. Run compute_hess(model, kind='ekfac') again" + ON_CURVATURE
+                f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, but this "
+                f"model's parameters {numbers:,}, so it comes from another model. Run compute_hess(model, kind='ekfac') again"
+                + ON_CURVATURE
             )
     wanted = {name: block.names for name, block in blocks.items()}
     if apart := [(name, names) for name, names in wanted.items() if any(other not in v for other in names)]:
         raise ValueError(
-            f"ekfac_solve was given {apart[0][0]!r} alone, and {' and '.join(apart[0][1])} have one block; give both"
+            f"ekfac_solve was given {apart[0][0]!r} alone, but {' and '.join(apart[0][1])} share one block; give both"
             + ON_CURVATURE
         )
     if isinstance(v, PerSampleGrads):

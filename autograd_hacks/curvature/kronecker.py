@@ -254,7 +254,7 @@ def _add_products(total: Tensor, x: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, rows: Tensor | None, samples: int) -> Tensor:
-    """The sums over a sample's positions, N F.  x: M T F    rows: the sample of each of the M, themselves unless told"""
+    """The sums over a sample's positions, N F.  x: M T F    rows: the sample of each m; by default each m is its own"""
     total = x.sum(1)
     return total if rows is None else total.new_zeros(samples, total.shape[1]).index_add_(0, rows, total)
 

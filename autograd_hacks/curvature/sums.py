@@ -356,5 +356,5 @@ def _coded(lay: Lay) -> tuple[int, int]:
 
 
 def _uncoded(code: int, fan_in: int) -> Lay:
-    """What `_coded` says, but for fan_out, which follows from the parameter's shape."""
+    """What `_coded` says, except fan_out, which follows from the parameter's shape."""
     return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))

@@ -105,7 +105,7 @@ def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Pai
 
 
 class Composite(Form):
-    """S J, where J has the rows of several forms below each other, and S scales rows, adds them up or reorders them.
+    """S J, where J has the rows of several forms below each other, and S scales, sums or reorders rows.
 
     A composite says what S and Sᵀ do to something with an entry for each row; the verbs that are linear in J follow.
 

@@ -19,7 +19,7 @@ from autograd_hacks.support.contexts import without_autocast
 def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int) -> Form:
     """Rows (N, E, I, O) of W in y = x W[e], where expert e has the positions between ends[e - 1] and ends[e].
 
-    x: M I    g: M O    ends: E    owners: M, whose each position is
+    x: M I    g: M O    ends: E    owners: M, the sample of each position
     """
     parts, begin, shape = dict[tuple[int, int], Form](), 0, torch.Size((len(ends), x.shape[1], g.shape[1]))
     for expert, end in enumerate(ends.tolist()):

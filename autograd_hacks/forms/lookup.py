@@ -20,7 +20,7 @@ class Lookup(Paired):
     """Row n of J has g[n, t] added at the table's row index[n, t], over T positions: a one-hot left factor.
 
     index: (N, T) integers in [0, entries)    g: (N, T, D)
-    shape: the parameter's, any view of (entries, D), which it is unless told
+    shape: the parameter's, any view of (entries, D), which is the default
     present: (N, T) booleans, the positions that are the samples' own, where others fill up with zeros; all, if None
     """
 

@@ -209,7 +209,7 @@ class SparseMap:
     def of_factors(self, left: Tensor | OneHot, right: Tensor, step: int | None = None) -> Tensor:
         """J R for rows Σₜ left[n, t] ⊗ right[n, t].
 
-        left: N T O    right: N T I    step: how many positions are taken at a time, all unless told.  Returns N dim
+        left: N T O    right: N T I    step: how many positions are taken at a time, all by default.  Returns N dim
         """
         positions = right.shape[1]
         if not len(right) * positions:  # which transforms refuse

@@ -58,7 +58,7 @@ def check_rows(
     with None, is a line "not given"
     coverage: the least share of the model's numbers that must be given, 1.0 for all of them.  Norms and Gram matrices over
     all parameters are given for those without which they would be wrong; the table names the others: "can't be told"
-    tolerance: the largest relative error of a sample's row that is right; unless told 4 ε^(3/4) with ε of the coarsest
+    tolerance: the largest relative error of a sample's row that counts as right; by default 4 ε^(3/4) with ε of the coarsest
     dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
 
     What is further off is looked at once more: how far is autograd's row from that in double precision, of weights that were
@@ -74,7 +74,7 @@ def check_rows(
     that table where a row is wrong or not finite, or where less than ``coverage`` is given; ValueError for losses that are
     not N numbers with a graph, unknown or frozen parameters, other shapes, another N; TypeError for what is no model,
     function or tensor; ShardedParameters where processes hold parts; UnsupportedLayer under reentrant checkpoints;
-    ProbeFailed where something can't be put back.
+    ProbeFailed if something can't be restored.
     """
     _check_arguments(model, loss, rows, coverage, tolerance)
     known, aside = _known_names(model), Aside(model, batch)
@@ -195,7 +195,7 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
 
 
 def _prefix_of(name: str, every: Collection[str]) -> str:
-    """What to do about a name that is one of the model's but for a wrapper's prefix."""
+    """What to do about a name that equals one of the model's except for a wrapper's prefix."""
     for prefix in _PREFIXES:
         if name.removeprefix(prefix) in every:
             return f". Give names without the prefix {prefix!r} of a wrapper: name.removeprefix({prefix!r})"

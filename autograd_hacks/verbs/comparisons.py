@@ -191,7 +191,7 @@ class Comparison(ABC):
 
     def allowance(self, n: int, apart: float) -> float:
         """How far sample n's may be off.  apart: how far it is from that with all weights rounded once more"""
-        least = torch.finfo(self.dtype).eps / 16 * self.length[n]  # of rows that are zero but for rounding
+        least = torch.finfo(self.dtype).eps / 16 * self.length[n]  # of rows that are zero except for rounding
         found = _ROUNDINGS * apart + least
         return found if math.isfinite(found) else 0.0
 
@@ -417,7 +417,7 @@ def _product(a: Gradients, b: Gradients) -> float:
 
 
 def _sketch(g: Tensor | None, seed: int) -> Tensor:
-    """A few numbers of a gradient: the distance of two sketches is that of the gradients, in the mean of all signs.
+    """A few numbers of a gradient: in expectation over the signs, the distance of two sketches is that of the gradients.
 
     Source: Charikar, Chen, Farach-Colton 2002, count sketch.
     """

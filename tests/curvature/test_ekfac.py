@@ -146,7 +146,7 @@ def test_a_weight_with_its_bias(case: tuple[nn.Module, Tensor], approximation: s
         flat = torch.cat([v[f"{layer}weight"].flatten(1), v[f"{layer}bias"][:, None]], -1)
         found = torch.cat([solved[f"{layer}weight"].flatten(1), solved[f"{layer}bias"][:, None]], -1)
         assert_close(found.flatten(), torch.linalg.solve(block, flat.flatten()))
-    with pytest.raises(ValueError, match=r"'0\.bias' alone, and 0\.weight and 0\.bias have one block"):
+    with pytest.raises(ValueError, match=r"'0\.bias' alone, but 0\.weight and 0\.bias share one block"):
         autograd_hacks.ekfac_solve(model, {"0.bias": v["0.bias"]})
 
 
