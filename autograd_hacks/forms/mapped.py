@@ -65,7 +65,7 @@ class Elementwise(LinearMap):
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         if self.scale.shape != shape:
-            raise ValueError(f"the scale of each entry has shape {tuple(self.scale.shape)}; expected {tuple(shape)}")
+            raise ValueError(f"a factor for each entry, of shape {tuple(self.scale.shape)}; expected {tuple(shape)}")
         return shape
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
@@ -102,7 +102,7 @@ class Sides(LinearMap):
         if not left_fits or not (self.right is None or (self.right.ndim in (1, 2) and len(self.right) == fan_in)):
             given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
             raise ValueError(
-                f"L and R have shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected L of "
+                f"L and R of shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected L of "
                 f"shape (any, {fan_out}) or ({fan_out},), and R of shape ({fan_in}, any) or ({fan_in},). The gradient is "
                 f"seen as a matrix {fan_out} × {fan_in}."
             )
@@ -168,7 +168,7 @@ class BlockSides(LinearMap):
         if shape[:1].numel() % blocks or blocks * rows * columns != shape.numel() or not fits:
             given = ["None" if x is None else tuple(x.shape) for x in (self.left, self.right)]
             raise ValueError(
-                f"L and R have shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected (K, P, "
+                f"L and R of shapes {given[0]} and {given[1]}, for a parameter of shape {tuple(shape)}; expected (K, P, "
                 "P) and (K, Q, Q), for K matrices (P, Q) along its first axis."
             )
         return shape
