@@ -1,6 +1,7 @@
 """Opacus: its loader, noise and accountants, with norms and clipped sums from what layers saw: nothing of size N × P."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
+from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -133,27 +134,69 @@ class PrivacyEngine(_PrivacyEngine):
     and other ``grad_sample_mode`` (ValueError); for a distributed model they raise NotImplementedError.
     """
 
-    def make_private(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
+    def __init__(self, *, secure_mode: bool = False, **options: Any) -> None:
+        if secure_mode and find_spec("torchcsprng") is None:
+            raise ModuleNotFoundError(
+                "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Take "
+                "autograd_hacks.PrivateTraining(secure=True), or clip_and_noise_(..., noise=autograd_hacks.SecureNoise()), "
+                "which draw from the operating system's random bits and need nothing else." + ON_PRIVATE,
+                name="torchcsprng",
+            )
+        super().__init__(secure_mode=secure_mode, **options)
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: Any,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        noise_generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> tuple[nn.Module, DPOptimizer, Any]:
         """Hooks a model for private training, and returns it, the optimizer and the loader.
 
         module: trains from then on with hooks (``param_grad=False``, ``independent=True``); it is returned as it is, not
-        wrapped optimizer, data_loader: of the model; returned as a `DPOptimizer` of ours, that clips and adds noise in
-        ``step()``, and as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling=False``
-        noise_multiplier, max_grad_norm, batch_first, loss_reduction, noise_generator: as in Opacus. ``batch_first=False``
-        says that samples are on axis 1    criterion: has no meaning here, as there is no wrapped one
+        wrapped
+        optimizer: of the model; returned as a `DPOptimizer` of ours, which clips and adds noise in ``step()``
+        data_loader: returned as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling`` is False
+        noise_multiplier, max_grad_norm, loss_reduction, noise_generator: as in Opacus
+        batch_first: False where samples are on axis 1
+        options: what else Opacus takes; ``criterion`` has no meaning here, as there is no wrapped one
 
         Raises ValueError for other clipping than 'flat' and another ``grad_sample_mode``, NotImplementedError for a model of
         several processes.  Samples that mix are refused in the first step.
         """
-        expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
-        wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
-        if wrong:
+        if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
-                f"PrivacyEngine.make_private was given {wrong}; expected {expected}, or Opacus' own engine" + ON_OPACUS
+                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}, which is not needed here: clipping never "
+                "stores per-sample gradients, as with Opacus' 'ghost', and nothing is wrapped. Leave it out, and criterion, "
+                "too." + ON_OPACUS
+            )
+        if (clipping := options.get("clipping", "flat")) != "flat":
+            raise ValueError(
+                f"PrivacyEngine.make_private was given clipping={clipping!r}; expected 'flat'. Take "
+                "autograd_hacks.PrivateTraining(clip=...), whose clip may be 'per_parameter', 'automatic', 'psac' or a "
+                "QuantileClip; or Opacus' own engine." + ON_OPACUS
             )
         self._module = module
-        _, optimizer, loader = super().make_private(module=module, **options)
-        return module, optimizer, loader
+        _, private, loader = super().make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            noise_generator=noise_generator,
+            **options,
+        )
+        return module, private, loader
 
     def make_private_with_epsilon(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
         """`make_private`, with the noise by which ``epochs`` rounds spend ``target_epsilon`` at most, for ``target_delta``.
