@@ -31,7 +31,7 @@ from autograd_hacks.errors import ON_CURVATURE, ON_PASSES, NothingRecorded, Unsu
 from autograd_hacks.forms import Form
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.support.display import progress, with_unit
-from autograd_hacks.verbs.arguments import LIMIT, check_limit, check_size, names_matching
+from autograd_hacks.verbs.arguments import LIMIT, check_limit, check_size, kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 
@@ -131,7 +131,7 @@ def compute_hess_over(
         for batch in progress(loader, "curvature", "batch"):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
-                output = model(given) if forward is None else forward(model, given)
+                output = _output(model, given) if forward is None else forward(model, given)
             backprop_hess(output, hess_type, samples, generator)
             into.spread = spread_of(model, recorder_of(model))
             into.add()
@@ -145,6 +145,26 @@ def compute_hess_over(
         sweep(values)
         values.end()
     return accumulator.coverage()
+
+
+def _output(model: nn.Module, given: Any) -> Tensor:
+    """The model's output, a tensor.  Raises TypeError where ``forward`` has to say how to get it."""
+    example = "forward=lambda model, batch: model(**batch).logits, say"
+    try:
+        output: Any = model(given)
+    except Exception as error:  # whatever a model raises that takes tensors by name
+        if not isinstance(given, Mapping):
+            raise
+        raise TypeError(
+            f"compute_hess_over was given a batch that is a {kind_of(given)}, and model(batch) has raised "
+            f"{type(error).__name__}; expected {example}" + ON_CURVATURE
+        ) from error
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"compute_hess_over: the model returned a {kind_of(output)}; expected a tensor, or a function that returns one, "
+            f"{example}" + ON_CURVATURE
+        )
+    return output
 
 
 class _Accumulator:

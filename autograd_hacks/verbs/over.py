@@ -23,6 +23,7 @@ from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.row_files import RowFile, RowFolder, digest_of
 from autograd_hacks.support.trees import version_of
+from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
@@ -35,6 +36,11 @@ KEPT = 2**28
 """Bytes for gradients that are kept from batch to batch."""
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
 """Verbs between samples."""
+_WITHIN = (
+    "over was given a verb between samples, and would take it within each batch alone; expected against=, the batches of "
+    "the other samples, and a verb of both: lambda grads, others: grads.gram(others), say. For those of the same data give "
+    "the loader again: over(..., against=loader)"
+)
 _ALONE = ""
 """The name of what a verb returns in no dictionary."""
 _ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
@@ -158,11 +164,7 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
             "batch. Leave it out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
         )
     if verb in _BETWEEN and against is None:
-        raise ValueError(
-            "over was given a verb between samples, and would take it within each batch alone; expected against=, the "
-            "batches of the other samples. For those of the same data give the loader again: over(..., against=loader)"
-            + ON_DATA_SETS
-        )
+        raise ValueError(_WITHIN + ON_DATA_SETS)
     if not is_number(budget):
         raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
@@ -206,7 +208,15 @@ class _Step:
         """What the verb returns, by name; by `_ALONE` what has none.  checkpoint: which weights the model has"""
         grads = self._grads(batch)
         if self.against is None:
-            return _by_name(self.verb(grads), None if total else grads.samples)
+            taken: list[str] = []
+            token = WITHIN.set(taken)
+            try:
+                found = _by_name(self.verb(grads), None if total else grads.samples)
+            finally:
+                WITHIN.reset(token)
+            if taken and any(x.shape[:2] == (grads.samples, grads.samples) for x in found.values()):
+                raise ValueError(_WITHIN + ON_DATA_SETS)
+            return found
         blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
         if not blocks:
             raise ValueError("over was given against without batches" + ON_DATA_SETS)
