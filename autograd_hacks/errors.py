@@ -26,21 +26,26 @@ __all__ = [
     "ProcessesDisagree",
     "ShardedParameters",
 ]
-_POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+")
+_POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+(?:, or https?://[^\s;]+)?")
+BASE = ""
+"""The address of the pages on the web, without a slash at its end; empty until there is one.  setup.cfg's project_urls has
+it, too, and .ci/ready.py, which runs before a release is published, fails until both are set."""
 EXPLAINED: dict[str, tuple[str, str]] = {}
 """The title of a section and its page in docs/, by the name that ``python -m autograd_hacks explain`` knows; and by the name
 of each class of errors."""
 
 
 def see(section: str, page: str = "errors.rst") -> str:
-    """The end of a message: the command that prints a section.  page: in docs/
+    """The end of a message: the command that prints a section, and its address if there is one.  page: in docs/
 
     Raises ValueError where another page has a section of the same name.
     """
     name = re.sub(r"[^a-z0-9]+", "-", section.lower().replace("'", "")).strip("-")
     if EXPLAINED.setdefault(name, (section, page)) != (section, page):
         raise ValueError(f"see: {name!r} stands for {EXPLAINED[name]}, and can't stand for {(section, page)}, too.")
-    return f"\nMore: python -m autograd_hacks explain {name}"
+    anchor = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+    there = f", or {BASE}/{page.removesuffix('.rst')}.html#{anchor}" if BASE else ""
+    return f"\nMore: python -m autograd_hacks explain {name}{there}"
 
 
 ON_RECORD = see("Nothing was recorded")
