@@ -1,4 +1,5 @@
-"""Tries the installed package, without the clone: the README's ten lines, and the sections that errors name.
+"""Tries the installed package, without the clone: the README's ten lines, the sections that errors name, and
+the table of costs.
 
 python -I .ci/from_wheel.py README.rst
 """
@@ -9,8 +10,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch
+
 import autograd_hacks
 from autograd_hacks.errors import EXPLAINED
+from autograd_hacks.forms.cost import costs_of
 from autograd_hacks.support import pages
 
 
@@ -29,6 +33,7 @@ def main(readme: str) -> int:
     if pages.folder() != installed / "pages" or not (installed / "py.typed").exists():
         print(f"{installed} has no pages, or no py.typed", file=sys.stderr)
         return 1
+    costs_of(torch.device("cpu"))  # raises where the wheel has no costs.json
     subprocess.run([sys.executable, "-I", "-m", "autograd_hacks", "explain", "samples-that-mix"], check=True)
     print(f"\nautograd_hacks {autograd_hacks.__version__} in {installed}: {results.attempted} lines of the README")
     return 0

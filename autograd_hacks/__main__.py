@@ -102,7 +102,7 @@ def _overview() -> Iterator[str]:
         yield "Pages and examples are in docs/ of the sources. pip does not install them."
         return
     yield f"Pages, in {docs}; tox -e gallery builds the site:"
-    yield from (f"  {name:18}{says}" for name, says in PAGES.items())
+    yield from (f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items())
     yield "Examples:"
     for script in sorted((docs / "examples").glob("*.py")):
         if script.name not in ("common.py", "theirs.py"):

@@ -28,14 +28,17 @@ __all__ = [
     "ProcessesDisagree",
     "ShardedParameters",
 ]
-_POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+")
+_POINTER = re.compile(r"\nMore: python -m autograd_hacks explain [\w-]+(?:, or https?://[^\s;]+)?")
+BASE = ""
+"""The address of the pages on the web, without a slash at its end; empty until there is one.  setup.cfg's project_urls has
+it, too, and .ci/ready.py, which runs before a release is published, fails until both are set."""
 EXPLAINED: dict[str, tuple[str, str]] = {}
 """{name: (title of a section, its page in docs/)}.  A name is what ``python -m autograd_hacks explain`` accepts, or the name
 of an error class."""
 
 
 def see(section: str, page: str = "errors.rst") -> str:
-    """The end of a message: the command that prints a section.
+    """The end of a message: the command that prints a section, and its address if there is one.
 
     page: the section's page in docs/
     Raises ValueError if another page has a section of the same name.
@@ -43,7 +46,9 @@ def see(section: str, page: str = "errors.rst") -> str:
     name = re.sub(r"[^a-z0-9]+", "-", section.lower().replace("'", "")).strip("-")
     if EXPLAINED.setdefault(name, (section, page)) != (section, page):
         raise ValueError(f"see: {name!r} already means {EXPLAINED[name]}; it can't also mean {(section, page)}.")
-    return f"\nMore: python -m autograd_hacks explain {name}"
+    anchor = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+    there = f", or {BASE}/{page.removesuffix('.rst')}.html#{anchor}" if BASE else ""
+    return f"\nMore: python -m autograd_hacks explain {name}{there}"
 
 
 ON_RECORD = see("Nothing was recorded")

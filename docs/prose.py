@@ -21,7 +21,6 @@ WORDS = {
     r"hardly": "rarely, or a number",
     r"(?:come|comes|came) (?:of|by)": "come from",
     r"handed? out": "returned",
-    r"(?-i:is none|are none)": "is NaN, or there is no",
     r"no automatism": "not chosen automatically",
     r"aimed for|aimed at": "the target is",
     r"(?:speak|speaks) for": "support",

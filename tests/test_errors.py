@@ -135,3 +135,14 @@ def test_an_error_without_a_page_is_noticed() -> None:
     assert unexplained("def f():\n    raise ValueError('see' + x)") == [(2, "f")]
     assert not unexplained("def f():\n    raise ValueError('wrong' + ON_VERBS)")
     assert not unexplained("def f():\n    raise NotImplementedError('wrong' + see('A'))")
+
+
+def test_messages_end_with_an_address_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(errors.SamplesMixed("x")).endswith("explain samples-that-mix") or errors.BASE
+    monkeypatch.setattr(errors, "BASE", "https://x.org")
+    said = str(errors.SamplesMixed("x"))
+    assert said.endswith("explain samples-that-mix, or https://x.org/errors.html#samples-that-mix")
+    inner = str(errors.ProcessesDisagree(f"process 0: {said}; process 1: fine"))
+    assert inner.startswith("process 0: x; process 1: fine\nMore: ")
+    assert inner.endswith("#samples-that-mix")
+    assert errors.see("Check anyone's rows", "knock_outs.rst").endswith("knock_outs.html#check-anyone-s-rows")

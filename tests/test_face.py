@@ -79,13 +79,21 @@ def test_tab_completion_shows_the_public_names_alone() -> None:
         ("grad_sample", "compute_grad1(model), which sets param.grad1"),
         ("per_sample_gradients", "compute_grad1(model), which sets param.grad1"),
         ("verifies", "verify"),
-        ("PrivacyEngin", "integrations.opacus.PrivacyEngine"),
     ],
 )
 def test_a_name_that_is_not_there(name: str, call: str) -> None:
     with pytest.raises(AttributeError) as raised:
         getattr(autograd_hacks, name)
     assert str(raised.value).endswith(f"has no attribute {name!r}. Did you mean autograd_hacks.{call}?")
+
+
+def test_a_hint_at_an_integration_is_a_line_to_paste() -> None:
+    with pytest.raises(AttributeError) as raised:
+        autograd_hacks.PrivacyEngine  # noqa: B018
+    line = str(raised.value).partition("Did you mean this: ")[2].rstrip("?")
+    assert line == "from autograd_hacks.integrations.opacus import PrivacyEngine"
+    pytest.importorskip("opacus")
+    exec(line)
 
 
 def test_names_without_a_hint() -> None:

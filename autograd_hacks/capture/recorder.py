@@ -85,7 +85,6 @@ class Recorder:
         self.backward.attached = True
         if not self.backward.wants_grad:
             self.backward.watch_behind()
-        if not self.backward.wants_grad:
             _HEARING.add(self)
             hear()
 

@@ -1,6 +1,6 @@
 """Blocks of a model's Gauss-Newton matrix, their diagonals and their Kronecker factors, next to ``param.grad``."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autograd_hacks.curvature.sums import Sums
 from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
 from autograd_hacks.support.display import progress
-from autograd_hacks.verbs.arguments import LIMIT
+from autograd_hacks.verbs.arguments import LIMIT, kind_of
 
 
 def compute_hess(
@@ -38,8 +38,8 @@ def compute_hess(
 
     * ``'full'``: ``param.hess``, of shape ``(*shape, *shape)``
     * ``'diag'``: ``param.hess_diag``, its diagonal, of shape ``shape``
-    * ``'kfac'``: ``param.kfac``, a pair (A, B), an `autograd_hacks.curvature.kronecker.KFAC`. A comes from the inputs, I × I,
-      and B from the gradients at the outputs, O × O. The block of ``param.flatten()`` is approximated by
+    * ``'kfac'``: ``param.kfac``, an `autograd_hacks.curvature.kronecker.KFAC`, a pair (A, B). A is of the inputs, I × I,
+      and B of the gradients at the outputs, O × O. The block of ``param.flatten()`` is approximated by
       ``torch.kron(B, A)`` for weights (O, I), as in Linear, and (O, C·K), in convolutions. It is ``torch.kron(A, B)`` if
       ``param.kfac.is_turned``: weights (I, O), as in transformers' Conv1D and in tables, whose A is a diagonal, I numbers.
       The groups of a convolution and the experts of a stack are G blocks with their own factors, (G, I, I) and (G, O, O).
@@ -124,7 +124,7 @@ def compute_hess_over(
         for batch in progress(loader, "curvature", "batch"):
             with torch.enable_grad():
                 given = batch[0] if forward is None and isinstance(batch, tuple | list) else batch
-                output = model(given) if forward is None else forward(model, given)
+                output = _output(model, given) if forward is None else forward(model, given)
             seen = record.parameters_of(model)
             is_all = len(names) == sum(p.requires_grad for p in seen.values())
             passes_for(output, hess_type, samples, generator, None if is_all else [seen[name] for name in names])
@@ -143,6 +143,26 @@ def compute_hess_over(
             values.end()
         _finish(every, part, budget)
     return every.coverage()
+
+
+def _output(model: nn.Module, given: Any) -> Tensor:
+    """The model's output, a tensor.  Raises TypeError if ``forward`` has to say how to get it."""
+    example = "forward=lambda model, batch: model(**batch).logits, for example"
+    try:
+        output: Any = model(given)
+    except Exception as error:  # whatever a model raises that takes tensors by name
+        if not isinstance(given, Mapping):
+            raise
+        raise TypeError(
+            f"compute_hess_over was given a batch that is a {kind_of(given)}, and model(batch) raised "
+            f"{type(error).__name__}; expected {example}" + ON_CURVATURE
+        ) from error
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"compute_hess_over: the model returned a {kind_of(output)}; expected a tensor, or a function that returns one, "
+            f"{example}" + ON_CURVATURE
+        )
+    return output
 
 
 def _finish(every: Sums, part: Sums, budget: float | None) -> None:

@@ -118,7 +118,7 @@ def ekfac_solve(
         if block.values.numel() != numbers:
             raise ValueError(
                 f"ekfac_solve: the ekfac of {' and '.join(block.names)} has {block.values.numel():,} numbers, but this "
-                f"model's parameters {numbers:,}, so it comes from another model. Run compute_hess(model, kind='ekfac') again"
+                f"model's parameters {numbers:,}: it is another model's. Run compute_hess(model, kind='ekfac') again"
                 + ON_CURVATURE
             )
     wanted = {name: block.names for name, block in blocks.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
 from autograd_hacks.forms.positions import Pair, Positions
-from autograd_hacks.forms.projection import AnyMap
+from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
 
 if TYPE_CHECKING:
@@ -274,6 +274,7 @@ class Form(Hinting, Shown, ABC):
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
         """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
+        check_is_map(random)
         found = self.new_sums(self.samples, random.dim)
         for samples, part in self.chunks(budget, self.row_size() + random.memory()):
             for rows, block in part.blocks(budget):

@@ -18,7 +18,7 @@ from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
-from autograd_hacks.forms.projection import AnyMap, SparseMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _WEIGHT_GRADIENT = {1: weight_gradients.conv1d_weight, 2: weight_gradients.conv2d_weight, 3: weight_gradients.conv3d_weight}
@@ -118,6 +118,7 @@ class Convolution(Factored):
     norms = norms_by_positions
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        check_is_map(random)
         if isinstance(random, SparseMap):
             if self.groups > 1 or self.like.is_complex() or not random.takes_factors(self.x.device, self.positions):
                 return super().project(random, cache_budget(budget, self.like))

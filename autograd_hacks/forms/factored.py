@@ -21,7 +21,7 @@ from autograd_hacks.forms.positions import (
     norms_in_double,
     norms_of_pairs,
 )
-from autograd_hacks.forms.projection import AnyMap, SparseMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -126,6 +126,7 @@ class Paired(Factored):
         return super().gram(other, budget)
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        check_is_map(random)
         if isinstance(random, SparseMap):
             return self._sketch(random, budget)
         left, right = self.pair

@@ -13,7 +13,7 @@ from autograd_hacks.forms.cost import WIDEST_VECTOR, takes_kernel
 from autograd_hacks.forms.factored import Factored, Paired
 from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions
-from autograd_hacks.forms.projection import AnyMap, SparseMap
+from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
 
 class Lookup(Paired):
@@ -202,6 +202,7 @@ class Bags(Factored):
         return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
 
     def project(self, random: AnyMap, budget: int = BUDGET) -> Tensor:
+        check_is_map(random)
         if isinstance(random, SparseMap):
             return self._sketch(random, budget)
         wide, found = self.wide(), self.new_sums(self.samples, random.dim)

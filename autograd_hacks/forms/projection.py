@@ -281,6 +281,18 @@ def _sketched(factor: Tensor, place: Tensor, sign: Tensor, size: int) -> Tensor:
 
 
 AnyMap = RandomMap | SparseMap
+
+
+def check_is_map(random: object) -> None:
+    """Raises TypeError for what is no random map, a number of coordinates say."""
+    if not isinstance(random, AnyMap):
+        raise TypeError(
+            f"project was given {random!r}; expected a forms.RandomMap or forms.SparseMap, which is drawn by the "
+            "parameter's name, and a form doesn't know that. Take grads.project(dim, per_parameter=True)[name], for the "
+            "grads that the form is from."
+        )
+
+
 """The map of a projection."""
 
 

@@ -1,6 +1,7 @@
 """Opacus: its loader, noise and accountants, with norms and clipped sums from hooks.  Nothing of size N × P is stored."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn as nn
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.distributed.spread import spread_of
-from autograd_hacks.errors import ON_OPACUS, ON_PROCESSES, needed
+from autograd_hacks.errors import ON_OPACUS, ON_PRIVATE, ON_PROCESSES, needed
 from autograd_hacks.support.kinds import is_number
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.hooking import add_hooks
@@ -137,33 +138,69 @@ class PrivacyEngine(_PrivacyEngine):
     another ``grad_sample_mode``, and NotImplementedError for a distributed model.
     """
 
-    def make_private(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
+    def __init__(self, *, secure_mode: bool = False, **options: Any) -> None:
+        if secure_mode and find_spec("torchcsprng") is None:
+            raise ModuleNotFoundError(
+                "PrivacyEngine was given secure_mode=True, for which Opacus needs torchcsprng, which is not installed. Use "
+                "autograd_hacks.PrivateTraining(secure=True), or clip_and_noise_(..., noise=autograd_hacks.SecureNoise()), "
+                "which draw from the operating system and need no other package." + ON_PRIVATE,
+                name="torchcsprng",
+            )
+        super().__init__(secure_mode=secure_mode, **options)
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: Any,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        noise_generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> tuple[nn.Module, DPOptimizer, Any]:
         """Hooks a model for private training.  Returns the model, the optimizer and the loader.
 
-        It takes Opacus' arguments by keyword:
-
-        * ``optimizer`` is returned as this module's `DPOptimizer`, which clips and adds noise in ``step()``
-        * ``data_loader`` is returned as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling=False``
-        * ``noise_multiplier``, ``max_grad_norm``, ``loss_reduction`` and ``noise_generator`` are as in Opacus
-        * ``batch_first=False`` means that samples are on axis 1
-        * ``criterion`` is ignored: use your own loss
-
-        module: the model, which gets hooks (``param_grad=False``, ``independent=True``) and is returned itself, not wrapped
+        module: the model. It trains with hooks from then on (``param_grad=False``, ``independent=True``), and is returned
+        without a wrapper
+        optimizer: the model's; returned as a `DPOptimizer`, which clips and adds noise in ``step()``
+        data_loader: returned as Opacus' loader of Poisson-sampled batches, unless ``poisson_sampling`` is False
+        noise_multiplier, max_grad_norm, loss_reduction, noise_generator: as in Opacus
+        batch_first: False if samples are on axis 1
+        options: Opacus' other arguments; ``criterion`` has no effect here
 
         Raises ValueError for clipping other than 'flat' and for another ``grad_sample_mode``, NotImplementedError for a
         distributed model.  A model that mixes samples raises in the first step.
         """
-        expected = {"clipping": "flat", "grad_sample_mode": "hooks"}
-        wrong = {key: options[key] for key, value in expected.items() if options.get(key, value) != value}
-        if wrong:
+        if (mode := options.get("grad_sample_mode", "hooks")) != "hooks":
             raise ValueError(
-                f"PrivacyEngine.make_private was given {wrong}; only flat clipping is supported here. Leave "
-                "grad_sample_mode out: per-sample gradients are never stored. For clipping='adaptive' or 'per_layer' use "
-                "clip_and_noise_(clip=...), or Opacus' own engine" + ON_OPACUS
+                f"PrivacyEngine.make_private was given grad_sample_mode={mode!r}, which is not needed here: clipping never "
+                "stores per-sample gradients, as with Opacus' 'ghost', and nothing is wrapped. Leave out grad_sample_mode "
+                "and criterion." + ON_OPACUS
+            )
+        if (clipping := options.get("clipping", "flat")) != "flat":
+            raise ValueError(
+                f"PrivacyEngine.make_private was given clipping={clipping!r}; only flat clipping is supported here. Use "
+                "autograd_hacks.PrivateTraining(clip=...), whose clip may be 'per_parameter', 'automatic', 'psac' or a "
+                "QuantileClip, or Opacus' own engine." + ON_OPACUS
             )
         self._module = module
-        _, optimizer, loader = super().make_private(module=module, **options)
-        return module, optimizer, loader
+        _, private, loader = super().make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            noise_generator=noise_generator,
+            **options,
+        )
+        return module, private, loader
 
     def make_private_with_epsilon(self, *, module: nn.Module, **options: Any) -> tuple[nn.Module, DPOptimizer, Any]:
         """`make_private` with the noise for a target: ``epochs`` epochs spend at most ``target_epsilon``.

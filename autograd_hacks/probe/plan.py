@@ -69,7 +69,6 @@ class Plan:
     untold: str = ""  # why an output's entries can't be assigned to documents, for messages
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which samples mix
     mixing: str = ""  # how samples mix, for messages
-    why_unproven: str = ""  # why nothing could be proven, if so
     by_rule: set[str] = field(default_factory=set)  # the parameters for which some layer's rule gives rows
     created: dict[Hashable, Any] = field(default_factory=dict)  # by use, the plans of graphs that passes make there
     # Whether nodes that may move samples left them in place: by proofs with the same result, for several sizes.
@@ -166,8 +165,3 @@ def is_second_try(forwards: int) -> bool:
 
 def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def by_axis(shape: Sequence[int], axis: int) -> Layout | None:
-    """The layout of samples that are assumed to be on an axis."""
-    return Layout(axis) if len(shape) > axis else None

@@ -152,7 +152,6 @@ def past_zeros(ran: Ran, passes: Passes, found: Found, draws: torch.Generator) -
 
 def place_by_sizes(plan: Plan, ran: Ran, samples: int | None) -> None:
     """Fills in a plan by sizes, if no output has samples."""
-    plan.why_unproven = "no output of the model has an axis of as many entries as there are samples"
     for noted in ran.noted:
         plan.set_place(noted.call.path, noted.number, Place(AXES, usual_layouts(noted, samples or 0), is_decided=False))
 

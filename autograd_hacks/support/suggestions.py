@@ -45,4 +45,7 @@ def hint(name: str, public: Collection[str]) -> str:
         meant = next((call for call, names in MEANT.items() if close and close[0] in names), None)
         close = []
     found = meant or next(iter(close), None)
+    if found is not None and found.startswith("integrations."):  # whose modules are imported one by one
+        module, _, name = found.rpartition(".")
+        return f". Did you mean this: from autograd_hacks.{module} import {name}?"
     return "" if found is None else f". Did you mean autograd_hacks.{found}?"

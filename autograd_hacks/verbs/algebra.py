@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from math import prod
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -23,6 +24,9 @@ from autograd_hacks.verbs.metric import random_sides
 
 if TYPE_CHECKING:
     from typing import Self
+
+WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
+"""Where `over` hears that rows of a batch were compared with each other."""
 
 
 class Algebra(Matrix):
@@ -128,6 +132,8 @@ class Algebra(Matrix):
         Raises ValueError for the gradients of another model.
         """
         other = self if other is None else other
+        if other is self and (taken := WITHIN.get()) is not None:
+            taken.append("gram")
         if not isinstance(other, Algebra):
             raise TypeError(
                 f"gram: the other batch is {arguments.kind_of(other)}; expected the PerSampleGrads of another batch. Take "

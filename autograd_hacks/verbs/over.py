@@ -23,6 +23,7 @@ from autograd_hacks.support.kinds import is_number
 from autograd_hacks.support.parts import part_of
 from autograd_hacks.support.row_files import RowFile, RowFolder, digest_of
 from autograd_hacks.support.trees import version_of
+from autograd_hacks.verbs.algebra import WITHIN
 from autograd_hacks.verbs.arguments import kind_of, names_matching
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.losses import backward_to
@@ -35,6 +36,11 @@ KEPT = 2**28
 """The default number of bytes for gradients that are kept from batch to batch."""
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
 """Verbs that compare samples with each other."""
+_WITHIN = (
+    "over was given a verb that compares samples, without against=, so it would compare samples of one batch only. Give "
+    "the batches of the other samples, and a verb of both, for example lambda grads, others: grads.gram(others). To compare "
+    "the data with itself give the loader again: over(..., against=loader)"
+)
 _ALONE = ""
 """The name of a verb's result that is a single tensor."""
 _ROWS = *_BETWEEN, PerSampleGrads.norms, PerSampleGrads.project, PerSampleGrads.dot
@@ -162,11 +168,7 @@ def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool,
             "total out, or give a verb that returns sums: PerSampleGrads.second_moment" + ON_DATA_SETS
         )
     if verb in _BETWEEN and against is None:
-        raise ValueError(
-            "over was given a verb that compares samples, without against=, so it would compare samples of the same batch "
-            "only. Give the other samples' batches. To compare the data with itself give the loader again: over(..., "
-            "against=loader)" + ON_DATA_SETS
-        )
+        raise ValueError(_WITHIN + ON_DATA_SETS)
     if not is_number(budget):
         raise TypeError(f"over was given budget={budget!r}; expected a number of bytes" + ON_DATA_SETS)
     if isinstance(against, Iterator):
@@ -212,7 +214,15 @@ class _Step:
         """
         grads = self._grads(batch)
         if self.against is None:
-            return _by_name(self.verb(grads), None if total else grads.samples)
+            taken: list[str] = []
+            token = WITHIN.set(taken)
+            try:
+                found = _by_name(self.verb(grads), None if total else grads.samples)
+            finally:
+                WITHIN.reset(token)
+            if taken and any(x.shape[:2] == (grads.samples, grads.samples) for x in found.values()):
+                raise ValueError(_WITHIN + ON_DATA_SETS)
+            return found
         blocks = [_by_name(self.verb(grads, others), grads.samples) for others in self._others(self.against, checkpoint)]
         if not blocks:
             raise ValueError("over: against has no batches" + ON_DATA_SETS)

@@ -53,6 +53,28 @@ def test_a_loader_within_accumulate_is_refused() -> None:
     autograd_hacks.compute_hess(model)
 
 
+class Named(nn.Module):
+    """As transformers' models: tensors by name, and an object with the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layer(x)}
+
+
+def test_batches_and_outputs_by_name_ask_for_a_forward() -> None:
+    model, x = Named(), torch.randn(5, 3)
+    autograd_hacks.add_hooks(model)
+    for batch, what in (({"x": x}, r"a dict, and model\(batch\) has raised TypeError"), (x, "the model returned a dict")):
+        with pytest.raises(TypeError, match=rf"compute_hess_over.*{what}.*forward=lambda model, batch"):
+            autograd_hacks.compute_hess_over(model, [batch], kind="diag")
+    with pytest.raises(TypeError, match=r"was given a dict; .*output\.logits"):
+        autograd_hacks.backprop_hess(model(x))
+    autograd_hacks.compute_hess_over(model, [{"x": x}], "diag", forward=lambda model, batch: model(**batch)["logits"])
+
+
 def test_parameters_by_iterators_and_aliases() -> None:
     layer = nn.Linear(3, 3)
     model = nn.Sequential(layer, nn.ReLU(), layer)

@@ -100,3 +100,16 @@ def test_how_many_signs_are_drawn_at_a_time_changes_nothing(monkeypatch: pytest.
     monkeypatch.setattr(projection, "_FEW", 0)
     monkeypatch.setattr(projection, "_BYTES", 1)
     assert torch.equal(form.project(random), expected)
+
+
+@pytest.mark.parametrize("made", ["Outer", "Dense", "Scaled", "Lookup"])
+def test_a_form_has_no_name_to_draw_a_map_by(made: str) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    with autograd_hacks.add_hooks(model):
+        model(torch.tensor([[0, 1], [2, 3]])).sum().backward()
+        grads = autograd_hacks.per_sample_grads(model, "sum")
+    forms = {"Outer": grads["1.weight"], "Dense": grads["1.bias"], "Lookup": grads["0.weight"]}
+    form = forms.get(made, autograd_hacks.forms.scale(grads["1.weight"], 2.0))
+    assert made in str(form)
+    with pytest.raises(TypeError, match=r"project was given 8; .*grads\.project\(dim, per_parameter=True\)\[name\]"):
+        form.project(8)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Private steps: Opacus' own engine, with the same draws and the same noise, gives the same weights and the same epsilon."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -221,8 +222,13 @@ def test_what_it_refuses() -> None:
         )
     with pytest.raises(ValueError, match="doesn't have"):
         private(mlp(), parameters=mlp().parameters())
-    with pytest.raises(ValueError, match="'clipping': 'per_layer'"):
+    with pytest.raises(ValueError, match=r"clipping='per_layer'; expected 'flat'.*PrivateTraining\(clip="):
         trained(PrivacyEngine, conv(), clipping="per_layer")
+    with pytest.raises(ValueError, match="'ghost', which is not needed here"):
+        trained(PrivacyEngine, conv(), grad_sample_mode="ghost")
+    if importlib.util.find_spec("torchcsprng") is None:
+        with pytest.raises(ModuleNotFoundError, match=r"secure_mode=True.*SecureNoise"):
+            PrivacyEngine(secure_mode=True)
 
 
 @pytest.mark.parametrize("secure", [False, True])
