@@ -18,7 +18,7 @@ positions.  For 'reduce', where A isn't, its diagonal is kept.
 
 Other tensors, by their rows.  Weights that are read several times, or in several ways, as a table that is the head too,
 values that follow from a parameter, as positions that are read for one sample and added to all, and transposed convolutions
-have gradients that are no sums of products of one kind.  A tensor (V, D) is then taken for a table of V rows.  With its
+have gradients that are no sums of products of one kind.  A tensor (V, D) is then treated as a table of V rows.  With its
 gradients Gₖₙ, all uses and their cross terms added up,
 
 A = diag(Σₖₙ |Gₖₙ[v]|²) / Σ   a row's share of all squares        B = Σₖₙ Gₖₙᵀ Gₖₙ / N
@@ -299,7 +299,7 @@ def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
 
 
 def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | None:
-    """The name of the weight whose B a bias shares; None for a parameter that is no bias of a matrix.
+    """The name of the weight whose B a bias shares; None for a parameter that is not the bias of a matrix.
 
     Raises UnsupportedLayer for a weight that has none to share.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from autograd_hacks.support.layout import Layout, Layouts
+from autograd_hacks.support.layout import Layouts
 
 if TYPE_CHECKING:
     from autograd_hacks.probe.documents import Documents
