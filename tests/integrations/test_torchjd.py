@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
     grads, losses = autograd_hacks.per_sample_grads(model), tasks_of(model)
     with pytest.raises(ValueError, match="losses and grads"):
         jacobian_descent(model, UPGrad(), grads, losses=losses)
-    with pytest.raises(ValueError, match="beside loss_type='mean'"):
+    with pytest.raises(ValueError, match="losses and loss_type='mean'"):
         jacobian_descent(model, UPGrad(), loss_type="mean", losses=losses)
     with pytest.raises(ValueError, match=r"shape \(6, 2, 1\).*losses.mean"):
         jacobian_descent(model, UPGrad(), losses=losses[:, :, None])
