@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
     grads, losses = autograd_hacks.per_sample_grads(model), tasks_of(model)
     with pytest.raises(ValueError, match="losses and grads"):
         jacobian_descent(model, UPGrad(), grads, losses=losses)
-    with pytest.raises(ValueError, match="beside loss_type='mean'"):
+    with pytest.raises(ValueError, match="losses and loss_type='mean'"):
         jacobian_descent(model, UPGrad(), loss_type="mean", losses=losses)
     for several in (list(losses.unbind(1)), losses.unbind(1)):
         with pytest.raises(TypeError, match=r"of type (list|tuple).*torch\.stack\(losses, dim=1\)"):
