@@ -1,6 +1,7 @@
 """The tests by device, as a part of the GPU's benchmark.
 
-Each file runs in a process of its own, so that one that fails, hangs or takes its process along is a row, and the rest goes on.
+Each file runs in a process of its own, so that one that fails, hangs or takes its process along is a row, and the rest goes
+on.
 """
 
 from __future__ import annotations
