@@ -110,7 +110,7 @@ def _added(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
     Where the host would have to wait for their number there are M of both, as many slots 0 with sums 0 behind the others.
     """
-    if looks_free(slots):
+    if looks_free(slots) and not slots.is_meta:
         found, place = slots.unique(return_inverse=True)
     else:
         ordered, order = slots.sort()
