@@ -27,11 +27,20 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "sphinx_markdown_builder",
 ]
 html_theme = "furo"
 html_title = "autograd_hacks"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+templates_path = ["_templates"]
+# Furo's own, and the list of versions, which build.py makes.
+html_sidebars = {
+    "**": [
+        *("sidebar/brand.html", "sidebar/search.html", "sidebar/scroll-start.html", "sidebar/navigation.html"),
+        *("versions.html", "sidebar/scroll-end.html", "sidebar/variant-selector.html"),
+    ]
+}
 html_theme_options = {"top_of_page_buttons": []}
 html_show_sphinx = False
 pygments_style, pygments_dark_style = "tango", "monokai"
@@ -51,6 +60,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "show_signature": False,
     "image_srcset": ["2x"],
+    "thumbnail_size": (640, 448),  # twice what site.css gives them
 }
 os.environ["DEMO_IN_GALLERY"] = "1"  # the pages keep the examples' pictures
 maximum_signature_line_length = 78
@@ -65,10 +75,12 @@ import torch.nn.functional as F
 import autograd_hacks
 _ = torch.manual_seed(0)
 """
-exclude_patterns = ["_build", "_generated", "examples", "gallery/*.ipynb"]
+exclude_patterns = ["_build", "_templates", "_generated", "examples", "gallery/*.ipynb"]
 # The notebook is run by every build, and fails it where a cell fails.
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_show_tb = "force", True, True
 nb_execution_timeout = 120
+# What cells have printed or drawn, in the Markdown twins.
+nb_mime_priority_overrides = [("markdown", "image/png", 10), ("markdown", "text/plain", 20)]
 # Formulas between dollar signs, in notebooks.
 myst_enable_extensions = ["dollarmath"]
 nitpicky = False

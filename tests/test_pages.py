@@ -1,11 +1,15 @@
 """How the pages are built: what conf.py sets, and what a page must have."""
 
 import ast
+import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import autograd_hacks
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -55,3 +59,55 @@ def test_each_formula_becomes_a_node() -> None:
                 blocks = parser.parse("".join(cell["source"]))
                 read += [t.content for block in blocks for t in block.children or [] if t.type.startswith("math")]
         assert read == formulas(page), page.name
+
+
+@pytest.fixture
+def build() -> Any:
+    spec = importlib.util.spec_from_file_location("build", DOCS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "0.2.1", "jupyter_execute", "_static"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    (tmp_path / "0.11.0").mkdir()  # whose build has failed
+    (tmp_path / "0.10.0" / "llms.txt").write_text("- [Limits](limits.md): see [torch](https://pytorch.org)\n")
+    assert build.versions(tmp_path) == ["0.10.0", "0.9.0", "0.2.1"]
+    build.write_index(tmp_path)
+    assert 'content="0; url=0.10.0/index.html"' in (tmp_path / "index.html").read_text()
+    assert 'const versions = ["0.10.0", "0.9.0", "0.2.1"];' in (tmp_path / "versions.js").read_text()
+    assert (tmp_path / "llms.txt").read_text() == "- [Limits](0.10.0/limits.md): see [torch](https://pytorch.org)\n"
+    assert build.version() == autograd_hacks.__version__
+
+
+def test_the_sidebar_lists_versions_by_what_the_build_writes(build: Any) -> None:
+    shown = set_in_conf_text("html_sidebars")
+    assert "versions.html" in shown
+    template = (DOCS / "_templates" / "versions.html").read_text()
+    assert 'id="versions"' in template
+    assert 'getElementById("versions")' in build.SCRIPT
+    assert '../versions.js"' in template
+    tox = (DOCS.parent / "tox.ini").read_text()
+    built = re.findall(r"python docs/build\.py .*-b (\w+)$", tox, re.M)
+    assert built == ["html", "markdown", "html"]
+    assert not re.search(r"-b html docs\b", tox)
+
+
+def set_in_conf_text(name: str) -> str:
+    """The source of what docs/conf.py gives a name."""
+    (node,) = [
+        node
+        for node in ast.parse((DOCS / "conf.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    return ast.unparse(node.value)
+
+
+def test_captions_have_one_rule() -> None:
+    rules = re.findall(r"^([^{}\n]*caption[^{}\n]*)\{([^}]*)\}", (DOCS / "_static" / "site.css").read_text(), re.M)
+    assert [body.strip() for _, body in rules] == ["text-align: left;"]
