@@ -56,7 +56,7 @@ def test_what_is_no_budget_or_is_taken_once() -> None:
     model, x = case()
     with pytest.raises(ValueError, match="budget=0; expected a number of bytes above 0"):
         autograd_hacks.compute_hess_over(model, [x], "kfac", budget=0)
-    with pytest.raises(ValueError, match=r"budget=\.\.\.\) takes all batches for each group"):
+    with pytest.raises(ValueError, match=r"budget=\.\.\.\) runs all batches for each group"):
         autograd_hacks.compute_hess_over(model, iter([x]), "kfac", budget=1)
 
 

@@ -98,7 +98,7 @@ def test_a_loader_gives_what_its_batches_together_do(case: tuple[nn.Module, Tens
     autograd_hacks.compute_hess(model, kind="ekfac")
     for p, expected in zip(model.parameters(), once):
         assert_close(written(p), expected)
-    with pytest.raises(ValueError, match="takes all batches twice"):
+    with pytest.raises(ValueError, match="runs all batches twice"):
         autograd_hacks.compute_hess_over(model, iter(x.split(4)), kind="ekfac")
 
 

@@ -26,7 +26,7 @@ def test_passes_that_are_interrupted_are_not_read() -> None:
     with pytest.raises(KeyboardInterrupt):
         autograd_hacks.backprop_hess(output)
     for read in (autograd_hacks.compute_hess, autograd_hacks.per_sample_grads):
-        with pytest.raises(NothingRecorded, match="left by KeyboardInterrupt"):
+        with pytest.raises(NothingRecorded, match="ended with KeyboardInterrupt"):
             read(model)
     handle.remove()
     autograd_hacks.backprop_hess(output)
@@ -48,7 +48,7 @@ def test_a_loader_within_accumulate_is_refused() -> None:
     model, x = network()
     with autograd_hacks.accumulate(model):
         autograd_hacks.backprop_hess(model(x))
-        with pytest.raises(RuntimeError, match="leave accumulate"):
+        with pytest.raises(RuntimeError, match="Leave accumulate"):
             autograd_hacks.compute_hess_over(model, [x])
     autograd_hacks.compute_hess(model)
 
@@ -67,7 +67,7 @@ class Named(nn.Module):
 def test_batches_and_outputs_by_name_ask_for_a_forward() -> None:
     model, x = Named(), torch.randn(5, 3)
     autograd_hacks.add_hooks(model)
-    for batch, what in (({"x": x}, r"a dict, and model\(batch\) has raised TypeError"), (x, "the model returned a dict")):
+    for batch, what in (({"x": x}, r"a dict, and model\(batch\) raised TypeError"), (x, "the model returned a dict")):
         with pytest.raises(TypeError, match=rf"compute_hess_over.*{what}.*forward=lambda model, batch"):
             autograd_hacks.compute_hess_over(model, [batch], kind="diag")
     with pytest.raises(TypeError, match=r"was given a dict; .*output\.logits"):

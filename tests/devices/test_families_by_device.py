@@ -133,8 +133,13 @@ def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precisi
     """Three steps, two of which are proven.  Rows may be as far off as plain passes of one sample are, and a few units."""
     if precision in ("TF32", "as torch has it") and device.type == "cpu":
         pytest.skip("a CPU has no TF32, and torch no other default; test_tf32.py rounds as a GPU does")
-    if (name, precision, device.type) in {(own, "float16", "cpu") for own in ("lstm", "gru")}:
-        pytest.skip("torch has no recurrent layers in half precision on a CPU")
+    if name in ("lstm", "gru") and device.type == "cpu":
+        model, x = FAMILIES[name].on(device, torch.float32)
+        try:
+            with PRECISIONS[precision](device):
+                model(x)
+        except RuntimeError as error:  # in half precision, on CPUs whose kernels have no recurrent layers in it
+            pytest.skip(f"torch itself can't run it: {error}")
     for param_grad in (True, False):
         model, x = FAMILIES[name].on(device, torch.float32)
         with autograd_hacks.add_hooks(model, param_grad=param_grad):

@@ -69,7 +69,6 @@ class Known:
     families: tuple[str, ...]
 
 
-TIED = "some products of two terms may cancel: the host chooses how they are taken"
 PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
 ASKED_OF_ROUTES = {
@@ -80,11 +79,10 @@ ASKED_OF_ROUTES = {
     "tensor on the CPU": ("probe/routes.py:_above", "probe/routes.py:_reshaped", "support/layout.py:rows"),
 }
 KNOWN = [
-    Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("causal language model", "padded text")),
     Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, places in ASKED_OF_ROUTES.items() for at in places],
 ]
-"""The same list for people is in docs/performance.rst: what asks the GPU in a steady step."""
+"""docs/performance.rst has this list for people, and what these small models don't ask."""
 
 Step = Callable[[nn.Module, Tensor], None]
 
