@@ -1,4 +1,4 @@
-"""Builds the pages into a folder of their version, docs/_build/html/0.1.0/, beside those of other versions.
+"""Builds the pages into a folder of their version, docs/_build/html/VERSION/, beside those of other versions.
 
     python docs/build.py -b html -W --keep-going
 

@@ -107,7 +107,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
     assert "common.py" not in out
     assert "theirs.py" not in out
-    assert "  which_function.rst  from a question" in out
+    assert "  which_function.rst  which function answers a question" in out
 
 
 def test_every_page_that_it_names_is_there() -> None:

@@ -66,7 +66,7 @@ def test_means_of_noise_and_signal_are_those_by_hand() -> None:
 
 def test_a_signal_below_zero_is_no_scale_of_the_table() -> None:
     scales = NoiseScales(BETA)
-    scales.take({"0.weight": (4.0, -0.5), "2.weight": (1.0, 0.1), "4.weight": (0.0, 0.0)})
+    scales._take({"0.weight": (4.0, -0.5), "2.weight": (1.0, 0.1), "4.weight": (0.0, 0.0)})
     table = str(scales)
     lines = {line.split("  ")[0].strip(): line for line in table.split("\n")}
     assert lines["0"].rstrip().endswith("signal not seen yet")

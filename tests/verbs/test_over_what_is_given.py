@@ -157,7 +157,7 @@ def test_parameters_by_a_generator(net: nn.Module) -> None:
 
 def test_what_makes_no_sense(net: nn.Module) -> None:
     batches, others = X[:8].split(4), OTHERS.split(2)
-    with pytest.raises(ValueError, match="without against=, so it would compare samples of the same batch only"):
+    with pytest.raises(ValueError, match="without against=, so it would compare samples of one batch only"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.gram)
     with pytest.raises(ValueError, match="this verb returns rows"):
         autograd_hacks.over(net, batches, loss, PerSampleGrads.gram, against=others, total=True)
