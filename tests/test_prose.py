@@ -52,7 +52,7 @@ def test_a_module_has_prose_in_docstrings_and_messages(prose: Any, tmp_path: Pat
     )
     module.write_text("\n".join(lines))
     found = sorted(line[:8] for line in prose.findings_in(prose.prose_of(module)))
-    assert found == ['"anew": ', '"worked o']
+    assert found == ['"anew": ', '"worked ']
     lines = ['"""``anew``::', "", "    anew = 1", "", "Text, taken for", '"""', 'NAMES = ["the name"]']
     module.write_text("\n".join(lines))
     assert prose.findings_in(prose.prose_of(module)) == []
