@@ -131,7 +131,7 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="'head', which is not a parameter of this model"):
         autograd_hacks.ekfac_solve(model, {"head": torch.zeros(3)})
     model.weight.ekfac = other.weight.ekfac
-    with pytest.raises(ValueError, match="has 12 numbers, and this model's 9: it is of another model"):
+    with pytest.raises(ValueError, match="has 12 numbers, but this model's parameters 9: it is another model's"):
         autograd_hacks.ekfac_solve(model, {"weight": torch.zeros(3, 3)})
     # A pair of square matrices doesn't say which is which.
     model.weight.kfac = tuple(model.weight.kfac)
