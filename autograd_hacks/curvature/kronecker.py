@@ -21,7 +21,7 @@ values that follow from a parameter, as positions that are read for one sample a
 have gradients that are no sums of products of one kind.  A tensor (V, D) is then treated as a table of V rows.  With its
 gradients Gₖₙ, all uses and their cross terms added up,
 
-A = diag(Σₖₙ |Gₖₙ[v]|²) / Σ   a row's share of all squares        B = Σₖₙ Gₖₙᵀ Gₖₙ / N
+A = diag(Σₖₙ ‖Gₖₙ[v]‖²) / Σ   a row's share of all squares        B = Σₖₙ Gₖₙᵀ Gₖₙ / N
 
 so that A ⊗ B has the trace of the block, and both of its partial traces: the trace-restricted factors of Gao et al. 2021,
 with A's diagonal alone.

@@ -44,7 +44,7 @@ class QuantileClip:
 
     The first step clips to ``max_norm``.  After each step the bound is multiplied by exp(-rate · (share - quantile)), where
     ``share`` is the noisy share of samples that were not clipped.  The next step's bound is ``bound``, None before the
-    first step.  It is already noisy, so it may be published.  Save `state_dict` in checkpoints.
+    first step.  It is already noisy, so it may be published.  Save ``state_dict()`` in checkpoints.
 
     quantile: the target share of samples that are not clipped
     rate: the learning rate of the bound
