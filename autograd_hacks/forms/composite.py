@@ -157,7 +157,10 @@ class Composite(Form):
 
     def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
         found = [part.sum_and_dot(own, v, budget) for part, own in zip(self.parts, self._split(w))]
-        return sum(total for total, _ in found[1:]) + found[0][0], self._join(along for _, along in found)
+        total = found[0][0]
+        for other, _ in found[1:]:
+            total = total + other
+        return total, self._join(along for _, along in found)
 
     def gram(self, other: Form, budget: int = BUDGET) -> Tensor:
         return self._join(part.gram(other, budget) for part in self.parts)
