@@ -201,5 +201,5 @@ def test_weights_by_parameter() -> None:
         assert_close(found[name], torch.tensordot(w, rows[name], 1))
     with pytest.raises(ValueError, match=r"'1\.\*' matches no trainable parameter"):
         grads.weighted_sum({"1.*": first})
-    with pytest.raises(ValueError, match=r"'0\.bias' is matched by several patterns"):
+    with pytest.raises(ValueError, match=r"several patterns match '0\.bias'"):
         grads.weighted_sum({"0.*": first, "*.bias": first})
