@@ -412,7 +412,7 @@ def test_what_it_is_told() -> None:
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         autograd_hacks.compile(model.forward, "rows")  # type: ignore[arg-type]
     step = autograd_hacks.compile(model, "norms", backend=None)
-    with pytest.raises(NothingRecorded, match="no norms"):
+    with pytest.raises(NothingRecorded, match="there is no 'norms'"):
         _ = step.norms
     with pytest.raises(TypeError, match="can't be copied"):
         copy.deepcopy(step)

@@ -1,4 +1,4 @@
-"""The package's kernels, run by Triton's interpreter: what they return is what torch's make of the same factors."""
+"""The package's kernels, on a GPU or in Triton's interpreter: what they return is what torch's make of the same factors."""
 
 import copy
 import os
@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton as kernels are defined
 
 import pytest
 import torch
@@ -24,12 +22,14 @@ pytest.importorskip("triton")
 
 SIZES = [(3, 5, 70, 9), (1, 33, 64, 65), (4, 1, 3, 130), (2, 40, 1, 1)]
 """N T O I: parts of tiles, whole ones, several across."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Kernels that Triton compiled can't take the CPU's tensors: without a GPU, conftest.py has them interpreted."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Has kernels cost nothing on this device, and fails a test that took none."""
+    """Makes tensors on `DEVICE`, has kernels cost nothing there, and fails a test that took none."""
     cpu = torch.device("cpu")
     free = replace(cost.costs_of(cpu), fused=0.0)
     monkeypatch.setattr(cost, "costs_of", lambda device: free)
@@ -44,7 +44,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in ("outer", "lookup", "experts"):
         monkeypatch.setattr(f"autograd_hacks.forms.{name}.takes_kernel", noting)
     monkeypatch.setattr("autograd_hacks.rules.norm.takes_kernel", noting)
-    yield taken
+    with torch.device(DEVICE):
+        yield taken
     assert taken
 
 
@@ -110,7 +111,7 @@ def test_norms_of_experts() -> None:
 def test_rows_of_normalisations(layer: nn.Module, dtype: torch.dtype) -> None:
     """Against one backward pass for each sample, in double precision."""
     torch.manual_seed(0)
-    layer = copy.deepcopy(layer).to(dtype)
+    layer = copy.deepcopy(layer).to(DEVICE, dtype)
     x, g = torch.randn(2, 4, 5, *layer.normalized_shape).to(dtype)
     double = copy.deepcopy(layer).double()
     autograd_hacks.add_hooks(layer, probe=False)
