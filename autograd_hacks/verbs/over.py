@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,8 @@ from autograd_hacks.verbs.per_sample import per_sample_grads
 State: TypeAlias = "Mapping[str, Tensor] | str | os.PathLike[str]"
 Checkpoints: TypeAlias = "Iterable[tuple[State, float]]"
 """State dictionaries, or their files, each with a weight."""
+Found = TypeVar("Found")
+"""What a verb returns: a tensor, or a dictionary of tensors."""
 KEPT = 2**28
 """The default number of bytes for gradients that are kept from batch to batch."""
 _BETWEEN = PerSampleGrads.gram, PerSampleGrads.cosine
@@ -51,7 +53,7 @@ def over(
     model: nn.Module,
     loader: Iterable[Any],
     loss: Callable[[nn.Module, Any], Tensor],
-    verb: Callable[..., Any],
+    verb: Callable[..., Found],
     *,
     against: Iterable[Any] | None = None,
     checkpoints: Checkpoints | None = None,
@@ -60,7 +62,7 @@ def over(
     only: str | Iterable[str] | None = None,
     budget: int = KEPT,
     segments: Segments | None = None,
-) -> Any:
+) -> Found:
     """Runs a verb on every batch of a loader and returns one result per sample, (D, ...), on the CPU.
 
     ``.grad`` doesn't change.
@@ -150,9 +152,9 @@ def over(
     if not batches:
         raise ValueError("over was given a loader without batches" + ON_DATA_SETS)
     if file is not None:
-        return file.end()
+        return cast(Found, file.end())
     joined = {name: torch.cat([piece[name] for piece in pieces]) if not total else x for name, x in pieces[0].items()}
-    return joined.get(_ALONE, joined)
+    return cast(Found, joined.get(_ALONE, joined))
 
 
 def _check(verb: Callable[..., Any], against: Iterable[Any] | None, total: bool, out: object, budget: object) -> None:
