@@ -44,6 +44,17 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 
 
+class Tied(nn.Module):
+    """A table that is large enough for products of its positions to be cheaper than its rows; those may cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(1000, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.token(x).tanh() @ self.token.weight.t()
+
+
 def padded_bag(mode: str) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.EmbeddingBag(11, 5, mode=mode, padding_idx=0), nn.Tanh(), nn.Linear(5, 3))
 
@@ -52,6 +63,7 @@ MODELS = FAMILIES | {
     "padded text": Family(Text, words),
     "untied embedding": Family(untied, words),
     "wide": Family(wide, vectors(4, 256)),
+    "large and tied": Family(Tied, words),
     "padded bag": Family(padded_bag("sum"), words),
     "largest of a bag": Family(padded_bag("max"), words),
 }
@@ -69,6 +81,7 @@ class Known:
     families: tuple[str, ...]
 
 
+TIED = "some products of two terms may cancel: the host chooses how they are taken"
 PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
 ASKED_OF_ROUTES = {
@@ -79,6 +92,7 @@ ASKED_OF_ROUTES = {
     "tensor on the CPU": ("probe/routes.py:_above", "probe/routes.py:_reshaped", "support/layout.py:rows"),
 }
 KNOWN = [
+    Known("_local_scalar_dense", "forms/composite.py:_cancels", TIED, ("large and tied",)),
     Known("nonzero", "rules/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, places in ASKED_OF_ROUTES.items() for at in places],
 ]
