@@ -342,7 +342,7 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    return Made(results={"norms": apart.norms() * factor})
+    return Made(results={"norms": apart.rounded(apart.norms() * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
@@ -355,7 +355,7 @@ def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
         sums = apart.weighted(weights, norms.isfinite())
     else:
         sums = apart.weighted(weights)
-    return Made({name: sums.get(node) for name, node in gradients.items()}, {"norms": norms})
+    return Made({name: sums.get(node) for name, node in gradients.items()}, {"norms": apart.rounded(norms)})
 
 
 def _sum(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:

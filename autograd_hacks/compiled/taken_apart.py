@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -260,7 +261,7 @@ class TakenApart:
         return self._rows[gradient]
 
     def norms(self, budget: int = 0) -> Tensor:
-        """The norms over all parameters, N.
+        """The norms over all parameters, N in double precision.
 
         budget: bytes of rows that may be written out, where that is cheaper, and are kept for `weighted`
         """
@@ -278,6 +279,10 @@ class TakenApart:
         for other in found[1:]:
             total = total + other
         return total.sqrt()
+
+    def rounded(self, norms: Tensor) -> Tensor:
+        """Norms in the parameters' precision, float32 at least."""
+        return norms.to(reduce(torch.promote_types, (form.like.dtype for form in self.forms.values()), torch.float32))
 
     @staticmethod
     def _squares(form: Form, rows: Tensor | None) -> Tensor:
