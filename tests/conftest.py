@@ -20,7 +20,9 @@ settings.register_profile("local", deadline=None, max_examples=60, print_blob=Tr
 settings.register_profile("hunt", settings.get_profile("ci" if os.environ.get("CI") else "local"), max_examples=600)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-torch.set_num_threads(1)  # tests run in parallel processes
+# Tests run in parallel processes, and so do the programs that they start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if not torch.cuda.is_available():
     # Triton reads it once, as whichever test comes first imports it: the package's kernels then run without a GPU.

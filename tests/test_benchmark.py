@@ -92,6 +92,7 @@ def test_from_figures_to_table_page_and_chart(tmp_path):
         assert "all proofs of 1,000 steps" in words
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_workload")
 def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "chart", lambda data, task, workload, path: None)  # takes longest, and has its own test
@@ -108,6 +109,7 @@ def test_peers_of_an_earlier_run_are_kept(tmp_path, monkeypatch):
     assert again["kept"] == {}
 
 
+@pytest.mark.slow
 def test_architectures_have_a_table_of_their_own(tmp_path, monkeypatch):
     name = "UNet, noise drawn inside"
     monkeypatch.setattr(run, "ARCHITECTURES", {name: lambda size: ARCHITECTURES[name](TINY)})
@@ -134,6 +136,7 @@ TINY_LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, in jvp
 @pytest.mark.parametrize("part", TINY_LOSSES)
 def test_losses_with_derivatives_are_one_loss_in_all_systems(part):
@@ -146,6 +149,7 @@ def test_losses_with_derivatives_are_one_loss_in_all_systems(part):
     assert max(errors.values()) < 1e-9
 
 
+@pytest.mark.slow
 def test_derivatives_have_a_table_of_their_own(tmp_path, monkeypatch):
     name, (model, batch) = "gradient penalty of an MLP", (multilayer(3, 4, 1, between=torch.nn.Tanh), derived.points(4, 3))
     full = next(workload for workload in derived.WORKLOADS.values() if workload.kind == derived.MLP)
@@ -224,6 +228,7 @@ def test_exponent(power):
     assert math.isclose(measuring.exponent(sizes, [3.0 * size**power for size in sizes]), power, abs_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_growth_and_memory():
     grown = measuring.scaling(
         "N", [2, 4, 8], lambda size: Workload(multilayer(6, 3), of_shape(size, 6), TINY_MODEL.losses), 1, CPU
@@ -265,6 +270,7 @@ def test_figures_over_processes_are_ratios_to_the_same_round() -> None:
     assert "1.62, 1.5 missed" in of.as_text(found)
 
 
+@pytest.mark.slow
 def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "COUNTS", (1, 2, 4))
     monkeypatch.setattr(layers, "WIDTHS", (3, 12))

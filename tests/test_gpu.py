@@ -153,6 +153,7 @@ def test_dot_is_what_the_rows_say() -> None:
     assert_close([p.grad for p in model.parameters()], [torch.stack(own).mean(0) for own in zip(*rows)])
 
 
+@pytest.mark.slow
 def test_figures_are_kept_and_put_together(tmp_path: Path, parts: dict[str, Part], capsys: pytest.CaptureFixture) -> None:
     first = run(tmp_path)
     assert all(len(own) == 3 for case in first["cases"].values() for own in case["seconds"].values())
@@ -169,6 +170,7 @@ def test_figures_are_kept_and_put_together(tmp_path: Path, parts: dict[str, Part
         assert "no figures" in own
 
 
+@pytest.mark.slow
 def test_what_ran_out_of_time_goes_on(tmp_path: Path, parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ENOUGH", -1.0)
     assert run(tmp_path)["cases"] == {}

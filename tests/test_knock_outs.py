@@ -35,6 +35,7 @@ def page_of(case: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", knock_outs.CASES)
 @pytest.mark.filterwarnings("ignore")  # tools' own, when they are imported
 def test_the_page_says_what_the_tools_do(case: str) -> None:

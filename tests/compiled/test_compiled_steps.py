@@ -129,7 +129,7 @@ def test_what_inductor_compiles(verb: str) -> None:
             assert_close(step.norms, lengths(rows).float(), rtol=1e-4, atol=1e-5)
 
 
-FIVE = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
+OTHERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam]
 
 
 class ChannelsLast(nn.Module):
@@ -155,7 +155,7 @@ def test_convolutions_of_pictures_whose_channels_come_last() -> None:
         assert_close(model.get_parameter(name).grad1, found.float(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", FIVE)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
 def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimizer]) -> None:
     model = Pictures().double()
     twin = copy.deepcopy(model)

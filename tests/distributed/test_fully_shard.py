@@ -76,5 +76,6 @@ def hybrid() -> None:
         steps("Attends", (3, 2, 4, 2), param_grad, True, True)
 
 
+@pytest.mark.slow
 def test_four_processes_that_hold_parts_and_copies(four: Both) -> None:
     four(hybrid)

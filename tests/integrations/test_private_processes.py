@@ -71,5 +71,6 @@ def as_one(folder: str) -> None:
             del os.environ[key]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(both: Both, tmp_path: Path) -> None:
     both(as_one, str(tmp_path))
