@@ -110,13 +110,7 @@ def add_hooks(
     if probe not in (True, False, ONCE, ALWAYS):
         raise ValueError(f"add_hooks was given probe={probe!r}; expected True, False, {ONCE!r} or {ALWAYS!r}" + ON_HOOKS)
     if segments is not None:
-        check_segments(segments, "add_hooks")
-    if segments is not None and (independent or not probe or batch_dim != 0):
-        raise ValueError(
-            f"add_hooks was given segments with independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}. With "
-            "segments, samples must be on axis 0, and only the gradient check can show that documents are independent. "
-            "Leave these arguments out. For private training make each document a padded sample." + ON_SEGMENTS
-        )
+        check_segments(segments, "add_hooks", batch_dim, probe, independent)
     if left_out and not param_grad:
         raise ValueError(
             "add_hooks was given only=... with param_grad=False, so nothing would compute the gradients of the other "

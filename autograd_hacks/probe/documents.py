@@ -159,8 +159,11 @@ def tokens_of(samples: int, positions: int) -> Documents:
     return Documents(ids, samples * positions, is_of_tokens=True)
 
 
-def check_segments(segments: object, verb: str) -> None:
-    """Raises TypeError for what tells no documents.  verb: what was given it"""
+def check_segments(segments: object, verb: str, batch_dim: object, probe: object, independent: bool) -> None:
+    """Raises TypeError if segments don't tell documents, and ValueError for a model hooked in a way that excludes them.
+
+    verb: the function that was given segments    batch_dim, probe, independent: as in `add_hooks`
+    """
     is_of_positions = isinstance(segments, Tensor) and segments.ndim == 2 and not segments.is_floating_point()
     if not (is_of_positions or isinstance(segments, str) or (callable(segments) and not isinstance(segments, Tensor))):
         what = f"type {type(segments).__name__}"
@@ -170,6 +173,12 @@ def check_segments(segments: object, verb: str) -> None:
             f"{verb} was given segments of {what}; expected the name of an argument of the model, a number for each "
             "position of a batch, (B, T) whole numbers, or a function of the model's arguments that returns such"
             + ON_SEGMENTS
+        )
+    if independent or not probe or batch_dim != 0:
+        raise ValueError(
+            f"{verb} was given segments, and add_hooks independent={independent}, probe={probe!r}, batch_dim={batch_dim!r}. "
+            "With segments, samples must be on axis 0, and only the gradient check can show that documents are independent. "
+            "Leave these arguments of add_hooks out. For private training make each document a padded sample." + ON_SEGMENTS
         )
 
 

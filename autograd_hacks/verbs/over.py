@@ -104,7 +104,8 @@ def over(
         raise RuntimeError("over reads after each batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
     if segments is not None:
-        check_segments(segments, "over")
+        planner = recorder.planner
+        check_segments(segments, "over", planner.batch_dim, planner.probes, planner.independent)
     file: RowFile | RowFolder | None = None
     if out is not None:
         weights = digest_of(model.state_dict() if states is None else states)

@@ -206,6 +206,11 @@ def test_what_does_not_cover_the_batch_is_refused() -> None:
             autograd_hacks.over(model, [], losses, autograd_hacks.PerSampleGrads.norms, segments=wrong)
     with pytest.raises(ValueError, match="segments"):
         autograd_hacks.add_hooks(model, segments="position_ids", independent=True)
+    for settings in ({"independent": True}, {"probe": False}):
+        model = Packed()
+        autograd_hacks.add_hooks(model, **settings)
+        with pytest.raises(ValueError, match=r"^over was given segments, and add_hooks"):
+            autograd_hacks.over(model, [given], losses, autograd_hacks.PerSampleGrads.norms, segments="position_ids")
 
 
 # Tokens.
