@@ -272,7 +272,7 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
         except Exception as error:  # the doctor reports whatever the user's model raises
             print(f"{name}: the check failed. {type(error).__name__}: {error}")
             return 1
-    print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
+    print(text_table([("parameter", "layer", "how its rows are computed"), *(row.cells()[:3] for row in rows)]))
     print(f"\n{name}: the per-sample gradients of {len(rows)} parameters equal autograd's")
     print(f"{name}: {independence}")
     return status

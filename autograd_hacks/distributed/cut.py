@@ -108,7 +108,8 @@ def _over(groups: Groups, part: Tensor) -> Tensor:
 
 
 def over_stages(norms: Tensor, record: Record) -> Tensor:
-    """The norms of rows, N, over all stages of the pipeline that ran the model, by one all-reduce.  Else unchanged.
+    """The norms of rows, N, over all stages of the pipeline that ran the model, by one all-reduce.  Without a pipeline they
+    don't change.
 
     norms: of this stage's parameters
     """

@@ -160,7 +160,7 @@ def tokens_of(samples: int, positions: int) -> Documents:
 
 
 def check_segments(segments: object, verb: str) -> None:
-    """Raises TypeError for what tells no documents.  verb: what was given it"""
+    """Raises TypeError for anything that can't identify documents.  verb: the function that was given it"""
     is_of_positions = isinstance(segments, Tensor) and segments.ndim == 2 and not segments.is_floating_point()
     if not (is_of_positions or isinstance(segments, str) or (callable(segments) and not isinstance(segments, Tensor))):
         what = f"type {type(segments).__name__}"
