@@ -179,7 +179,7 @@ def _function(place: str, expected: str) -> Callable[..., Any]:
 
 
 def _returned_by(place: str, with_loss: bool) -> Given:
-    """What ``module:function`` returns when called.
+    """The result of calling ``module:function``.
 
     with_loss: whether it may also return a loss
     Raises ValueError if there is no such function, it fails, or it returns something else.

@@ -90,7 +90,7 @@ class Sums:
         return part
 
     def take(self, part: Sums) -> None:
-        """What was found for some of its parameters."""
+        """The results for some of its parameters."""
         self.lays, self.skipped = self.lays | part.lays, self.skipped | part.skipped
 
     def groups(self, budget: float | None) -> list[list[str]]:
@@ -166,7 +166,7 @@ class Sums:
             vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = value
 
     def coverage(self) -> Coverage:
-        """What every parameter has in the end."""
+        """The final result of every parameter."""
         had, skipped, sizes = dict[str, str](), dict[str, str](), dict[str, int]()
         frozen = 0
         for name, p in self.model.named_parameters():
@@ -356,5 +356,5 @@ def _coded(lay: Lay) -> tuple[int, int]:
 
 
 def _uncoded(code: int, fan_in: int) -> Lay:
-    """What `_coded` says, except fan_out, which follows from the parameter's shape."""
+    """Decodes `_coded`, except for fan_out, which follows from the parameter's shape."""
     return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))

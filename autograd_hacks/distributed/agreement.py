@@ -1,4 +1,4 @@
-"""What processes that hold shards of one model must do together: prove its forwards, and fail.
+"""Joint actions of processes that hold shards of one model: proving its forwards, and failing.
 
 A process that gathered weights on its own would wait for the others forever.  So at the end of a forward with gradients all
 add up one flag: does any process have to prove its forward?  If so, all gather their weights, and those processes prove it.

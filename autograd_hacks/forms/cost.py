@@ -38,7 +38,7 @@ LAUNCH = 5e-6
 
 @dataclass(frozen=True)
 class Costs:
-    """What a device takes for single steps, in multiplications."""
+    """The costs of single steps on a device, in multiplications."""
 
     short: float  # a multiplication in products between positions, whose results are small
     kernel: float  # a multiplication in a convolution's own kernel
@@ -70,7 +70,7 @@ def _costs_of(kind: str, index: int | None) -> Costs:
 
 
 def costs_by_bandwidth(card: Any) -> Costs:
-    """The costs of a GPU that nobody has timed: numbers that go to or from its memory, and kernels that are launched.
+    """The costs of a GPU that has not been timed: numbers that go to or from its memory, and kernels that are launched.
 
     card: torch.cuda.get_device_properties
     """
@@ -148,7 +148,7 @@ def gram_by_positions(mine: Sequence[Pair | None], theirs: Sequence[Pair | None]
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
-    """What is saved per number if a row is written once for both its norm and a weighted sum.
+    """The saving per number if a row is written once for both its norm and a weighted sum.
     fresh: whether it is written to new memory"""
     (left, right), written, costs = pairs[0], by_writing(pairs), _costs(pairs)
     numbers = max(1, left.shape[2] * right.shape[2])
@@ -210,7 +210,7 @@ def _positions(pairs: Sequence[Pair]) -> int:
 
 
 def _multiplications(factors: Sequence[Factor]) -> float:
-    """Of the products between all positions of factors of one kind."""
+    """The cost of products between all positions, for factors of one kind."""
     shift = costs_of(factors[0].device).shift
     positions, first = sum(factor.shape[1] for factor in factors), factors[0]
     if isinstance(first, Windows) and first.overlap:

@@ -243,5 +243,5 @@ class Bags(Factored):
         return torch.searchsorted(self.bags, numbers, right=True) - self._starts()
 
     def _starts(self) -> Tensor:
-        """Where each bag begins; `torch.bincount` would have the host wait for the largest."""
+        """Where each bag begins; `torch.bincount` would make the host wait for the largest."""
         return torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))

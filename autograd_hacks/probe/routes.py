@@ -206,7 +206,7 @@ def _is_diagonal(x: Tensor, axis: int) -> bool:
 
 
 def _of_function(node: Any, samples: int) -> list[bool | int]:
-    """What vectors saved by a user's function show about the order in which it takes rows."""
+    """The order in which a user's function takes rows, as vectors that it saved show it."""
     kept = [*operands_of(node), *(x for x in vars(node).values() if isinstance(x, Tensor))]
     vectors = [x.detach() for x in kept if x.ndim == 1 and len(x) > 1 and not (x.is_floating_point() or x.is_complex())]
     return [_order(x) for x in vectors if samples and len(x) % samples == 0 and not x.is_meta]

@@ -53,7 +53,7 @@ class Hypothesis:
 
 @dataclass
 class Found:
-    """What the passes show if a hypothesis is true."""
+    """The findings of the passes, if a hypothesis is true."""
 
     hypothesis: Hypothesis
     calls: dict[LayerCall, Place] = field(default_factory=dict)

@@ -122,7 +122,7 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
         if not isinstance(x, Tensor | None):
             raise TypeError(
                 f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms"
-                f"{_from_array(x) or '. Pass the dense() of autograd_hacks.per_sample_grads.'}" + ON_CHECKING
+                f"{_from_array(x) or '. From autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
             )
     if not 0 <= coverage <= 1:
         raise ValueError(f"coverage is {coverage}; expected a share of the parameters, from 0 to 1" + ON_CHECKING)

@@ -219,7 +219,7 @@ class Comparison(ABC):
         return ""
 
     def hint(self) -> str:
-        """What the wrong numbers have in common."""
+        """A property that all wrong numbers share."""
         common = self._factor(range(self.samples))
         if common is not None:
             return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
