@@ -95,7 +95,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What tab completion shows: the public names, without the folders of the package."""
+    """The public names, without the package's folders, for tab completion."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 

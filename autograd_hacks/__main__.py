@@ -179,7 +179,7 @@ def _function(place: str, expected: str) -> Callable[..., Any]:
 
 
 def _returned_by(place: str, with_loss: bool) -> Given:
-    """What ``module:function`` returns when called.
+    """The result of calling ``module:function``.
 
     with_loss: whether it may also return a loss
     Raises ValueError if there is no such function, it fails, or it returns something else.
@@ -272,7 +272,7 @@ def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
         except Exception as error:  # the doctor reports whatever the user's model raises
             print(f"{name}: the check failed. {type(error).__name__}: {error}")
             return 1
-    print(text_table([("parameter", "layer", "how its gradients are known"), *(row.cells()[:3] for row in rows)]))
+    print(text_table([("parameter", "layer", "how its rows are computed"), *(row.cells()[:3] for row in rows)]))
     print(f"\n{name}: the per-sample gradients of {len(rows)} parameters equal autograd's")
     print(f"{name}: {independence}")
     return status

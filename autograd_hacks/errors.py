@@ -79,6 +79,15 @@ ON_LAPLACE = see("laplace-torch", "integrations/laplace.rst")
 ON_COMPILING = see("Compiled steps", "compiled.rst")
 ON_DATA_SETS = see("A whole data set", "reductions.rst")
 ON_STORES = see("Stores of rows", "reductions.rst")
+A_LOSS_EACH = (
+    "a vector of N losses, one for each sample. Compute them with reduction='none', and sum over any further axes: "
+    "losses.flatten(1).sum(1)."
+)
+REENTRANT = (
+    "uses torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the model without checkpointing, or with "
+    "use_reentrant=False."
+)
+"""Ends of messages that several functions raise."""
 
 
 class PerSampleGradientError(RuntimeError):

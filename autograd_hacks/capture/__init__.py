@@ -1,1 +1,1 @@
-"""What the hooks record: the layer calls of a forward pass, and the gradients of backward passes.  No mathematics."""
+"""The record of the hooks: the layer calls of a forward pass, and the gradients of backward passes.  No mathematics."""

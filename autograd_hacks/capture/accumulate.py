@@ -30,7 +30,7 @@ def accumulate(model: nn.Module) -> Accumulation:
 
 
 class Accumulation(Shown):
-    """What `accumulate` returns: a context, which can also be started and stopped explicitly, any number of times."""
+    """The result of `accumulate`: a context, which can also be started and stopped explicitly, any number of times."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -20,7 +20,7 @@ from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
 EXECUTED, CAPTURED, NOT_REACHED = "executed", "captured", ""
-"""What a backward pass does at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
+"""The cases of a backward pass at a parameter's node.  CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 Receive = Callable[[Use, int, Sequence[Tensor | None], "Node | None", "AtOutput | None"], None]
 """``receive(use, slot, grads, node, hook)`` gets the gradients at some of a use's tensors, starting at number ``slot``.
@@ -30,7 +30,7 @@ hook: the `AtOutput` of a layer call; None for a `NodeUse`
 """
 
 ANNOUNCED: dict[int, Announcement] = {}
-"""What `backward` announced about the passes that run now, by graph task.  Hooks may run in another thread."""
+"""The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
 
 
 def node_of(parameter: Tensor) -> Node:
@@ -45,7 +45,7 @@ def node_of(parameter: Tensor) -> Node:
 
 
 def reach_of(node: Node) -> str:
-    """What the running backward pass does at a parameter's node: EXECUTED, CAPTURED or NOT_REACHED."""
+    """The case of the running backward pass at a parameter's node: EXECUTED, CAPTURED or NOT_REACHED."""
     try:
         return EXECUTED if will_execute(node) else NOT_REACHED
     except RuntimeError as error:

@@ -26,7 +26,7 @@ CUT = (nn.Linear, nn.Embedding)
 
 @dataclass(eq=False, kw_only=True)
 class PartCall(LayerCall):
-    """A call of a layer of which this process holds a part.
+    """A call of a layer that is split, with this process's part of it.
 
     A parameter may be split over a mesh: then the rule gives the rows of this process's part.  Or all processes may hold the
     whole parameter while the gradient at the output is split, for example along the sequence: then each process has rows of
@@ -88,7 +88,7 @@ def check_cut(
 
 
 def check_forward(model: nn.Module, arguments: Any) -> Sequence[tuple[str, Tensor]]:
-    """The trainable parameters of which layers hold parts, with their names.
+    """The trainable parameters that are split inside layers, with their names.
 
     Raises if the forward can't be followed: TypeError for a DTensor among its arguments, ShardedParameters for parts of
     parameters that no layer's rule covers, UnseenGradient with context parallelism.

@@ -181,7 +181,7 @@ class Ran:
 
 
 class OffGraph:
-    """What a plan reads from the graph of a finished forward.  key: the first part of the uses' keys"""
+    """The uses that a plan reads from the graph of a finished forward.  key: the first part of the uses' keys"""
 
     def __init__(self, ran: Ran, plan: Plan, samples: int, key: tuple[Hashable, ...] = ()) -> None:
         self.ran, self.plan, self.samples, self.key = ran, plan, samples, key

@@ -230,7 +230,7 @@ class Recorder:
         return returned
 
     def _off_graph(self, plan: Plan, ran: Ran, samples: int | None) -> OffGraph:
-        """What is read from the graph."""
+        """The reader of the forward's graph."""
         is_assumed = plan is self.planner.static
         if is_assumed and samples is None:
             samples = next((x.shape[0] for x in ran.outputs if x.grad_fn is not None and x.ndim), None)

@@ -29,7 +29,7 @@ P = TypeVar("P", bound=Tensor)
 
 @dataclass(eq=False)
 class Announcement:
-    """What `backward(losses)` knows about its pass beforehand, or `backprop_hess` about all its passes."""
+    """The facts that `backward(losses)` knows about its pass beforehand, or `backprop_hess` about all its passes."""
 
     shape: torch.Size  # of the argument, N ...
     loss_type: str
@@ -86,6 +86,15 @@ class Pass:
         return self.losses.loss_type
 
 
+def disagreement(sizes: Mapping[str, int]) -> BatchSizeError:
+    """The error for different numbers of samples.  sizes: {a call or the losses, as text: its number}"""
+    listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
+    return BatchSizeError(
+        f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for all. Axis 0 "
+        "must be the batch in every layer's input, and losses need one entry per sample."
+    )
+
+
 @dataclass(eq=False)
 class Segment:
     """Passes through the same forwards.  Their rows belong to the same samples and add up."""
@@ -139,11 +148,7 @@ class Segment:
             sizes: dict[str, int] = {}
             for teller, size in told:
                 sizes.setdefault(teller.what, size)
-            listing = "; ".join(f"{what}: {size}" for what, size in sizes.items())
-            raise BatchSizeError(
-                f"the numbers of samples disagree, so rows can't be matched: {listing}. Expected the same number for "
-                "all. Axis 0 must be the batch in every layer's input, and losses need one entry per sample."
-            )
+            raise disagreement(sizes)
         return told[0][1]
 
     def can_be_run_again(self) -> bool:
@@ -230,7 +235,7 @@ class Record:
         return next(iter(found), None)
 
     def cells(self) -> list[tuple[str, str]]:
-        """What there is to read, as pairs of text for messages: what, and how much memory."""
+        """Everything that can be read, as pairs of text for messages: a description, and the memory it takes."""
         passes = self.passes
         if not passes:
             why = "no backward pass yet" if self.forwards else "no forward pass yet"
@@ -271,7 +276,7 @@ class Record:
         return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What this process holds now for parameters that layers see whole: its shards, if there are any."""
+        """This process's own tensors for parameters that layers see whole: its shards, if there are any."""
         if not self.gathered:
             return parameters
         return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}

@@ -224,7 +224,7 @@ class LayerCall(Use, Call):
         return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
 
     def _by_rule(self, rule: Rule | None, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
-        """What the layer's rule returns, checked to be forms of the right shape.
+        """The forms that the layer's rule returns, after a check of their shapes.
 
         layout: where the samples are; None if they are where the rule expects them
         rows: how many rows it must return

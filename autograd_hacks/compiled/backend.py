@@ -92,7 +92,7 @@ class Backend:
         )
         self.begin, self.is_private = begin, is_private
         self.compilations = 0
-        self.made_of_samples: list[Any] = []  # of private steps: what the last forward has made that follows from samples
+        self.made_of_samples: list[Any] = []  # in private steps: what the last forward made from samples
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1

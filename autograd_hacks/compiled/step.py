@@ -185,8 +185,8 @@ class CompiledStep(nn.Module):
         wrong = [name for name, shape in shapes.items() if name not in v or v[name].shape != shape]
         if wrong or v.keys() - shapes.keys():
             raise ValueError(
-                f"direction: unknown entries are {sorted(v.keys() - shapes.keys())}; missing entries, or entries of another "
-                f"shape, are {wrong[:5]}; expected {{name: tensor}} with the shape of each trainable parameter"
+                f"the direction has no entry, or one of another shape, for {wrong[:5]}, and unknown entries "
+                f"{sorted(v.keys() - shapes.keys())}; expected {{name: tensor}} with the shape of each trainable parameter"
                 + ON_COMPILING
             )
         self._given.tensors = {name: x.detach() for name, x in v.items()}

@@ -107,7 +107,7 @@ class TakenApart:
             return [Dense(rows) for rows in self._row_by_row(node)]
         sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
         name, first, sizes = name_of(node), self.forms[sums[0]], node.meta["val"].shape
-        if name in ("view", "_unsafe_view", "reshape"):  # whose sizes may be others in this run
+        if name in ("view", "_unsafe_view", "reshape"):  # whose sizes may differ in this run
             sizes = torch.Size(fx.map_arg(node.args[1], self.values.__getitem__))  # type: ignore[arg-type]
         elif not all(isinstance(s, int) for s in sizes):
             return Dense(self._row_by_row(node))
@@ -128,7 +128,7 @@ class TakenApart:
         flat, spec = tree_flatten((node.args, node.kwargs))
         places = [n for n, x in enumerate(flat) if isinstance(x, fx.Node) and self.labels[x] is SUM]
         values = [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat]
-        if node.target is aten.cat.default:  # of which torch's rule for vmap holds for one N alone
+        if node.target is aten.cat.default:  # torch's vmap rule for it holds for one N only
             given: Any = node.args
             tensors, dim = given[0], given[1] if len(given) > 1 else 0
             rows = [
@@ -338,7 +338,7 @@ class OfOneSample(TakenApart):
         self.forms = {node: Dense(self.values[node][None][: joint.samples]) for node in joint.gradients.values()}
 
     def weighted(self, w: Tensor, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
-        if not self.samples:  # the sums over nobody
+        if not self.samples:  # sums over no samples
             return {node: self.values[node] for node in self.forms}
         own = {node: self.values[node] for node in self.forms}
         if taken is not None:

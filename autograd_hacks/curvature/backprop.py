@@ -81,7 +81,7 @@ def passes_for(
     except BaseException as error:
         for record in losses.heard_by:
             passes = (own for segment in record.segments for own in segment.passes)
-            if any(own.losses is losses for own in passes):  # not the passes of an earlier one, which are the reason
+            if any(own.losses is losses for own in passes):  # an earlier call's passes stay: they are the reason
                 why = f"backprop_hess ended with {type(error).__name__}, and its rows were discarded; repeat the step"
                 record.clear(why)
         raise

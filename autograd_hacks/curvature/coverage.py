@@ -1,4 +1,4 @@
-"""Which parameters a curvature is of, and why it is not of others, for people."""
+"""Which parameters have a curvature, and why others have none, as a table."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from autograd_hacks.support.display import Shown, Table
 
 @dataclass(frozen=True, repr=False)
 class Coverage(Shown):
-    """What `compute_hess` and `compute_hess_over` return: a line for each parameter that trains.  It prints as a table, in a
-    terminal and in a notebook, below the share of all their numbers that have the curvature."""
+    """The result of `compute_hess` and `compute_hess_over`: a line for each trainable parameter.  It prints as a table, in a
+    terminal and in a notebook, below the share of their numbers that have the curvature."""
 
-    kind: str  # that was asked for
+    kind: str  # the requested one
     kinds: Mapping[str, str]  # {parameter: what it has}
     skipped: Mapping[str, str]  # {parameter: why it has none}
     sizes: Mapping[str, int]  # {parameter: how many numbers}
-    frozen: int = 0  # numbers that don't train, of which none is asked for
+    frozen: int = 0  # how many numbers are frozen
 
     @property
     def covered(self) -> list[str]:
-        """The parameters that have it, to give to ``per_sample_grads(model, only=...)`` say."""
+        """The parameters that have it, for example for ``per_sample_grads(model, only=...)``."""
         return list(self.kinds)
 
     @property
     def share(self) -> float:
-        """The share of all numbers that train which have it, in [0, 1]."""
+        """The share of the trainable numbers that have it, in [0, 1]."""
         return sum(self.sizes[name] for name in self.kinds) / max(1, sum(self.sizes.values()))
 
     def _table(self) -> Table:
         total = sum(self.sizes.values())
         count = f"{total:,}" if total < 10**6 else f"{total / 10**6:,.4g} M"
-        percent = floor(1000 * self.share) / 10  # 100 where nothing is missing alone
+        percent = floor(1000 * self.share) / 10  # 100 only if nothing is missing
         title = (
             f"{self.kind}: {len(self.kinds)} of {len(self.sizes)} tensors; attributed: {percent:g} % of {count} parameters"
         )

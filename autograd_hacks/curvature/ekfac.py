@@ -188,7 +188,7 @@ class Eigenvalues:
         factors = {name: vars(model.get_parameter(name)).get("kfac") for name in names}
         self._kfac: dict[str, KFAC] = {name: both for name, both in factors.items() if both is not None}
         self._lays = {name: lays[name] for name in self._kfac}
-        # Of a diagonal matrix the eigenvectors are those of the identity.
+        # A diagonal matrix has the eigenvectors of the identity.
         self._vectors = {
             n: (None if self._lays[n].is_table else self._of(a), None if self._lays[n].is_thin else self._of(b))
             for n, (a, b) in self._kfac.items()
@@ -196,7 +196,7 @@ class Eigenvalues:
         self._sums = {n: both[0].new_zeros(self._lays[n].matrix) for n, both in self._kfac.items()}
 
     def _of(self, factor: Tensor) -> Tensor:
-        """Its eigenvectors, alike on all processes."""
+        """Its eigenvectors, the same on all processes."""
         return self.spread.firsts(torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype).contiguous())
 
     @torch.no_grad()

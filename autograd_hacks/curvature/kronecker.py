@@ -6,30 +6,30 @@ the weight.
 expand   A = Σₙₜ aₙₜ aₙₜᵀ / (N T)        B = Σₖₙₜ bₖₙₜ bₖₙₜᵀ / N        positions as if they were samples
 reduce   A = Σₙ ān ānᵀ / N, ā = Σₜ aₜ / T    B = Σₖₙ b̂ₖₙ b̂ₖₙᵀ / N, b̂ = Σₜ bₜ    a sample as if it had one position
 
-A is of the inputs and B of the gradients, whichever way the weight lies in memory.  For (O, I), Linear's, the block is
+A comes from the inputs and B from the gradients, however the weight is stored.  For (O, I), Linear's, the block is
 B ⊗ A; for (I, O), transformers' Conv1D's and a table's, it is A ⊗ B.
 
 Blocks.  A parameter may be several matrices, one below the other along its first axis: the groups of a convolution, the
-experts of a stack.  Each has a pair of factors of its own; what lies between two of them is left out.  N T is then the
-number of positions that the matrix has seen, and for 'reduce' N that of samples that have one.
+experts of a stack.  Each has its own pair of factors; blocks between two of them are left out.  N T is then the number of
+positions that the matrix has seen and, for 'reduce', N is the number of samples that have one.
 
 Tables.  The input of an Embedding is a word, one-hot, so that A is diagonal: its entries are the words' shares of the
-positions.  For 'reduce', where A isn't, its diagonal is kept.
+positions.  With 'reduce' A isn't diagonal, and only its diagonal is kept.
 
-Other tensors, by their rows.  Weights that are read several times, or in several ways, as a table that is the head too,
-values that follow from a parameter, as positions that are read for one sample and added to all, and transposed convolutions
-have gradients that are no sums of products of one kind.  A tensor (V, D) is then treated as a table of V rows.  With its
-gradients Gₖₙ, all uses and their cross terms added up,
+Other tensors, by their rows.  Some gradients are not sums of products of one kind: those of weights that are read several
+times or in several ways (a table that is also the head), of values computed from a parameter (positions that are read once
+and added to all samples), and of transposed convolutions.  A tensor (V, D) is then treated as a table of V rows.  With its
+gradients Gₖₙ, summed over all uses and with their cross terms,
 
 A = diag(Σₖₙ ‖Gₖₙ[v]‖²) / Σ   a row's share of all squares        B = Σₖₙ Gₖₙᵀ Gₖₙ / N
 
 so that A ⊗ B has the trace of the block, and both of its partial traces: the trace-restricted factors of Gao et al. 2021,
-with A's diagonal alone.
+with only A's diagonal.
 
-What is too large.  A B beyond ``limit``, as of a head of 50,000 words, is its diagonal.
+Large tensors.  A B above ``limit``, as for a head of 50,000 words, is replaced by its diagonal.
 
-A vector, a bias or a norm's weight, has its own block, P × P, for B, and 1 for A.  For a bias that is exactly reduce's B.
-With ``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which for expand takes positions for
+Vectors.  A bias or a norm's weight has A = 1 and its own block, P × P, as B.  For a bias this is exactly reduce's B.  With
+``kfac_bias='shared'`` a bias has the B of its layer's weight, as in curvlinops, which with expand treats positions as
 samples; with ``kfac_bias='joint'`` it is one more column of that weight, whose input is 1, as in kronfluence.
 
 Sources: Martens and Grosse 2015 (arXiv:1503.05671), section 3; Grosse and Martens 2016 (arXiv:1602.01407), for convolutions;
@@ -56,18 +56,18 @@ BIASES = ("exact", "shared", "joint")
 
 
 class KFAC(tuple[Tensor, Tensor]):
-    """(A, B): A of a parameter's inputs, (I, I), and B of the gradients at its outputs, (O, O).
+    """(A, B): A from a parameter's inputs, (I, I), and B from the gradients at its outputs, (O, O).
 
-    A is I numbers, a diagonal, for a table; B is O numbers where (O, O) is beyond ``limit``.  For a parameter of G blocks
+    A is I numbers, a diagonal, for a table; B is O numbers if (O, O) exceeds ``limit``.  For a parameter of G blocks
     there is an axis in front: (G, I, I) and (G, O, O).
     """
 
     is_turned = False
-    """Whether the parameter lies in memory as (I, O), so that its block is A ⊗ B, and not (O, I) and B ⊗ A."""
+    """Whether the parameter is stored as (I, O), so that its block is A ⊗ B, instead of (O, I) and B ⊗ A."""
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, is_turned: bool) -> KFAC:
-        """Factors that were kept elsewhere, to be set as ``param.kfac``."""
+        """Factors that were kept elsewhere, to set as ``param.kfac``."""
         made = cls((a, b))
         made.is_turned = is_turned
         return made
@@ -75,7 +75,7 @@ class KFAC(tuple[Tensor, Tensor]):
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
         """(L, R), such that L V R is the product of the block with V, the parameter's shape as a matrix, or as G of them:
-        (B, A), or (A, B) where it is turned.  Symmetric, or the diagonal of what is diagonal."""
+        (B, A), or (A, B) if it is turned.  Each is symmetric, or the vector of a diagonal."""
         a, b = self
         return (a, b) if self.is_turned else (b, a)
 
@@ -88,8 +88,8 @@ class Lay(NamedTuple):
     blocks: int = 1
     is_turned: bool = False
     is_table: bool = False  # whether inputs are one-hot, so that A is diagonal
-    is_thin: bool = False  # whether B's diagonal is taken alone
-    is_by_rows: bool = False  # whether a row of the parameter is taken for a word of a table, whatever made its gradient
+    is_thin: bool = False  # whether only B's diagonal is kept
+    is_by_rows: bool = False  # whether each row is treated as a table's word, whatever made its gradient
 
     @property
     def factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,7 +108,7 @@ class Lay(NamedTuple):
         a = f"A diagonal, {self.fan_in:,}" if self.is_table else f"A {self.fan_in:,} × {self.fan_in:,}"
         blocks = "" if self.blocks == 1 else f"{self.blocks} blocks, each with "
         b = f"B diagonal, {self.fan_out:,}" if self.is_thin else f"B {self.fan_out:,} × {self.fan_out:,}"
-        turned = ", lies as (I, O)" if self.is_turned and not self.is_table else ""
+        turned = ", stored as (I, O)" if self.is_turned and not self.is_table else ""
         return f"{'by its rows: ' if self.is_by_rows else ''}{blocks}{a}, {b}{turned}"
 
 
@@ -129,7 +129,7 @@ def is_empty(form: Form) -> bool:
 
 
 def lay_of(form: Form, joint: bool = False) -> Lay | str:
-    """How a parameter lies, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
+    """How a parameter is made of matrices, or why it has no Kronecker factors.  joint: whether its bias is one more input"""
     found = positions_of(form)
     size = found[0].rows.stop - found[0].rows.start if found else 0
     kinds_of_blocks = {(p.rows.stop - p.rows.start, p.rows.start % size, p.is_turned, p.inputs.shape[2:],
@@ -137,14 +137,14 @@ def lay_of(form: Form, joint: bool = False) -> Lay | str:
     entries = form.shape[:1].numel()
     if len(kinds_of_blocks) != 1 or found[0].rows.start % size or entries % size:  # no products, or cut into unequal slices
         if joint:
-            return f"its gradients are no sums of products ({kinds_of(form)}), and its bias is no input of them"
+            return f"its gradients ({kinds_of(form)}) are not sums of products, so its bias can't be one of their inputs"
         axes = next((k for k, axis in enumerate(form.shape) if axis > 1), 0)
         rows = form.shape[axes]
         return Lay(rows, form.shape.numel() // rows, is_turned=True, is_table=True, is_by_rows=True)
     first = found[0]
     is_table = isinstance(first.inputs, OneHot)
     if joint and is_table:
-        return "it is a table, whose bias is no input of it"
+        return "it is a table, and a bias can't be one of its inputs"
     return Lay(first.inputs.shape[2] + joint, first.gradients[0].shape[2], entries // size, first.is_turned, is_table)
 
 
@@ -157,7 +157,7 @@ def rows_by(form: Form, lay: Lay) -> Iterator[tuple[slice, Tensor]]:
 
 
 def adds_to_outputs(bias: Form, weight: Form, samples: int) -> bool:
-    """Whether a bias is what is added to a weight's outputs: its rows are the sums of the gradients there."""
+    """Whether a bias is added to a weight's outputs, so that its rows are the sums of the gradients there."""
     blocks = positions_of(weight.wide())
 
     def sums(of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -176,7 +176,7 @@ class Factors(NamedTuple):
 
     a: Tensor
     b: Tensor
-    positions: Tensor  # how many A has; a number for each block; 0 for what is taken by its rows
+    positions: Tensor  # how many A has; a number for each block; 0 for parameters treated by their rows
 
 
 def factors_of(
@@ -187,7 +187,7 @@ def factors_of(
     joint: bool = False,
     memory: Callable[[tuple[int, ...], Tensor], Tensor] | None = None,
 ) -> Factors:
-    """Of a parameter that lies so.
+    """The sums for a parameter that is made of matrices as ``lay`` says.
 
     batches: the numbers of samples of the micro-batches that the form has the rows of    joint: whether the inputs have a 1
     behind them    memory: memory for A, of a shape and like a tensor
@@ -234,7 +234,7 @@ def _add(a: Tensor, b: Tensor, own: Positions, reduces: bool, samples: int, join
 
 
 def inputs_of(own: Positions, joint: bool) -> Tensor:
-    """The inputs of what is no table, M T I, with a 1 behind them where ``joint``."""
+    """The inputs of a parameter that is not a table, M T I, followed by a 1 if ``joint``."""
     inputs = own.inputs.written() if isinstance(own.inputs, Windows) else own.inputs
     assert isinstance(inputs, Tensor)  # no table
     if not joint:
@@ -273,7 +273,7 @@ def _add_squares(a: Tensor, inputs: OneHot, present: Tensor, owners: Tensor | No
 
 
 def otherwise(kind: str) -> str:
-    """What to do about parameters without factors.  kind: that was asked for"""
+    """Advice for parameters without factors.  kind: the requested one"""
     return (
         "Leave them out with skip=True, and the table that is returned names them; or name the others, "
         f"parameters=[...] with kind={kind!r}; or take kind='diag' or 'full' for them."
@@ -294,7 +294,7 @@ def weights_by_bias(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def are_of_a_map(weight: Tensor | None, bias: Tensor) -> bool:
-    """Whether a weight is a matrix, and not a norm's, whose bias has nothing to do with it."""
+    """Whether a weight is a matrix.  A norm's weight isn't, and its bias shares no factor with it."""
     return weight is not None and weight.ndim > 1 and bias.ndim == 1
 
 
@@ -311,7 +311,7 @@ def weight_of(model: nn.Module, bias: str, reached: Collection[str]) -> str | No
     names = [name for name in reached if len(weights) == 1 and model.get_parameter(name) is weights[0]]
     if not names:
         raise UnsupportedLayer(
-            f"{bias} is to share the factor of its layer's weight (kfac_bias='shared'), which is frozen, or was not "
-            "reached, or is one of several. Take kfac_bias='exact'."
+            f"with kfac_bias='shared', {bias} shares the factor of its layer's weight, but that weight is frozen, was not "
+            "reached, or is one of several. Use kfac_bias='exact'."
         )
     return names[0]

@@ -37,11 +37,11 @@ from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.per_sample import grads_of
 
 ATTRIBUTES = {"full": "hess", "diag": "hess_diag", "kfac": "kfac", "ekfac": "kfac"}
-"""What parameters get, by kind; for 'ekfac' ``ekfac`` besides."""
+"""The attribute that parameters get, by kind; 'ekfac' also sets ``ekfac``."""
 
 
 class Sums:
-    """Adds batches up, and leaves their means on the parameters at its end; nothing before."""
+    """Sums over batches.  At the end it sets the means on the parameters, and before that nothing."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Sums:
         if parameters is not None:
             self.names = self._matching(parameters)
         self.joint = weights_by_bias(model, self.names) if kfac_bias == "joint" and self.kind == "kfac" else {}
-        # By parameter: what was added up, how it lies, and why it has none.
+        # By parameter: its sums, how it is made of matrices, and why it has none.
         self.sums, self.lays, self.skipped = dict[str, list[Tensor]](), dict[str, Lay](), dict[str, str]()
         self.batch, self.spread = 0, spread_of(model, recorder_of(model))
         refuse_curvature(bool(self.spread.cuts))
         self._pool = recorder_of(model).pool
-        for name, parameter in model.named_parameters():  # an earlier curvature must not be taken for this one
+        for name, parameter in model.named_parameters():  # an earlier curvature must not be mistaken for this one
             old = vars(parameter).pop(ATTRIBUTES[kind], None)
             vars(parameter).pop(kind, None)
             if self.kind == "kfac" and old is not None and name in self.names:
@@ -90,11 +90,11 @@ class Sums:
         return part
 
     def take(self, part: Sums) -> None:
-        """What was found of some of its parameters."""
+        """The results for some of its parameters."""
         self.lays, self.skipped = self.lays | part.lays, self.skipped | part.skipped
 
     def groups(self, budget: float | None) -> list[list[str]]:
-        """The parameters, layers together, in groups whose tensors are within a budget, but one layer at the least."""
+        """The parameters in groups whose tensors fit a budget.  A group has whole layers, at least one."""
         if budget is None:
             return [self.names]
         if not budget > 0:
@@ -113,7 +113,7 @@ class Sums:
         return found or [[]]
 
     def _bytes_of(self, name: str) -> float:
-        """About what a parameter's tensors take while they are made."""
+        """About how many bytes a parameter's tensors take while they are computed."""
         p = self.model.get_parameter(name)
         each, numbers = accumulation_dtype(p.dtype).itemsize, p.numel()
         if self.kind != "kfac":
@@ -124,14 +124,14 @@ class Sums:
         return factors if self.asked == "kfac" else 4 * factors + each * numbers
 
     def _matching(self, patterns: str | Collection[str]) -> list[str]:
-        """Of the parameters that train those that are meant.  Raises ValueError for what has no hooks."""
+        """The trainable parameters that are meant.  Raises ValueError for parameters without hooks."""
         trained, what = [name for name, p in self.model.named_parameters() if p.requires_grad], "compute_hess: parameters"
         every = [patterns] if isinstance(patterns, str) else list(patterns)
         for pattern in every:
             meant = names_matching([pattern], self.model, trained, what, ON_CURVATURE)
             if self.left_out.issuperset(meant):
                 raise ValueError(
-                    f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded of it. Call "
+                    f"{what}: {pattern!r} was left out by add_hooks(only=...), so nothing is recorded for it. Call "
                     "add_hooks(model) again, without only=..., or with these too." + ON_CURVATURE
                 )
         meant = names_matching(every, self.model, trained, what, ON_CURVATURE)
@@ -166,7 +166,7 @@ class Sums:
             vars(self.model.get_parameter(name))[ATTRIBUTES[self.kind]] = value
 
     def coverage(self) -> Coverage:
-        """What every parameter has in the end."""
+        """The final result of every parameter."""
         had, skipped, sizes = dict[str, str](), dict[str, str](), dict[str, int]()
         frozen = 0
         for name, p in self.model.named_parameters():
@@ -191,7 +191,8 @@ class Sums:
         return Coverage(self.asked, had, skipped, sizes, frozen)
 
     def _counts(self) -> list[int]:
-        """How many samples there were; and of each parameter whether they reached it, how it lies, whether it is refused."""
+        """The number of samples; and for each parameter, whether they reached it, its matrices, and whether it is
+        refused."""
         found = [self.batch]
         for name in self.names:
             has = name in self.sums
@@ -221,7 +222,7 @@ class Sums:
         grads = grads_of(self.model, recorder_of(self.model), self.spread)
         if grads.hess_type is None:
             raise NothingRecorded(
-                "the record holds an ordinary backward pass. Run backprop_hess(output) in its place; or take the empirical "
+                "the record holds an ordinary backward pass. Run backprop_hess(output) instead; or take the empirical "
                 "Fisher matrix of its gradients, per_sample_grads(model).block(name)."
             )
         reached = [name for name in self.names if name in grads.reached]
@@ -254,22 +255,22 @@ class Sums:
         return [*factors]
 
     def _shared_by(self, name: str, grads: PerSampleGrads) -> str | None:
-        """The weight whose B a bias has."""
+        """The weight whose B a bias shares."""
         return weight_of(self.model, name, grads.reached) if self.shares and len(grads[name].shape) == 1 else None
 
     def _lay(self, name: str, grads: PerSampleGrads) -> Lay | str | None:
-        """How a parameter lies; or why it has no factors; None where no sample of these has read it."""
+        """How a parameter is made of matrices, or why it has no factors; None if none of these samples read it."""
         if (of := self._shared_by(name, grads)) is not None:
             lay = self._lay(of, grads)
             if isinstance(lay, Lay) and not self._is_bias(name, of, grads):
-                return f"it is not what is added to the outputs of {of}; take kfac_bias='exact'"
+                return f"it is not added to the outputs of {of}; use kfac_bias='exact'"
             own = Lay(1, lay.fan_out, lay.blocks, is_thin=lay.is_thin) if isinstance(lay, Lay) else lay
             return f"its weight {of} has none: {own}" if isinstance(own, str) else own
         bias = next((bias for bias, weight in self.joint.items() if weight == name), None)
         parts = _parts(grads, name)
         found = [lay_of(part, bias is not None) for part in parts if not is_empty(part)]
         if bias is not None and all(isinstance(lay, Lay) for lay in found) and not self._is_bias(bias, name, grads):
-            found.append(f"{bias} is not what is added to its outputs; take kfac_bias='exact'")
+            found.append(f"{bias} is not added to its outputs; use kfac_bias='exact'")
         most = self.limit / grads[name].sum_dtype.itemsize
         found = [
             lay._replace(is_thin=lay.blocks == 1 and lay.fan_out**2 > most) if isinstance(lay, Lay) else lay for lay in found
@@ -277,13 +278,13 @@ class Sums:
         found += [self.lays[name]] if name in self.sums else []
         by_rows = [lay for lay in found if isinstance(lay, Lay) and lay.is_by_rows]
         if by_rows and (name not in self.sums or self.lays[name].is_by_rows):
-            return by_rows[0]  # as anything can be read: positions, for one, lie as a table in a batch of one sample
+            return by_rows[0]  # any parameter can be: positions look like a table in a batch of one sample
         if len(set(found)) > 1:
             return next((x for x in found if isinstance(x, str)), "it is read in other ways in some batches")
         return found[0] if found else None
 
     def _is_bias(self, name: str, of: str, grads: PerSampleGrads) -> bool:
-        """Whether a bias is what is added to a weight's outputs."""
+        """Whether a bias is added to a weight's outputs."""
         if name not in grads.reached:
             return False
         if any(isinstance(lay := lay_of(part), Lay) and lay.is_by_rows for part in _parts(grads, of)):
@@ -292,11 +293,9 @@ class Sums:
         return all(is_empty(weight) or adds_to_outputs(bias, weight, samples) for bias, weight, samples in pairs)
 
     def _checked(self, grads: PerSampleGrads, reached: Sequence[str]) -> list[str]:
-        """The parameters that these passes are added up for.  Raises for what has no curvature, or is too large."""
+        """The parameters for which these passes are summed.  Raises if one has no curvature, or too large a block."""
         if any(grads[name].like.is_complex() for name in reached):
-            raise TypeError(
-                "compute_hess: parameters are complex; curvature is there for real parameters alone" + ON_CURVATURE
-            )
+            raise TypeError("compute_hess: parameters are complex; curvature exists for real parameters only" + ON_CURVATURE)
         if self.kind == "diag":
             return [*reached]
         if self.kind == "full":
@@ -323,7 +322,8 @@ class Sums:
             raise UnsupportedLayer(f"these parameters have no Kronecker factors: {listing}. {otherwise(self.asked)}")
 
     def _small(self, grads: PerSampleGrads, sizes: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Those whose tensors are within the limit.  sizes: {name: {a tensor, for people: its numbers}}"""
+        """The parameters whose tensors are within the limit.  sizes: {name: {a tensor, in words: how many numbers it
+        has}}"""
         if not self.skip:
             if every := {what: size for own in sizes.values() for what, size in own.items()}:
                 check_size(every, grads[next(iter(sizes))], self.limit)
@@ -343,18 +343,18 @@ def _parts(grads: PerSampleGrads, name: str) -> Sequence[Form]:
 
 
 def _place(model: nn.Module, name: str) -> str:
-    """The layer that has a parameter, for people."""
+    """The layer that has a parameter, in words."""
     parameter = model.get_parameter(name)
     owners = (where(path, m) for path, m in model.named_modules() if any(p is parameter for p in m._parameters.values()))
     return next(owners)
 
 
 def _coded(lay: Lay) -> tuple[int, int]:
-    """How a parameter lies, as two numbers that processes add up."""
+    """How a parameter is made of matrices, as two numbers that processes can sum."""
     kinds = (lay.is_turned, lay.is_table, lay.is_thin, lay.is_by_rows)
     return 16 * lay.blocks + sum(int(is_so) << k for k, is_so in enumerate(kinds)), lay.fan_in
 
 
 def _uncoded(code: int, fan_in: int) -> Lay:
-    """What `_coded` says, except fan_out, which follows from the parameter's shape."""
+    """Decodes `_coded`, except for fan_out, which follows from the parameter's shape."""
     return Lay(fan_in, 0, code >> 4, *(bool(code >> k & 1) for k in range(4)))

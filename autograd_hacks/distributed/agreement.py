@@ -1,4 +1,4 @@
-"""What processes that hold shards of one model must do together: prove its forwards, and fail.
+"""Joint actions of processes that hold shards of one model: proving its forwards, and failing.
 
 A process that gathered weights on its own would wait for the others forever.  So at the end of a forward with gradients all
 add up one flag: does any process have to prove its forward?  If so, all gather their weights, and those processes prove it.
@@ -55,7 +55,7 @@ def from_all(mine: T, mesh: DeviceMesh) -> list[T]:
 def agreed(
     own: Callable[[], T], counts: Callable[[T], Sequence[float]], size: int, mesh: DeviceMesh, what: str = READING
 ) -> tuple[T, list[float]]:
-    """What a process finds by itself, and counts of it, added up over all processes.  If one process fails, all raise.
+    """What this process finds, and its counts summed over all processes.  If one process fails, all raise.
 
     size: the number of counts
     what: what a process could not do, for messages
@@ -108,7 +108,7 @@ def mesh_of_parts(tensors: Iterable[Tensor]) -> Any:
 
 
 def told_by_all(verdicts: Sequence[Verdict], mesh: Any) -> list[Verdict]:
-    """Verdicts for gradients of which processes have parts or copies.  What one process finds, all know."""
+    """Verdicts for gradients that are split or copied over processes.  All processes know what one finds."""
     return [_joint(own) for own in zip(*from_all(verdicts, mesh))]
 
 

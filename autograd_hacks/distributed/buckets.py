@@ -122,7 +122,7 @@ def _placed(shard: Tensor, parameter: DTensor) -> Tensor:
 
 
 def settled_part(total: Tensor, parameter: Tensor, cut: Cut, mesh: DeviceMesh) -> Tensor:
-    """The sum over all processes, for a parameter of which layers have a part.
+    """The sum over all processes, for a parameter that is split inside layers.
 
     total: this process's sum, for its part
     mesh: of the processes to add up over, which have the same part

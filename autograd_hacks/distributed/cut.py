@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def cuts_of(model: nn.Module, record: Record) -> dict[str, Cut]:
-    """By name, the parameters of which layers have parts, or that layers have as unsplit DTensors."""
+    """By name, the parameters that are split inside layers, or that layers have as unsplit DTensors."""
     if not has_parts(model):
         return {}
     sharded = {id(p) for part in gathering(model) for p in part.parameters()}  # layers get whole tensors instead
@@ -108,7 +108,8 @@ def _over(groups: Groups, part: Tensor) -> Tensor:
 
 
 def over_stages(norms: Tensor, record: Record) -> Tensor:
-    """The norms of rows, N, over all stages of the pipeline that ran the model, by one all-reduce.  Else unchanged.
+    """The norms of rows, N, over all stages of the pipeline that ran the model, by one all-reduce.  Without a pipeline they
+    don't change.
 
     norms: of this stage's parameters
     """

@@ -1,4 +1,4 @@
-"""Parameters of which processes hold shards, and how to run such a model as on one process.  No mathematics."""
+"""Parameters that are sharded over processes, and how to run such a model as on one process.  No mathematics."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -46,7 +46,7 @@ class Spread:
     parameters: of the model by name, as the user has them, for example shards
     mesh: the processes to add up over; None for this process alone
     needed: the modules whose weights are gathered for reading, as `shards` counts them
-    cuts: of parameters of which layers have parts
+    cuts: those of parameters that are split inside layers
     """
 
     def __init__(
@@ -180,14 +180,14 @@ def spread_of(model: nn.Module, recorder: Recorder, group: Where = None) -> Spre
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which processes have shards.  All must call it at once."""
+    """The whole tensor, gathered from the processes' shards.  All must call it at once."""
     gather = getattr(tensor, "full_tensor", None)
     found: Tensor = tensor if gather is None else gather()
     return found
 
 
 _MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
-"""Of wrappers."""
+"""{wrapper: its mesh}"""
 
 
 def _mesh(parameters: Mapping[str, Tensor], recorder: Recorder, group: Where) -> DeviceMesh | None:

@@ -26,7 +26,7 @@ INTERNAL = {
     *("pair", "leaves", "factors", "writes_in_place", "cuts_well", "sums_cheaply", "saving", "held_size", "wide", "written"),
     *("merge_key", "merge", "new_sums", "blocks", "sum_and_dot", "varies", "smallest", "tangent", "varied", "side_by_side"),
 }
-"""What the library asks of forms, and users don't: hidden from tab completion and from the reference."""
+"""Methods that the library needs and users don't: hidden from tab completion and from the reference."""
 
 
 class Form(Hinting, Shown, ABC):
@@ -91,7 +91,8 @@ class Form(Hinting, Shown, ABC):
     """Whether a weighted sum takes less time than reading rows that are already written out."""
 
     def saving(self, fresh: bool = False) -> float:
-        """What is saved per number by writing rows once for norms and weighted sum; see ``cost``.  fresh: into new memory"""
+        """The saving per number if rows are written once for norms and weighted sum; see ``cost``.  fresh: into new
+        memory"""
         return 0.0
 
     def row_size(self) -> int:

@@ -59,8 +59,8 @@ def add(forms: Sequence[Form]) -> Form:
 
 
 def magnitudes(form: Form) -> Form:
-    """The form with the magnitudes of its factors in their place: its rows are the sums of the magnitudes of what the rows
-    of J are sums of, relative to which rounding is small however much of them cancels."""
+    """The form with each factor replaced by its magnitudes.  Its rows sum the magnitudes of the terms that J's rows sum.
+    Relative to these, rounding is small even if the terms cancel."""
     if isinstance(form, Scaled):
         factor = form.factor
         return scale(magnitudes(form.form), factor.abs() if isinstance(factor, Tensor) else abs(factor))
@@ -83,8 +83,8 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
 
 
 def gathered(form: Form, rows: Tensor, samples: int) -> Form:
-    """The same, where a row is but one position or small: positions of one sample stand beside each other at once.  It costs
-    as much as if all samples had as many rows as the one with the most."""
+    """The same for rows that are small or have one position: the positions of each sample are laid beside each other at
+    once. It costs as much as if all samples had as many rows as the one with the most."""
     rows = rows.to(form.like.device)  # labels lie on the CPU
     if isinstance(form, Dense):
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
@@ -98,7 +98,7 @@ def _beside(form: Paired, rows: Tensor, samples: int, step: int) -> Iterator[Pai
     counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
     starts = counts.cumsum(0) - counts
     for piece in slices_of(samples, step):
-        # Samples of unequal numbers of rows: the shorter ones are filled up with rows that count nothing.
+        # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
         places = torch.arange(int(counts[piece].max()), device=rows.device)
         chosen = order[(starts[piece, None] + places).clamp(max=len(order) - 1)]
         yield form.side_by_side(chosen, places < counts[piece, None])
@@ -256,7 +256,7 @@ class Sum(Composite):
         super().__init__(parts, parts[0].samples, parts[0].shape)
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
-        values = iter(values)  # one after the other, so that no two of them are kept
+        values = iter(values)  # one after the other, so that two of them are never held at once
         total = next(values)
         for value in values:
             total += value
@@ -296,7 +296,7 @@ class Sum(Composite):
         return super().gram(other, budget)
 
     def _cancels(self, budget: int) -> bool:
-        """Whether some row's terms are so much longer than it is that its inner products would have lost their digits."""
+        """Whether some row's terms are so much longer than the row that its inner products would lose their digits."""
         size = self._join(part.norms(budget) for part in self.parts).detach()
         square = self.norms(budget).detach() ** 2
         return bool(((square <= 1e4 * torch.finfo(square.dtype).eps * size**2) & (size > 0)).any())
@@ -351,7 +351,7 @@ class Grouping(Composite):
 
     @cached_property
     def _is_order(self) -> bool:
-        """Whether it only brings rows into another order."""
+        """Whether it only reorders rows."""
         return len(self.rows) == self.samples and len(self.rows.unique()) == self.samples
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:

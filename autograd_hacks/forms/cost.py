@@ -1,4 +1,4 @@
-"""What verbs cost, so that they take the cheaper way: the one place for it.
+"""The costs of verbs, by which they choose the cheaper way.  All estimates are in this module.
 
 The unit is a multiplication in a large matrix product in single precision, on the device at hand: about 0.02 ns on one core.
 The numbers are in ``costs.json``, by device or by card; ``python benchmarks/choices.py`` compares what is chosen with the
@@ -30,14 +30,15 @@ _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_VECTOR = 8192
 """Numbers of a vector that a program of the package's kernels holds."""
 INTENSITY = 30.0
-"""Multiplications in single precision while a number is moved, of cards that don't tell: between an A100's and an H100's."""
+"""Multiplications in single precision while a number is moved, for cards that don't report it: between an A100's and an
+H100's."""
 LAUNCH = 5e-6
 """Seconds between two kernels that the host launches one after the other."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a device takes for single steps, in multiplications."""
+    """The costs of single steps on a device, in multiplications."""
 
     short: float  # a multiplication in products between positions, whose results are small
     kernel: float  # a multiplication in a convolution's own kernel
@@ -55,7 +56,7 @@ class Costs:
 
 
 def costs_of(device: torch.device) -> Costs:
-    """What was measured on this device or card; of other cards, what follows from how fast they multiply and read."""
+    """The measured costs of this device or card; for other cards, estimates from how fast they multiply and read."""
     return _costs_of(device.type, device.index)
 
 
@@ -69,7 +70,7 @@ def _costs_of(kind: str, index: int | None) -> Costs:
 
 
 def costs_by_bandwidth(card: Any) -> Costs:
-    """The costs of a GPU that nobody has timed: numbers that go to or from its memory, and kernels that are launched.
+    """The costs of a GPU that has not been timed: numbers that go to or from its memory, and kernels that are launched.
 
     card: torch.cuda.get_device_properties
     """
@@ -96,9 +97,9 @@ def costs_by_bandwidth(card: Any) -> Costs:
 
 
 def takes_kernel(torchs: float, own: float, *tensors: Tensor) -> bool:
-    """Whether one of the package's kernels takes these tensors: where one was timed on their device, and costs less.
+    """Whether to use one of the package's kernels for these tensors: one was timed on their device, and costs less.
 
-    torchs: what it costs by torch's kernels, in multiplications    own: the same by the package's, were they as good
+    torchs: the cost with torch's kernels, in multiplications    own: the cost with the package's, if they were as good
     """
     fused = costs_of(tensors[0].device).fused
     return fused is not None and own * fused < torchs and all(_suits_kernels(x) for x in tensors)
@@ -131,8 +132,8 @@ def by_writing(pairs: Sequence[Pair]) -> float:
 
 
 def gram_by_positions(mine: Sequence[Pair | None], theirs: Sequence[Pair | None], numbers: int, is_same: bool) -> bool:
-    """Whether inner products of N and M rows come from products between all positions, which there must be, or else from
-    rows of so many numbers that are written out.  is_same: whether both are the same rows"""
+    """Whether inner products of N and M rows should come from products between all positions, instead of from written-out
+    rows of this many numbers.  is_same: whether both are the same rows"""
     some = [pair for pair in (*mine, *theirs) if pair is not None and is_written(pair) and not pair[1].is_complex()]
     if len(some) < len(mine) + len(theirs) or len({(left.shape[2], right.shape[2]) for left, right in some}) > 1:
         return False
@@ -147,7 +148,7 @@ def gram_by_positions(mine: Sequence[Pair | None], theirs: Sequence[Pair | None]
 
 
 def saving(pairs: Sequence[Pair], fresh: bool) -> float:
-    """What is saved for a number by a row that is written once for its norm and a weighted sum, beside each by itself.
+    """The saving per number if a row is written once for both its norm and a weighted sum.
     fresh: whether it is written to new memory"""
     (left, right), written, costs = pairs[0], by_writing(pairs), _costs(pairs)
     numbers = max(1, left.shape[2] * right.shape[2])
@@ -157,7 +158,8 @@ def saving(pairs: Sequence[Pair], fresh: bool) -> float:
 
 
 def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in: int, size: int, entries: int) -> bool:
-    """Whether a sparse map takes outer products by Fourier transforms of their factors, or else rows that are written out.
+    """Whether a sparse map should project outer products by Fourier transforms of their factors, instead of writing out
+    rows.
 
     For a sample and a position: two factors put in place and transformed, and their transforms multiplied, in each of
     ``entries`` blocks of ``size`` coordinates; against O · I multiplications, and for a sample O · I numbers that are
@@ -172,7 +174,7 @@ def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in:
 
 
 def cache_budget(budget: int, like: Tensor) -> int:
-    """So much of a budget that malloc has the memory again at once, which stays in the cache, too."""
+    """The part of a budget whose memory malloc can reuse at once, and that stays in the cache."""
     return min(budget, MAPPED // 4) if like.is_cpu else budget
 
 
@@ -194,7 +196,7 @@ def memory_of_products(pairs: Sequence[Pair]) -> int:
 
 
 def _suits_kernels(x: Tensor) -> bool:
-    """Whether it is in single or half precision, no tracer's, and leads back to nothing."""
+    """Whether a tensor is in single or half precision, is not traced, and has no graph."""
     is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     return is_plain and x.dtype in _PRECISIONS and x.numel() > 0 and not (x.requires_grad and torch.is_grad_enabled())
 
@@ -208,7 +210,7 @@ def _positions(pairs: Sequence[Pair]) -> int:
 
 
 def _multiplications(factors: Sequence[Factor]) -> float:
-    """Of the products between all positions of factors of one kind."""
+    """The cost of products between all positions, for factors of one kind."""
     shift = costs_of(factors[0].device).shift
     positions, first = sum(factor.shape[1] for factor in factors), factors[0]
     if isinstance(first, Windows) and first.overlap:

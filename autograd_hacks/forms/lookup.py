@@ -21,7 +21,7 @@ class Lookup(Paired):
 
     index: (N, T) integers in [0, entries)    g: (N, T, D)
     shape: the parameter's, any view of (entries, D), which is the default
-    present: (N, T) booleans, the positions that are the samples' own, where others fill up with zeros; all, if None
+    present: (N, T) booleans, the positions that aren't padding with zeros; None for all
     """
 
     cuts_well, varies, smallest = True, (0,), 0
@@ -80,8 +80,7 @@ class Lookup(Paired):
         found = []
         width = self.g.shape[2]
         for _, part in self.chunks(budget, 3 * self.held_size()):
-            # By torch vectors are added up in memory, which is set to zero, written and read; and the host waits for the
-            # number of entries.
+            # torch adds vectors up in memory that it zeroes, writes and reads, and the host waits for the number of entries.
             if width <= WIDEST_VECTOR and takes_kernel(5 * width, width, part.g):
                 from autograd_hacks.kernels.segments import norms_by_key  # imports Triton
 
@@ -101,7 +100,7 @@ class Lookup(Paired):
         return (samples[:, None] * self.entries + self.index).flatten()
 
     def _touched(self) -> tuple[Tensor, Tensor]:
-        """The slots that were read, and what is there; positions that read the same entry are added up."""
+        """The slots that were read, and their values; positions that read the same entry are added up."""
         return _added(self._slots(), self.g.flatten(0, 1))
 
 
@@ -131,7 +130,8 @@ def _joined(norms: Tensor, samples: Tensor, count: int) -> Tensor:
 
 
 class Bags(Factored):
-    """Row n of J is c[n] ⊗ g[n], c[n] having scale[m] added at index[m] for each entry m of bag n: nothing of M × D.
+    """Row n of J is c[n] ⊗ g[n], c[n] having scale[m] added at index[m] for each entry m of bag n.  Nothing of size M × D is
+    stored.
 
     g: (N, D)    scale: (M,)    index: (M,) integers in [0, entries)    bags: (M,) in [0, N), ascending: each entry's bag
     """
@@ -243,5 +243,5 @@ class Bags(Factored):
         return torch.searchsorted(self.bags, numbers, right=True) - self._starts()
 
     def _starts(self) -> Tensor:
-        """Where each bag begins; `torch.bincount` would have the host wait for the largest."""
+        """Where each bag begins; `torch.bincount` would make the host wait for the largest."""
         return torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))

@@ -135,7 +135,7 @@ class Hashes:
 class SparseMap:
     """R of shape (P, dim) with ``entries`` numbers other than 0 in each row, for a parameter seen as a matrix O I.
 
-    The coordinates are so many blocks of m = dim / entries.  In each, entry (o, i) of a gradient goes to coordinate
+    The coordinates form ``entries`` blocks of m = dim / entries.  In each, entry (o, i) of a gradient goes to coordinate
     (h₁(o) + h₂(i)) mod m with the factor s₁(o) s₂(i) / √entries; hashes h and signs s are drawn for each block.  So
     E ⟨G R, H R⟩ = ⟨G, H⟩, and the squared length of a unit gradient G has a variance of at most (6 + 4 / m) / dim, of
     (2 + 2 ‖GᵀG‖² + 2 ‖GGᵀ‖²) / dim up to the small term: 6 / dim for rank one, near 2 / dim for many singular values.  More
@@ -199,7 +199,7 @@ class SparseMap:
             found[:, block].add_((plus - minus) / self.entries**0.5)
 
     def takes_factors(self, device: torch.device, positions: int) -> bool:
-        """Whether outer products over so many positions go by their factors, and not written out."""
+        """Whether outer products over this many positions are projected through their factors, instead of written out."""
         return sketches_factors(device, positions, *self.fans, self.size, self.entries)
 
     def memory_of_factors(self, positions: int, is_looked_up: bool = False) -> int:
@@ -249,7 +249,7 @@ class SparseMap:
         return [slice(start, start + self.size) for start in range(0, self.dim, self.size)]
 
     def _places(self, number: int, rows: slice, device: torch.device) -> Tensor:
-        """Where in both halves of a block entries go, (rows, I): in the second where they are subtracted."""
+        """The place of each entry in the two halves of a block, (rows, I): in the second half if it is subtracted."""
         own = self.hashes(device)[number]
         places = own.row_place[rows, None] + own.column_place
         places -= self.size * (places >= self.size)
@@ -284,7 +284,7 @@ AnyMap = RandomMap | SparseMap
 
 
 def check_is_map(random: object) -> None:
-    """Raises TypeError for what is no random map, a number of coordinates say."""
+    """Raises TypeError for anything but a random map, for example a number of coordinates."""
     if not isinstance(random, AnyMap):
         raise TypeError(
             f"project was given {random!r}; expected a forms.RandomMap or forms.SparseMap, which is drawn by the "
@@ -297,7 +297,7 @@ def check_is_map(random: object) -> None:
 
 
 def _is_ordinary() -> bool:
-    """Whether tensors that are made may be kept."""
+    """Whether new tensors may be cached."""
     return not dispatch_modes() and not torch.is_inference_mode_enabled()
 
 

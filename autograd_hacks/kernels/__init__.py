@@ -1,2 +1,2 @@
-"""Kernels in Triton, for CUDA: what takes several of torch's otherwise.  Each file imports Triton, and is imported where
-`forms.cost` has chosen it."""
+"""Triton kernels for CUDA, each of which replaces several of torch's.  Each file imports Triton, and is imported only when
+`forms.cost` chooses its kernel."""

@@ -14,7 +14,7 @@ from autograd_hacks.support.precision import MATMUL, unit_of_products
 
 BLOCK = 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter multiplies the bits of bfloat16 as integers, so that it is given single precision."""
+"""Triton's interpreter multiplies the bits of bfloat16 as integers, so it gets single precision."""
 PROGRAMS = 1024
 """About how many programs keep a card busy."""
 

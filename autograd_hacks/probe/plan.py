@@ -23,7 +23,7 @@ forward, the nodes that selected them show the samples, or passes do.  NOT_OF_BA
 
 @dataclass(frozen=True)
 class Place:
-    """Where the samples are in what a use made.
+    """Where the samples are in the tensors that a use made.
 
     layouts: for each of its tensors, if ``kind`` is AXES
     is_decided: whether other values would have shown the same

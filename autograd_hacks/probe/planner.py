@@ -32,7 +32,7 @@ FEW = 4
 
 
 class Known(NamedTuple):
-    """What is known when a forward begins."""
+    """The facts that are known when a forward begins."""
 
     plan: Plan
     samples: int | None  # N, if the arguments show it

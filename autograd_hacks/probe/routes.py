@@ -1,4 +1,4 @@
-"""The sample of each row, if values selected the rows: in each forward, the nodes that selected them show it."""
+"""Finds the sample of each row where values selected the rows, from the nodes that selected them in this forward."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -157,7 +157,7 @@ def places_left(graph: Graph, samples: int) -> tuple[bool | int, ...]:
 
 
 def moved_by(node: Any, samples: int) -> list[bool | int] | None:
-    """The same for one node; None for a node that moves nothing, for any values."""
+    """The same for one node; None for a node that can't move samples, whatever its values."""
     if type(node) is Leaf or (name := node.name()) in _LOSSES:
         return None
     if (moving := _MOVING.get(name)) is not None:
@@ -192,7 +192,7 @@ def _by_operands(node: Any, samples: int) -> list[bool | int]:
 
 
 def _filled_in(node: Any, samples: int) -> list[bool | int]:
-    """Which samples are filled with a value that is common to all."""
+    """Which samples are filled with one value common to all."""
     behind = [shape_of(value).numel() for value in inputs_of(node) if type(value.node) is not Leaf]
     is_for_all = any(size * samples == shape_of(Value(node, 0)).numel() for size in behind)
     chosen = [x for x in operands_of(node) if x.dtype == torch.bool and x.numel() == samples > 1 and not x.is_meta]
@@ -206,7 +206,7 @@ def _is_diagonal(x: Tensor, axis: int) -> bool:
 
 
 def _of_function(node: Any, samples: int) -> list[bool | int]:
-    """What vectors saved by a user's function show about the order in which it takes rows."""
+    """The order in which a user's function takes rows, as vectors that it saved show it."""
     kept = [*operands_of(node), *(x for x in vars(node).values() if isinstance(x, Tensor))]
     vectors = [x.detach() for x in kept if x.ndim == 1 and len(x) > 1 and not (x.is_floating_point() or x.is_complex())]
     return [_order(x) for x in vectors if samples and len(x) % samples == 0 and not x.is_meta]
@@ -223,7 +223,7 @@ def _order(x: Tensor) -> int:
 
 
 def _selected(node: Any, samples: int) -> list[bool | int]:
-    """Which sample is taken."""
+    """The index of the selected sample."""
     (behind,) = inputs_of(node)
     is_one = shape_of(behind)[number_of(node, "dim") or 0] == samples
     return [number_of(node, "index") or 0] if is_one else []
@@ -245,7 +245,7 @@ _PIECES = {"SliceBackward0": "start", "SplitBackward0": "", "SplitWithSizesBackw
 
 
 def _joined(node: Any, samples: int) -> list[bool | int]:
-    """In which order pieces of one tensor are joined."""
+    """The order in which pieces of one tensor are joined."""
     pieces = list(inputs_of(node))
     if len(pieces) < 2 or any(piece.node.name() not in _PIECES for piece in pieces):
         return []
@@ -270,7 +270,7 @@ def _multiplied(node: Any, samples: int) -> list[bool | int]:
 
 
 def _dealt(node: Any, samples: int) -> list[bool | int]:
-    """Into which axes the samples' axis is split."""
+    """The sizes of the axes that the samples' axis is split into."""
     (behind,) = inputs_of(node)
     before, after = shape_of(behind), shape_of(Value(node, 0))
     if len(after) <= len(before) or samples not in before or any(size % samples == 0 for size in after):

@@ -84,7 +84,7 @@ def _forms_of(
     scaling: float | Tensor,
 ) -> Iterator[tuple[str, Form | None]]:
     """(name, form) pairs.  Checks that rows add up, if that was not done before."""
-    record.plan.unread = False  # somebody reads, so keep the next pass's gradients even if this read fails
+    record.plan.unread = False  # there is a reader, so keep the next pass's gradients even if this read fails
     kept = any(recorded.arrived or recorded.settled for gate in gates for recorded in gate.segment.passes)
     share = 1 / scaling if isinstance(scaling, Tensor) or scaling != 1 else None
     for name, parameter in parameters.items():

@@ -228,7 +228,7 @@ def check_shown(use: Use) -> None:
 
 
 def check_parts(record: Record, uses: Iterable[Use]) -> None:
-    """Raises if a loss was differentiated through layers of which processes hold parts."""
+    """Raises if a loss was differentiated through layers that are split over processes."""
     if record.comparing and any(isinstance(use, PartCall) for use in uses):
         raise ShardedParameters(
             "a backward pass with create_graph=True reached layers that are split over processes. In tensor parallel, "

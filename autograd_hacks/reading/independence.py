@@ -154,7 +154,8 @@ class _Runs:
         return outputs, found
 
     def differing(self, first: _Seen, other: _Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
-        """What differs for the kept samples, as text for messages, and the outputs that show it; "" if nothing does.
+        """The difference found for the kept samples, as text for messages, and the outputs that show it; "" if there is
+        none.
 
         rounds: whether to ignore differences that rounding explains
         """

@@ -1,5 +1,5 @@
-"""Which sample each gradient in a forward's graph belongs to: labelled passes, and what they show if a hypothesis about the
-place of the samples is true."""
+"""Finds the sample that each gradient in a forward's graph belongs to, from labelled passes and a hypothesis about where the
+samples are."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,7 @@ class Hypothesis:
 
 @dataclass
 class Found:
-    """What the passes have shown, if a hypothesis is true."""
+    """The findings of the passes, if a hypothesis is true."""
 
     hypothesis: Hypothesis
     calls: dict[LayerCall, Place] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Passes:
 
     @cached_property
     def _copies(self) -> set[int]:
-        """The addresses of saved tensors with the same numbers as an argument: cast, or reordered as a view is."""
+        """The addresses of saved tensors that hold an argument's numbers, cast or reordered by a view."""
         by_size: dict[int, list[Tensor]] = {}
         for x, _ in self.batch:
             if x.is_floating_point() and x.layout == torch.strided and not (x.is_nested or x.is_meta) and x.numel() > 1:
@@ -345,7 +345,7 @@ def _view_of(x: Tensor, of: Tensor, axis: int) -> Layout | None:
 
 
 def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
-    """Where samples are in a call's outputs, as sizes suggest."""
+    """Where samples are in a call's outputs, judging by sizes."""
     is_packed_call, layer = packed_into(noted.call) is not None, noted.call.layer
     # No layout gives the samples of packed rows.
     shapes = {hook.slot: hook.shape for _, hook in noted.hooks if hook.slot or not is_packed_call}
@@ -356,7 +356,7 @@ def usual_layouts(noted: Noted, samples: int) -> tuple[Layout | None, ...]:
 
 
 def _has_numbers_of(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of the same size have the same numbers, and not one number everywhere."""
+    """Whether two tensors of the same size have the same numbers, and more than one distinct number."""
     x, y = part_of(x).to(y.dtype).flatten(), part_of(y).flatten()
     if bool((y == y[0]).all()):
         return False

@@ -1,4 +1,4 @@
-"""What J each layer has: the table of supported layers, and what a rule gets.  Users add rules by `register_rule`."""
+"""The J of each layer: the table of supported layers, and the arguments of a rule.  Users add rules by `register_rule`."""
 
 from autograd_hacks.rules.rule import Call, Rule, positionwise, single_input
 from autograd_hacks.rules.table import RULES, rule_for

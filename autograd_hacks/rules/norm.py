@@ -70,7 +70,7 @@ def running_norm(layer: nn.modules.batchnorm._NormBase, call: Call) -> Mapping[s
 
 def _affine(layer: nn.Module, xhat: Tensor, g: Tensor, last: int | None = None) -> Mapping[str, Form]:
     """The weight and the bias lie on the `last` axes of x̂, or on axis 1, the channels, where `last` is None."""
-    # In place where it can be: nobody else holds x̂, and new memory costs more.
+    # In place if possible: nothing else holds x̂, and new memory costs more.
     products = g * xhat if xhat.requires_grad or xhat.dtype != g.dtype else xhat.mul_(g)
     forms = {"weight": added(products, last)}
     return forms if getattr(layer, "bias", None) is None else forms | {"bias": added(g, last)}

@@ -99,7 +99,7 @@ def _raw_names(kind: type) -> tuple[str, ...]:
 
 
 def operands_of(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node saves and that have no graph: inputs by which nobody differentiates.
+    """The tensors that a node saves and that have no graph: such as inputs that need no gradient.
 
     Tensors that a user's hooks have packed are left out."""
     for name in _raw_names(type(node)):

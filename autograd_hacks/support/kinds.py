@@ -1,4 +1,4 @@
-"""Which values are numbers, including NumPy's and tensors without axes."""
+"""Decides which values are numbers, including NumPy's and tensors without axes."""
 
 from numbers import Integral, Real
 

@@ -25,7 +25,7 @@ ROLES = [
 HIDDEN = None, "testsetup", "testcode", "toctree", "image", "figure"
 """Directives that a terminal doesn't show; None means a target."""
 BARE = "doctest", "code-block", "container"
-"""Directives of which a terminal shows only the content."""
+"""Directives whose content alone a terminal shows."""
 
 
 def folder() -> Path:

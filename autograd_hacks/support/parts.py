@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part: DTensors, and tensors that a collective has not filled yet."""
+"""Tensors that are split over processes: DTensors, and tensors that a collective has not filled yet."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def part_of(x: Tensor) -> Tensor:
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same, after adding up a sum of which processes have parts.  All processes must call it, in the same order."""
+    """The same, after adding up a sum whose terms are on several processes.  All processes must call it, in the same
+    order."""
     whole: Any = x
     if is_part(x) and any(place.is_partial() for place in whole.placements):
         replicate = _tensors().Replicate()

@@ -17,7 +17,7 @@ _WORD = 2**32 - 1
 _FACTORS = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
 """Philox' multipliers less 2³²: times a word they stay in int64, so that nothing overflows."""
 _STEPS = 0x9E3779B9, 0xBB67AE85
-"""What the key's words grow by from round to round."""
+"""The increments of the key's words from round to round."""
 _ROUNDS = 10
 
 BITS = 128
@@ -49,7 +49,7 @@ def philox(counter: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def noise(shape: Sequence[int], key: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers of a shape, of variance 1: each of 65,536 numbers in (-√3, √3) is as likely, and none of them is 0."""
+    """Random numbers of a shape, of variance 1: 65,536 equally likely numbers in (-√3, √3), none of them 0."""
     count = torch.Size(shape).numel() * (2 if dtype.is_complex else 1)
     each = -(-count // 8)  # a word gives two numbers
     found = torch.empty(4, 2, each, dtype=torch.float32, device=device)
@@ -78,8 +78,8 @@ def random_like(like: Any, draws: torch.Generator) -> Tensor:
 def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Tensor]:
     """A random place in [0, size) for each number, and a sign ±1; both int64.
 
-    numbers: integers in [0, 2³²)    block: another one has others    size: below 2³¹; no place is likelier than another by
-    more than size / 2³²
+    numbers: integers in [0, 2³²)    block: selects other places and signs    size: below 2³¹; no place is likelier than
+    another by more than size / 2³²
     """
     zero = torch.zeros_like(numbers)
     place, sign, *_ = philox((numbers, zero + block, zero, zero), key)
@@ -87,8 +87,8 @@ def hashed(numbers: Tensor, block: int, key: int, size: int) -> tuple[Tensor, Te
 
 
 def packed_signs(key: int, lines: slice, entries: slice, device: torch.device) -> Tensor:
-    """Random bits, eight in a byte: for each number of ``lines`` those of some entries, and of those before them whose bits
-    come from the same counter as the first's.  Returns (lines, bytes), uint8; see `unpacked`.
+    """Random bits, eight in a byte, for each number in ``lines``: those of some entries, and of the entries before them that
+    share a counter with the first.  Returns (lines, bytes), uint8; see `unpacked`.
     """
     first, last = entries.start // BITS, -(-entries.stop // BITS)
     block, line = torch.arange(first, last, device=device), torch.arange(lines.start, lines.stop, device=device)[:, None]

@@ -49,7 +49,7 @@ class Holder(NamedTuple):
 
 
 class Reach:
-    """What a model can reach now.  Raises ProbeFailed if the state of something can't be restored.
+    """Everything that a model can reach now.  Raises ProbeFailed if the state of something can't be restored.
 
     roots: where to begin, by name
     shared: tensors that stay where they are

@@ -22,7 +22,7 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 Made = TypeVar("Made")
 
 Grads = list[Tensor | None]
-"""What one pass brings to a node, by the number of the node's output."""
+"""The gradients that one pass brings to a node, by the number of the node's output."""
 
 _IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""

@@ -1,1 +1,1 @@
-"""What people ask of per-sample gradients."""
+"""The quantities that users compute from per-sample gradients."""

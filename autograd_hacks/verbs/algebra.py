@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 WITHIN: ContextVar[list[str] | None] = ContextVar("products within a batch", default=None)
-"""Where `over` hears that rows of a batch were compared with each other."""
+"""Verbs that compare rows of a batch with each other note it here, for `over`."""
 
 
 class Algebra(Matrix):

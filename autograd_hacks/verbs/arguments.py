@@ -277,7 +277,7 @@ def parts_by(patterns: Iterable[str], names: Sequence[str], who: str = "weighted
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for messages."""
+    """A description of a value, for messages."""
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

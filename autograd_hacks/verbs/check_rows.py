@@ -1,4 +1,4 @@
-"""Anybody's per-sample gradients against the definition: one plain backward pass for each sample's loss."""
+"""Checks per-sample gradients from any source against the definition: one plain backward pass for each sample's loss."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autograd_hacks.capture.hooks import pause_hooks
-from autograd_hacks.errors import ON_CHECKING, ShardedParameters, UnsupportedLayer, VerificationFailed
+from autograd_hacks.errors import (
+    A_LOSS_EACH,
+    ON_CHECKING,
+    REENTRANT,
+    ShardedParameters,
+    UnsupportedLayer,
+    VerificationFailed,
+)
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.graph import CHECKPOINT, Graph
 from autograd_hacks.support.parts import has_parts
@@ -44,37 +51,37 @@ def check_rows(
     coverage: float = 0.0,
     tolerance: float | None = None,
 ) -> CheckedRows:
-    """Compares per-sample gradients, whoever has computed them, with the definition: row n is the gradient of ``losses[n]``.
+    """Compares per-sample gradients from any source with the definition: row n is the gradient of ``losses[n]``.
 
     The model runs once, ``losses = loss(model, *batch)``, and autograd takes one plain backward pass from each of the N
-    losses.  No part of the library computes gradients there; the model needs no hooks.  The library's are paused, and
-    modules' backward hooks, which engines put on, don't run.  Since it is one forward, dropout and BatchNorm mean what they
-    mean in a step.  If losses mix samples, row n is still the derivative of loss n.
+    losses.  The library computes no gradients there.  The model needs no hooks: the library's are paused, and modules'
+    backward hooks, such as other engines', don't run.  All losses come from one forward, so dropout and BatchNorm act as in
+    a step.  If losses mix samples, row n is still the derivative of loss n.
 
     batch: a tuple of arguments for ``loss(model, *batch)``; anything else is passed as it is, ``loss(model, batch)``
     loss: returns N losses, one for each sample
     rows: {parameter name: (N, \\*shape)}, rows; {parameter name: (N,)}, norms by parameter; (N,), norms over all parameters
     that train; or (N, N), their Gram matrix.  A shared parameter may have any of its names.  A parameter without rows, or
-    with None, is a line "not given"
-    coverage: the least share of the model's numbers that must be given, 1.0 for all of them.  Norms and Gram matrices over
-    all parameters are given for those without which they would be wrong; the table names the others: "can't be told"
+    with None, appears in the table as "not given"
+    coverage: the smallest share of the trainable numbers that must be given, 1.0 for all.  Norms and Gram matrices over all
+    parameters cover a parameter if they would be wrong without it; the table calls the others "unknown"
     tolerance: the largest relative error of a sample's row that counts as right; by default 4 ε^(3/4) with ε of the coarsest
     dtype among parameters, rows and autocast: 7e-12 for float64, 2.6e-5 for float32, 0.02 for float16, 0.1 for bfloat16
 
-    What is further off is looked at once more: how far is autograd's row from that in double precision, of weights that were
-    rounded once more?  Four times that is taken for rounding, as of a loss near zero or a gradient that cancels; the
-    verdict then says that there are too few digits, and in how many samples.
+    A row with a larger error is checked again.  Autograd's row is also computed in double precision, with all weights
+    rounded once more.  An error of up to four times the difference counts as rounding, for example with a loss near zero or
+    a gradient that cancels.  The verdict then says "too few digits", and in how many samples.
 
-    Random numbers are those that a step would draw now.  With dropout, first set the generator to the state from which the
-    engine's forward started.  Afterwards the model, ``.grad``, buffers and generators are as they were; what the loss
-    itself keeps is not restored.  Rows are compared sample by sample, so that memory is a step's and one or two gradients
-    more (for a Gram matrix up to 256 MiB more).
+    The forward draws the random numbers that a step would draw now.  With dropout, first set the generator to the state from
+    which the engine's forward started.  Afterwards the model, ``.grad``, buffers and generators are restored, but not what
+    the loss function itself stores.  Rows are compared sample by sample, so memory is that of a step and one or two
+    gradients (for a Gram matrix up to 256 MiB more).
 
-    Returns a table, which prints: a line for each parameter, and the share that was given.  Raises VerificationFailed with
-    that table where a row is wrong or not finite, or where less than ``coverage`` is given; ValueError for losses that are
-    not N numbers with a graph, unknown or frozen parameters, other shapes, another N; TypeError for what is no model,
-    function or tensor; ShardedParameters where processes hold parts; UnsupportedLayer under reentrant checkpoints;
-    ProbeFailed if something can't be restored.
+    Returns a table with a line for each parameter, and the share that was given.  Raises VerificationFailed with that table
+    if a row is wrong or not finite, or if less than ``coverage`` is given; ValueError for losses that are not N numbers with
+    a graph, unknown or frozen parameters, other shapes, another N; TypeError for arguments of another type;
+    ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
+    something can't be restored.
     """
     _check_arguments(model, loss, rows, coverage, tolerance)
     known, aside = _known_names(model), Aside(model, batch)
@@ -89,7 +96,7 @@ def check_rows(
     wrong = [line.name for line in result.parameters if not line.is_right]
     if wrong or result.share < coverage:
         found = f"wrong {comparison.what}" if wrong else f"too few {comparison.what}"
-        asked = f", where {percent(coverage)} of the parameters are asked for (coverage={coverage})"
+        asked = f"; coverage={coverage} requires {percent(coverage)} of the parameters"
         raise VerificationFailed(
             f"check_rows found {found}{asked if result.share < coverage else ''}:\n{result}" + ON_CHECKING
         )
@@ -115,7 +122,7 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
         if not isinstance(x, Tensor | None):
             raise TypeError(
                 f"check_rows was given {type(x).__name__} for {name!r}; expected a tensor of N rows, or of N norms"
-                f"{_from_array(x) or '. Of autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
+                f"{_from_array(x) or '. From autograd_hacks.per_sample_grads give dense().'}" + ON_CHECKING
             )
     if not 0 <= coverage <= 1:
         raise ValueError(f"coverage is {coverage}; expected a share of the parameters, from 0 to 1" + ON_CHECKING)
@@ -123,20 +130,20 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
         raise ValueError(f"tolerance is {tolerance}; expected a relative error between 0 and 1, such as 1e-4" + ON_CHECKING)
     if has_parts(model):
         raise ShardedParameters(
-            "check_rows was given a model of which processes hold parts. Give it the whole model, in one process."
+            "check_rows was given a model that is split over processes. Give it the whole model, in one process."
             + ON_CHECKING
         )
 
 
 def _from_array(x: Any) -> str:
-    return ". Make a tensor of it: torch.from_numpy(array)" if type(x).__module__ == "numpy" else ""
+    return ". Convert it: torch.from_numpy(array)" if type(x).__module__ == "numpy" else ""
 
 
 def _known_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, each once, by its first name."""
+    """The trainable parameters, each once, by its first name."""
     known = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not known:
-        raise ValueError("check_rows was given a model without parameters that train" + ON_CHECKING)
+        raise ValueError("check_rows was given a model without trainable parameters" + ON_CHECKING)
     if lazy := [name for name, p in known.items() if is_lazy(p)]:
         raise ValueError(f"parameter {lazy[0]!r} has no shape yet; run the model once before check_rows" + ON_CHECKING)
     return known
@@ -149,7 +156,7 @@ def _comparison(
     n: int,
     tolerance: float | None,
 ) -> Comparison:
-    """What compares the kind of numbers that were given.  n: the number of samples"""
+    """The comparison for the kind of numbers that were given.  n: the number of samples"""
     given = {"": rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
     dtype = _coarsest([*model.parameters(), *given.values()])
     shapes = {name: p.shape for name, p in known.items()}
@@ -157,7 +164,7 @@ def _comparison(
     if isinstance(rows, Tensor):
         if rows.shape not in ((n,), (n, n)):
             raise ValueError(
-                f"check_rows was given a tensor of shape {tuple(rows.shape)}, and the loss returned {counted(n, 'number')}; "
+                f"check_rows was given a tensor of shape {tuple(rows.shape)}, but the loss returned {counted(n, 'number')}; "
                 f"expected norms of shape {(n,)} or a Gram matrix of shape {(n, n)}" + ON_CHECKING
             )
         return Norms(rows, *basis) if rows.ndim == 1 else Gram(rows, *basis)
@@ -178,7 +185,7 @@ def _comparison(
 
 
 def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> int:
-    """The number of a parameter among those that train.  name: any that it has"""
+    """The index of a parameter among the trainable ones.  name: any of its names"""
     every = dict(model.named_parameters(remove_duplicate=False))
     if name not in every:
         some = ", ".join(map(repr, list(known)[:3]))
@@ -195,7 +202,7 @@ def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> in
 
 
 def _prefix_of(name: str, every: Collection[str]) -> str:
-    """What to do about a name that equals one of the model's except for a wrapper's prefix."""
+    """Advice for a name that differs from one of the model's only by a wrapper's prefix."""
     for prefix in _PREFIXES:
         if name.removeprefix(prefix) in every:
             return f". Give names without the prefix {prefix!r} of a wrapper: name.removeprefix({prefix!r})"
@@ -210,7 +217,7 @@ def _look_again(
     parameters: Sequence[Tensor],
     again: Callable[[bool], AbstractContextManager[Tensor]],
 ) -> None:
-    """Has rounding allowed for, in the samples whose losses rounding changes but little.
+    """Allows for rounding in samples whose losses change only a little by it.
 
     values: the losses    again: a forward with all weights rounded once more, in double precision or in their own
     """
@@ -218,12 +225,12 @@ def _look_again(
     for is_double in (True, False):
         try:
             with again(is_double) as losses:
-                # Dropout may draw other masks in another precision, which would be no rounding.
+                # Dropout may draw other masks in another precision, which is not rounding.
                 apart = (exact(losses).cpu() - values).abs()
                 if (apart <= half * values.abs().clamp(min=float(values.abs().median()))).all() or not is_double:
                     comparison.compare_again(partial(_gradients, losses, parameters))
                     return
-        except Exception:  # whatever a model raises that was written for one precision
+        except Exception:  # a model that was written for one precision may raise anything
             if not is_double:
                 raise
 
@@ -234,7 +241,7 @@ def _losses(
 ) -> Iterator[Tensor]:
     """A context with the N losses of a forward that leaves no trace.
 
-    is_double: of weights that are rounded once more, whether in double precision; None as they are
+    is_double: whether rounded weights run in double precision or in their own; None for the weights as they are
     """
     with aside.run() as copied, pause_hooks(), torch.enable_grad(), _without_hooks(model), ExitStack() as stack:
         (own,) = copied((batch,))
@@ -248,21 +255,15 @@ def _losses(
         losses = loss(model, *own) if isinstance(batch, tuple) else loss(model, own)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"the loss given to check_rows returned {what}; expected a vector of N losses, one for each sample "
-                "(reduction='none', and further axes added up: losses.flatten(1).sum(1))" + ON_CHECKING
-            )
+            raise ValueError(f"the loss given to check_rows returned {what}; expected {A_LOSS_EACH}" + ON_CHECKING)
         if not len(losses):
             raise ValueError("the loss given to check_rows returned no losses; give it at least one sample" + ON_CHECKING)
         if not losses.requires_grad or losses.is_complex():
-            why = "complex numbers" if losses.is_complex() else "losses without a graph: they don't depend on what trains"
-            raise ValueError(f"the loss given to check_rows returned {why}; expected N real losses to derive" + ON_CHECKING)
-        # It leads to no parameter that it uses: these would have gradients of zero.
+            why = "complex numbers" if losses.is_complex() else "losses that depend on no trainable parameter"
+            raise ValueError(f"the loss given to check_rows returned {why}; expected N differentiable losses" + ON_CHECKING)
+        # A reentrant checkpoint's graph doesn't lead to the parameters inside it, whose gradients would be zero.
         if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
-            raise UnsupportedLayer(
-                "check_rows takes gradients by torch.autograd.grad, which reentrant checkpointing doesn't allow. Check the "
-                "model without checkpointing, or with use_reentrant=False." + ON_CHECKING
-            )
+            raise UnsupportedLayer(f"check_rows {REENTRANT}" + ON_CHECKING)
         yield losses
 
 
@@ -279,11 +280,11 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _round(model: nn.Module, is_double: bool) -> None:
-    """Moves all weights at random by up to half of their dtype's ε, relative to each, or by 2 ε where they stay in it.
+    """Changes each weight at random by a relative error of up to half its dtype's ε, or 2 ε if it stays in that dtype.
 
-    is_double: whether they go on in double precision
+    is_double: whether the weights become double precision
     """
-    draws = torch.Generator().manual_seed(0)  # its own, so that the model draws what it has drawn
+    draws = torch.Generator().manual_seed(0)  # its own generator, so that the model draws the same numbers again
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point() or p.is_complex():
@@ -306,7 +307,7 @@ def _gradients(losses: Tensor, parameters: Sequence[Tensor], n: int) -> Gradient
 
 
 def _coarsest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype with the fewest digits among tensors and what autocast computes in."""
+    """The dtype with the fewest digits among the tensors' and autocast's."""
     dtypes = [x.dtype for x in tensors if x.is_floating_point() or x.is_complex()]
     dtypes += [dtype for x in tensors if (dtype := autocast_dtype(x.device)) is not None]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""Rows, norms or Gram matrices that were given, against those of plain backward passes, and the table of what differs."""
+"""Compares given rows, norms or Gram matrices with those of plain backward passes, in a table."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,47 +15,48 @@ from autograd_hacks.support.display import Shown, Table, progress
 from autograd_hacks.support.philox import by_byte, key_of, packed_signs, unpacked
 
 Gradients = Sequence[Tensor | None]
-"""Of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the parameter."""
+"""The gradients of a sample's loss, by parameter, in double precision; None where the loss doesn't depend on the
+parameter."""
 GradientsOf = Callable[[int], Gradients]
 
 WHOLE = "all parameters"
-TOO_SMALL = "can't be told: small enough to be lacking"
+TOO_SMALL = "unknown: too small to make a difference"
 
 _HEADER = ("parameter", "shape", "worst error", "sample", "verdict")
 _BUCKETS = 64
 """Numbers in a row's sketch."""
 _ROUNDINGS = 4.0
-"""How many times as far as by one rounding of all weights a row may be off: other kernels add up in another order."""
+"""A row's error may be this many times the effect of rounding all weights once: other kernels sum in another order."""
 _ALIKE = 1e-3
-"""How far rows may be from a multiple of the right ones to be called that."""
+"""The largest relative distance at which rows count as a multiple of the right ones."""
 _GRAM_BYTES = 2**28
-"""What rows that are held for a Gram matrix may take, beside one."""
+"""The bytes that rows held for a Gram matrix may take, beside one row."""
 
 
 @dataclass(frozen=True)
 class CheckedParameter:
-    """A line of what `check_rows` returns."""
+    """A line of the table that `check_rows` returns."""
 
     name: str
-    shape: tuple[int, ...]  # of the parameter; () for norms and products over all parameters
-    error: float | None  # the largest of all samples, relative to the sample's own row; None where nothing was given
-    sample: int | None  # that has it
+    shape: tuple[int, ...]  # the parameter's; () for norms and products over all parameters
+    error: float | None  # the largest of all samples, relative to the sample's own row; None if nothing was given
+    sample: int | None  # the sample with that error
     verdict: str
-    is_right: bool  # also where nothing was given
+    is_right: bool  # also True if nothing was given
 
     def cells(self) -> tuple[str, ...]:
-        """As text, a column each."""
+        """The texts of the columns."""
         error = "" if self.error is None else f"{self.error:.1e}"
         return self.name, str(self.shape), error, "" if self.sample is None else str(self.sample), self.verdict
 
 
 @dataclass(frozen=True, repr=False)
 class CheckedRows(Shown):
-    """What `check_rows` returns.  It prints as a table, in a terminal and in a notebook.
+    """The result of `check_rows`.  It prints as a table, in a terminal and in a notebook.
 
-    parameters: a line each, `CheckedParameter`    samples: N    covered: numbers in the parameters that were given; of norms
-    and products over all, in those without which these would be wrong    numbers: in all parameters that train and that some
-    loss depends on    hint: what the errors have in common, or nothing
+    parameters: a `CheckedParameter` for each    samples: N    covered: how many numbers the given parameters have; for norms
+    and products over all parameters, those without which they would be wrong    numbers: how many numbers all trainable
+    parameters have that some loss depends on    hint: what the errors have in common, or empty
     """
 
     parameters: Sequence[CheckedParameter]
@@ -66,7 +67,7 @@ class CheckedRows(Shown):
 
     @property
     def share(self) -> float:
-        """The share of the numbers that was given, or that norms and products over all show to be in them."""
+        """The share of the numbers that was given, or that norms and products over all parameters were shown to include."""
         return self.covered / self.numbers if self.numbers else 1.0
 
     def _table(self) -> Table:
@@ -80,12 +81,12 @@ class CheckedRows(Shown):
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, for people."""
+    """A number of things, as text."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:
-    """For people, rounded down: less than all is never shown as 100 %."""
+    """A share as text, rounded down: less than all is never shown as 100 %."""
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
@@ -97,20 +98,20 @@ def _big(number: int) -> str:
 
 
 class _Line:
-    """One parameter's rows or norms, or those over all parameters: what was given beside what is right, by sample."""
+    """One parameter's rows or norms, or those over all parameters: the given ones and the right ones, by sample."""
 
     def __init__(self, name: str, index: int | None, shape: Sequence[int] = ()) -> None:
         self.name, self.index, self.shape = name, index, tuple(shape)  # index: the parameter's number; None over all
         self.error: list[float] = []  # the distance
-        self.scale: list[float] = []  # the length relative to which that counts
-        self.right: list[float] = []  # the length of what is right
-        self.given: list[float] = []  # the length of what was given
+        self.scale: list[float] = []  # the length that the distance is relative to
+        self.right: list[float] = []  # the right length
+        self.given: list[float] = []  # the given length
         self.product: list[float] = []  # the inner product of both
-        self.sketches: dict[int, Tensor] = {}  # of what is right, where the distance is large
-        self.noise: dict[int, float] = {}  # how large it may be, where that was looked at again
+        self.sketches: dict[int, Tensor] = {}  # of the right row, if the distance is large
+        self.noise: dict[int, float] = {}  # the distance that rounding explains, if that was checked
 
     def add(self, given: Tensor, right: Tensor, scale: float | None = None) -> None:
-        """The next sample.  scale: unless it is the length of what is right"""
+        """Adds the next sample.  scale: what its error is relative to, by default the right length"""
         self.error.append(float(vector_norm(given - right)))
         self.right.append(float(vector_norm(right)))
         self.scale.append(self.right[-1] if scale is None else scale)
@@ -118,7 +119,7 @@ class _Line:
         self.product.append(float((given.conj() * right).sum().real))
 
     def is_off(self, n: int, tolerance: float) -> bool:
-        """Whether sample n's is too far off, or no number."""
+        """Whether sample n's error is too large, or NaN."""
         return not self.error[n] <= tolerance * self.scale[n] + self.noise.get(n, 0.0)
 
     def relative(self, n: int) -> float:
@@ -128,7 +129,7 @@ class _Line:
         return self.error[n] / self.scale[n] if self.scale[n] and math.isfinite(self.error[n]) else math.inf
 
     def checked(self, tolerance: float, digits: str) -> CheckedParameter:
-        """The line of the table.  digits: the dtype that these are of"""
+        """The line of the table.  digits: the name of the dtype whose digits count"""
         samples = range(len(self.error))
         off = [n for n in samples if self.is_off(n, tolerance)]
         worst = max(off or samples, key=self.relative)
@@ -145,10 +146,10 @@ class _Line:
 
 
 class Comparison(ABC):
-    """Of what was given with what plain backward passes say.
+    """Compares given numbers with those of plain backward passes.
 
-    parameters: {name: shape} of all that train, each once
-    tolerance: the relative error of right numbers    dtype: whose digits they have
+    parameters: {name: shape} of all trainable ones, each once
+    tolerance: the relative error of right numbers    dtype: the one whose digits they have
     """
 
     what, power = "rows", ""
@@ -181,16 +182,16 @@ class Comparison(ABC):
         self.look(n, gradients)
 
     def doubtful(self) -> list[int]:
-        """The samples that are too far off, and so are to be looked at again."""
+        """The samples whose errors are too large, to be checked again."""
         return sorted({n for line in self.lines for n in line.sketches})
 
     def compare_again(self, of: GradientsOf) -> None:
-        """The doubtful ones, with all weights rounded once more."""
+        """Compares the doubtful samples with all weights rounded once more."""
         for n in progress(self.doubtful(), "checking again", "sample"):
             self.look_again(n, of(n))
 
     def allowance(self, n: int, apart: float) -> float:
-        """How far sample n's may be off.  apart: how far it is from that with all weights rounded once more"""
+        """The error that sample n may have.  apart: its distance from the row with all weights rounded once more"""
         least = torch.finfo(self.dtype).eps / 16 * self.length[n]  # of rows that are zero except for rounding
         found = _ROUNDINGS * apart + least
         return found if math.isfinite(found) else 0.0
@@ -210,15 +211,15 @@ class Comparison(ABC):
         return CheckedRows(checked, self.samples, covered, numbers, hint)
 
     def lacking(self, index: int) -> str:
-        """Why a parameter without a line of its own may be lacking in what was given; nothing where it can't be."""
+        """Why the given numbers may lack a parameter that has no line of its own; empty if they can't."""
         return "not given" if self.reached[index] else "not given; no loss depends on it"
 
     def advice(self, is_all: bool) -> str:
-        """What to do where all is right.  is_all: whether no parameter may be lacking"""
+        """Advice if everything is right.  is_all: whether all parameters are certainly included"""
         return ""
 
     def hint(self) -> str:
-        """What all that was given has in common, though it is wrong."""
+        """A property that all wrong numbers share."""
         common = self._factor(range(self.samples))
         if common is not None:
             return "" if abs(common - 1) < _ALIKE else self._of_factor(common)
@@ -231,7 +232,7 @@ class Comparison(ABC):
         )
 
     def _of_factor(self, c: float) -> str:
-        """Where all is c times what is right."""
+        """The hint if all numbers are c times the right ones."""
         n = self.samples ** (1 + len(self.power))
         if self.samples > 1 and abs(c * n - 1) < _ALIKE:
             return (
@@ -246,7 +247,7 @@ class Comparison(ABC):
         return f"All {self.what} are {c:.6g} times the samples' own."
 
     def _factor(self, samples: Sequence[int]) -> float | None:
-        """The number by which the right ones of some samples are multiplied to be those given; None if there isn't one."""
+        """The factor between some samples' right numbers and the given ones; None if there is no common factor."""
         found = [(line.given[n], line.product[n], line.right[n]) for line in self.lines for n in samples]
         total = sum(right**2 for _, _, right in found)
         if not (0 < total < math.inf and all(math.isfinite(x) for numbers in found for x in numbers)):
@@ -300,11 +301,11 @@ class NormsByParameter(Rows):
 
 
 class _Whole(Comparison):
-    """Numbers over all parameters, from which small ones may be lacking unnoticed."""
+    """Numbers over all parameters.  Small parameters may be missing from them unnoticed."""
 
     @abstractmethod
     def fits(self, n: int, square: float) -> bool:
-        """Whether what was given of sample n is right for a gradient of this squared length."""
+        """Whether sample n's given numbers are right for a gradient of this squared length."""
 
     def lacking(self, index: int) -> str:
         rest = (self.length[n] ** 2 - self.lengths[n][index] ** 2 for n in range(self.samples))
@@ -315,7 +316,7 @@ class _Whole(Comparison):
         if is_all:
             return ""
         return (
-            "Without a parameter that can't be told, no sample's would change by more than the tolerance, "
+            "Without a parameter marked unknown, no sample's number would change by more than the tolerance, "
             f"{self.tolerance:.1e}. Give rows by name, or compute in float64."
         )
 
@@ -360,7 +361,7 @@ class Gram(_Whole):
         self._apart: dict[int, float] = {}
 
     def compare(self, of: GradientsOf) -> None:
-        """Block by block of samples, whose rows are held."""
+        """Compares one block of samples at a time, holding its rows."""
         bytes_of_row = 8 * sum(shape.numel() for shape in self.parameters.values())
         height = max(1, _GRAM_BYTES // max(1, bytes_of_row))
         for start in progress(range(0, self.samples, height), "checking products", "block"):
@@ -383,7 +384,7 @@ class Gram(_Whole):
             self._conclude()
 
     def fits(self, n: int, square: float) -> bool:
-        """By its product with itself, of which a parameter has no smaller share than of others."""
+        """Decides by a sample's product with itself: a parameter's share of it is at least that of its other products."""
         allowed = self.tolerance * self.length[n] ** 2 + 2 * self._apart.get(n, 0.0) * self.length[n]
         return abs(float(self._given[n, n].real) - square) <= allowed
 
@@ -399,7 +400,7 @@ class Gram(_Whole):
         scale, noise = lengths[:, None] * lengths, apart[:, None] * lengths + apart * lengths[:, None]
         error = (self._given - self._right).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         beyond = (error / (self.tolerance * scale + noise)).nan_to_num(nan=-1.0, posinf=math.inf)  # 0 / 0 is right
-        for n, m in enumerate(beyond.argmax(1).tolist()):  # what is furthest off stands for the row
+        for n, m in enumerate(beyond.argmax(1).tolist()):  # the largest error represents the row
             line.add(self._given[n], self._right[n], float(scale[n, m]))
             line.error[n], line.noise[n] = float(error[n, m]), float(noise[n, m])
         self.lines = [line]
@@ -408,7 +409,7 @@ class Gram(_Whole):
 def exact(x: Tensor) -> Tensor:
     """A tensor in double precision, out of its graph."""
     x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
-    x = x.cpu() if x.device.type == "mps" else x  # which has no such numbers
+    x = x.cpu() if x.device.type == "mps" else x  # MPS has no float64
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
@@ -435,8 +436,8 @@ def _sketch_of_all(gradients: Gradients) -> Tensor:
 
 
 def _squares(lines: Sequence[_Line]) -> str:
-    """What to say where squares of norms were given."""
+    """The hint if squares of norms were given."""
     pairs = [(given, right) for line in lines for given, right in zip(line.given, line.right)]
     if not all(abs(given - right**2) <= _ALIKE * right**2 for given, right in pairs):
         return ""
-    return "All norms are the squares of the right ones; give their roots."
+    return "All norms are the squares of the right ones; take their roots."

@@ -16,7 +16,7 @@ from autograd_hacks.reading.gate import read
 from autograd_hacks.rules.table import covered, rule_for
 from autograd_hacks.support.display import Shown, Table, with_unit
 
-HEADER = ("parameter", "layer", "how its gradients are known", "form", "samples", "written out")
+HEADER = ("parameter", "layer", "how its rows are computed", "form", "samples", "written out")
 _MIXES = "Not independent: "
 
 

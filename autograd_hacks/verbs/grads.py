@@ -182,7 +182,7 @@ class PerSampleGrads(Algebra):
         return made
 
     _by_token: Callable[[nn.Module], PerSampleGrads] | None = None
-    """What `tokens` calls; None if these rows were not read from a record."""
+    """The function that `tokens` calls; None if these rows were not read from a record."""
 
     def tokens(self) -> PerSampleGrads:
         """The contribution of each position to these rows: position t of a layer adds row (n, t) to sample n's gradient.

@@ -190,7 +190,7 @@ def check_output(what: str, output: object, page: str) -> None:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         is_complex = isinstance(output, Tensor) and output.is_complex()
         real = " View a complex output as real numbers: torch.view_as_real(output)." if is_complex else ""
-        part = "" if isinstance(output, Tensor) else " Of an object that holds several, give one: output.logits, say."
+        part = "" if isinstance(output, Tensor) else " From an object with several, give one: output.logits."
         raise TypeError(
             f"{what} was given {'' if isinstance(output, Tensor) else 'a '}{kind_of(output)}; expected a floating-point "
             f"tensor, an output of the model.{real}{part}" + page

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.errors import ON_REDUCTION
+from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION
 from autograd_hacks.reading.outside import check_losses, read_losses
 from autograd_hacks.reading.scale import check_batch_size, check_loss_type
 
@@ -42,10 +42,7 @@ def backward_to(
             f"backward was given {type(losses).__name__}; expected a tensor of N losses, one for each sample" + ON_REDUCTION
         )
     if losses.ndim != 1:
-        raise ValueError(
-            f"backward was given losses of shape {tuple(losses.shape)}; expected a vector of N losses, one for each sample. "
-            "Compute them with reduction='none', and sum over any further axes: losses.flatten(1).sum(1)." + ON_REDUCTION
-        )
+        raise ValueError(f"backward was given losses of shape {tuple(losses.shape)}; expected {A_LOSS_EACH}" + ON_REDUCTION)
     check_loss_type(loss_type)
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     check_losses(losses)

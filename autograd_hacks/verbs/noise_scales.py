@@ -19,7 +19,7 @@ from autograd_hacks.verbs.statistics import NoiseScale
 
 
 class NoiseScales(Shown):
-    """The noise and the signal of gradients over training: an exponential mean of each, for every parameter::
+    """Averages the noise and the signal of gradients over training, exponentially, for every parameter::
 
         scales = autograd_hacks.NoiseScales(smoothing=0.99)
         for x, y in loader:
@@ -28,8 +28,8 @@ class NoiseScales(Shown):
             optimizer.step()
         scales.noise_scale().scale               # a number of samples
 
-    One batch's ratio scatters, and has no mean: its signal may be near zero, or below.  So noise and signal are averaged
-    apart, each unbiased, and then divided.
+    One batch's ratio is noisy and has no mean, because its signal may be near or below zero.  So noise and signal, each
+    unbiased, are averaged separately and then divided.
 
     smoothing: β in [0, 1), the share of the past.  Mₜ = β Mₜ₋₁ + (1 - β) xₜ from M₀ = 0, and Mₜ / (1 - βᵗ) is the mean, as
     in Adam; t counts the steps that had the parameter
@@ -42,15 +42,15 @@ class NoiseScales(Shown):
 
     def __init__(self, smoothing: float = 0.95, elementwise: bool = False) -> None:
         self.smoothing, self.elementwise = check_smoothing("NoiseScales was given smoothing", smoothing), elementwise
-        # Of each parameter the sums of noise and signal, and of the weights that they have in it, 1 - βᵗ.
+        # For each parameter the sums of noise and signal, and the sum of their weights, 1 - βᵗ.
         self._means: dict[str, tuple[float, float, float]] = {}
         self._each: dict[str, tuple[Tensor, Tensor]] = {}
 
     def update(self, grads: PerSampleGrads, budget: int = BUDGET) -> None:
-        """Adds a step's gradients.  All processes at once.  budget: bytes to use beside the result
+        """Adds a step's gradients.  All processes must call it at once.  budget: bytes to use beside the result
 
-        Raises as ``grads.noise_scale`` does, for fewer than two samples say, and ValueError where gradients are not finite,
-        as in a step that a GradScaler skips.  The means stay as they were then.
+        Raises what ``grads.noise_scale`` raises, for example for fewer than two samples, and ValueError if gradients are not
+        finite, as in a step that a GradScaler skips.  The means don't change then.
         """
         if not isinstance(grads, PerSampleGrads):
             raise TypeError(f"NoiseScales.update was given {kind_of(grads)}; expected per_sample_grads(model)" + ON_NOISE)
@@ -66,7 +66,7 @@ class NoiseScales(Shown):
         if wrong:
             raise ValueError(
                 f"NoiseScales: the gradients of {wrong[0]!r} are not finite (noise and signal {found[wrong[0]]}), as in a "
-                "step that overflowed; expected numbers. Leave out steps that the optimizer leaves out." + ON_NOISE
+                "step that overflowed; expected numbers. Skip update() in steps that the optimizer skips." + ON_NOISE
             )
         keep = self.smoothing
         for name, own in found.items():
@@ -91,10 +91,10 @@ class NoiseScales(Shown):
     @overload
     def noise_scale(self, per: Literal["layer", "parameter"]) -> dict[str, NoiseScale]: ...
     def noise_scale(self, per: Literal["model", "layer", "parameter"] = "model") -> NoiseScale | dict[str, NoiseScale]:
-        """The means of noise and signal, and as ``.scale`` their ratio.
+        """The means of noise and signal, with their ratio as ``.scale``.
 
-        per: 'layer' for {path of a layer: of its parameters together}, 'parameter' for {name: its own}
-        Raises ValueError before the first `update`, and for another word.
+        per: 'layer' returns {path of a layer: for its parameters together}, 'parameter' returns {name: for this parameter}
+        Raises ValueError before the first `update`, and for another ``per``.
         """
         if per not in ("model", "layer", "parameter"):
             raise ValueError(f"noise_scale was given per={per!r}; expected 'model', 'layer' or 'parameter'" + ON_NOISE)
@@ -110,11 +110,11 @@ class NoiseScales(Shown):
         return found[""] if per == "model" else found
 
     def snr(self) -> dict[str, Tensor]:
-        """The gradient's signal to noise ratio of each number, {name: shape}: the mean of ḡ² - v / N over the mean of v, for
+        """The gradient signal-to-noise ratio of each number, {name: shape}: the mean of ḡ² - v / N over the mean of v, for
         variances v over N samples.  Averaged over a layer it is the layer's GSNR.
 
-        It is that of one sample, and doesn't depend on N; noise may bring it below 0.  0 where there is no gradient.
-        Raises ValueError before the first `update`, and without ``elementwise=True``.
+        It is the ratio for one sample and doesn't depend on N.  Noise may make it negative.  It is 0 where there is no
+        gradient.  Raises ValueError before the first `update`, and without ``elementwise=True``.
         Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR" (arXiv:2001.07384).
         """
         if not self.elementwise:
@@ -132,11 +132,11 @@ class NoiseScales(Shown):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, to go on from."""
+        """The state to save in a checkpoint."""
         return {"means": dict(self._means), "each": dict(self._each)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` has returned."""
+        """Restores what `state_dict` returned."""
         self._means, self._each = dict(state["means"]), dict(state["each"])
 
     def _table(self) -> Table:
@@ -145,7 +145,7 @@ class NoiseScales(Shown):
             return Table(title + ", no step yet")
         rows = [("layer", "noise", "signal", "noise scale")]
         for place, own in [*self.noise_scale("layer").items(), ("all", self.noise_scale())]:
-            # In early steps the mean signal may be below 0, being unbiased: it is lost in the noise.
+            # In early steps the mean signal, which is unbiased, may be below 0: it is lost in the noise.
             is_seen = own.signal > 0 or own.noise == 0
             scale = f"{own.scale.item():.4g}" if is_seen else "signal not seen yet"
             rows.append((place, f"{own.noise.item():.4g}", f"{own.signal.item():.4g}", scale))
@@ -153,7 +153,7 @@ class NoiseScales(Shown):
 
 
 def check_smoothing(what: str, smoothing: float) -> float:
-    """Raises ValueError for what is no share of the past."""
+    """Raises ValueError for a number outside [0, 1)."""
     if not 0 <= smoothing < 1:
         raise ValueError(f"{what}={smoothing}; expected a number in [0, 1)" + ON_NOISE)
     return smoothing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Pass, Segment
+from autograd_hacks.capture.records import Pass, Segment, disagreement
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.distributed.cut import cuts_of, whole_norms, whole_sum
@@ -20,7 +20,6 @@ from autograd_hacks.distributed.spread import spread_of
 from autograd_hacks.errors import (
     ON_PASSES,
     ON_STREAMING,
-    BatchSizeError,
     HigherOrderError,
     NothingRecorded,
     NotReduced,
@@ -238,7 +237,7 @@ class _Stream:
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None
         self._taken: set[str] = set()  # parameters
-        self._told: tuple[int, str] | None = None  # N, and the layer that it came from
+        self._told: tuple[int, str] | None = None  # N, and the call that it came from
         self._sums: dict[str, Tensor] = {}  # the new ``.grad``
         # Each verb's results, by the first parameter that is cut alike; '' for parameters that all processes have.
         self._found: dict[str, dict[str, list[Tensor]]] = {what: {} for what in verbs}
@@ -295,13 +294,10 @@ class _Stream:
     def _check_size(self, call: Use, grads: OutputGrads | None) -> None:
         if grads is None:  # already read
             return
-        size, place = call.batch_size(grads), call.place
-        self._told = self._told or (size, place)
+        size = call.batch_size(grads)
+        self._told = self._told or (size, call.what)
         if size != self._told[0]:
-            raise BatchSizeError(
-                f"layers disagree on the number of samples, so rows can't be matched: {self._told[1]}: {self._told[0]}; "
-                f"{place}: {size}."
-            )
+            raise disagreement({self._told[1]: self._told[0], call.what: size})
 
     @torch.no_grad()
     def _take(self, name: str, form: Form) -> None:

@@ -16,6 +16,7 @@ from autograd_hacks.distributed.spread import Spread, spread_of
 from autograd_hacks.errors import (
     ON_SEGMENTS,
     ON_WRONG,
+    REENTRANT,
     NothingRecorded,
     ProbeFailed,
     SamplesMixed,
@@ -308,10 +309,7 @@ def _pull(outputs: Sequence[Tensor], grads: Mapping[int, Tensor], parameters: Ma
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
-        raise UnsupportedLayer(
-            "verify uses torch.autograd.grad, which reentrant checkpointing doesn't allow. Verify the model without "
-            "checkpointing, or with use_reentrant=False."
-        ) from error
+        raise UnsupportedLayer(f"verify {REENTRANT}") from error
     return {
         name: torch.zeros_like(part_of(p)) if grad is None else own_of(grad.detach(), p).to_dense()
         for (name, p), grad in zip(parameters.items(), found)

@@ -26,7 +26,7 @@ BAD: dict[str, tuple[Callable[[Rows], Any], str]] = {
     ),
     "another N": (lambda rows: {"0.weight": rows["0.weight"][:1]}, r"shape \(1, 8, 5\).*expected \(6, 8, 5\)"),
     "rows and norms": (lambda rows: {**rows, "0.weight": torch.zeros(N)}, r"shape \(6,\) for '0.weight'"),
-    "norms of fewer": (lambda rows: torch.zeros(N - 1), r"shape \(5,\), and the loss returned 6 numbers; expected norms of"),
+    "norms of fewer": (lambda rows: torch.zeros(N - 1), r"shape \(5,\), but the loss returned 6 numbers; expected norms of"),
     "no square": (lambda rows: torch.zeros(N, 2), r"shape \(6, 2\)"),
     "nothing": (lambda rows: {}, "without rows"),
     "only None": (lambda rows: {"0.weight": None}, "without rows"),
@@ -47,7 +47,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "tokens": (lambda model, x, y: model(x), r"returned shape \(6, 3\)"),
     "none": (lambda model, x, y: None, "returned NoneType"),
     "empty": (lambda model, x, y: losses_of(model, x, y)[:0], "no losses"),
-    "detached": (lambda model, x, y: losses_of(model, x, y).detach(), "without a graph"),
+    "detached": (lambda model, x, y: losses_of(model, x, y).detach(), "depend on no trainable parameter"),
     "fewer": (lambda model, x, y: losses_of(model, x, y)[1:], r"expected \(5, 8, 5\)"),
 }
 
@@ -69,7 +69,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         (TypeError, "list for '0.weight'", (model, batch, losses_of, {"0.weight": rows["0.weight"].tolist()}), {}),
         (ValueError, "coverage is 97", (model, batch, losses_of, rows), {"coverage": 97}),
         (ValueError, "tolerance is 0", (model, batch, losses_of, rows), {"tolerance": 0}),
-        (ValueError, "without parameters that train", (nn.ReLU(), batch, losses_of, rows), {}),
+        (ValueError, "without trainable parameters", (nn.ReLU(), batch, losses_of, rows), {}),
         (ValueError, "'weight' has no shape yet", (nn.LazyLinear(3), batch, losses_of, rows), {}),
     ]
     for kind, says, args, kwargs in wrong:

@@ -52,7 +52,7 @@ def test_it_prints_in_a_terminal_and_in_a_notebook() -> None:
     description = autograd_hacks.describe(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     text = str(description)
     assert text == repr(description)
-    assert text.startswith("parameter  layer        how its gradients are known  form  samples  written out\n---")
+    assert text.startswith("parameter  layer        how its rows are computed  form  samples  written out\n---")
     assert "No forms to show: this Sequential has no hooks" in text
     html = description._repr_html_()
     assert html.count("<tr>") == 5
