@@ -137,6 +137,17 @@ def pictures() -> Tensor:
     return torch.randn(3, 2, 6, 6).double()
 
 
+class Crossed(nn.Module):
+    """Attention from one sequence to another: each reads a slice of the projections' one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(x, x.flip(1), 2 * x.roll(1, 1), need_weights=False)[0])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)), vectors),
     "cnn": (
@@ -146,6 +157,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied": (Tied, words),
     "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
+    "crossed attention": (Crossed, vectors),
     "reentrant": (lambda: Checkpointed(True), vectors),
     "checkpointed": (lambda: Checkpointed(False), vectors),
     "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),

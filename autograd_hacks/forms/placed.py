@@ -107,6 +107,13 @@ class Placed(Composite):
                 form.weighted_sum(w, budget, own)
         return total
 
+    def sum_and_dot(self, w: Tensor, v: Tensor, budget: int = BUDGET) -> tuple[Tensor, Tensor]:
+        v, total, along = v.reshape(self.shape), self.new_sums(*self.shape), list[Tensor]()
+        for (start, stop), form in self.entries.items():
+            total[start:stop], own = form.sum_and_dot(w, v[start:stop], budget)
+            along.append(own)
+        return total, self._join(along)
+
     def second_moment(self, w: Tensor, about: Tensor | None = None, budget: int = BUDGET) -> Tensor:
         total = Zero(self.samples, self.shape, self.like).second_moment(w, about, budget)
         for (start, stop), form in self.entries.items():

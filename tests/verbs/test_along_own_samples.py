@@ -37,6 +37,22 @@ def test_held_out_samples_of_the_same_pass(name: str, param_grad: bool) -> None:
                 assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_direction_that_is_given_and_weights(name: str) -> None:
+    """Sums and inner products come from one call of each form."""
+    build, batch = MODELS[name]
+    model, x = build().double(), batch()
+    rows = rows_of(model, x)
+    v, w = {n: torch.randn_like(p) for n, p in model.named_parameters()}, torch.rand(len(x)).double()
+    with autograd_hacks.add_hooks(model):
+        with autograd_hacks.during_backward(model, dot=v, weights=w, loss_type="sum") as found:
+            squares(model(x)).sum().backward()
+        assert_close(found.dot, sum(own.flatten(1) @ v[n].flatten() for n, own in rows.items()))
+        for name, own in rows.items():
+            assert_close(model.get_parameter(name).grad, torch.tensordot(w, own, 1))
+
+
 @pytest.mark.parametrize(("positions", "width"), [(1, 40), (1, 2), (3, 60), (3, 2)])
 def test_both_ways_to_a_direction_are_the_same(positions: int, width: int) -> None:
     """By products with the samples, and by the direction, whichever is cheaper."""
