@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from needed import needed
+from torch import nn
+
+import autograd_hacks
 
 FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
 TOOLS = {
@@ -54,7 +59,22 @@ def test_a_private_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     needed(*TOOLS["transformers"], "opacus")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (block,) = code_of("want", FOLDER.parent)
+    block, _ = code_of("want", FOLDER.parent)
     found: dict[str, Any] = {}
     exec(compile(block, "want.rst", "exec"), found)
     assert found["private"].steps == 4
+
+
+def test_balanced_classes() -> None:
+    """The same of TorchJD."""
+    needed(*TOOLS["torchjd"])
+    _, block = code_of("want", FOLDER.parent)
+    model, x, y = nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
+    autograd_hacks.add_hooks(model)
+    found: dict[str, Any] = {"F": F, "autograd_hacks": autograd_hacks, "model": model, "x": x, "y": y}
+    exec(compile(block, "want.rst", "exec"), found)
+    assert found["weights"].shape == (3,)
+    step = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for own in range(3):  # a step down hurts no class
+        of_class = torch.autograd.grad(F.cross_entropy(model(x[y == own]), y[y == own]), [*model.parameters()])
+        assert step @ torch.cat([g.flatten() for g in of_class]) > -1e-6
