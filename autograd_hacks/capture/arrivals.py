@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from autograd_hacks.capture.records import Announcement
-from autograd_hacks.capture.uses import Graph, LayerCall, NodeUse, Use
+from autograd_hacks.capture.uses import GraphAlive, LayerCall, NodeUse, Use
 from autograd_hacks.probe.plan import Plan
 from autograd_hacks.support.internals import current_node, keeps_graph, will_execute, without_subclasses
 from autograd_hacks.support.layout import Layout
@@ -66,14 +66,21 @@ class AtOutput:
     __slots__ = ("call", "graph", "inputs", "live", "number", "receive", "shape", "slot")
 
     def __init__(
-        self, call: LayerCall, graph: Graph, receive: Receive, slot: int, output: Tensor, live: Any, inputs: frozenset[Node]
+        self,
+        call: LayerCall,
+        graph: GraphAlive,
+        receive: Receive,
+        slot: int,
+        output: Tensor,
+        live: Any,
+        inputs: frozenset[Node],
     ) -> None:
         self.receive, self.slot, self.shape = receive, slot, output.shape
         self.number = (output if output._base is None else output._base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
         self.call: LayerCall | None = call
-        self.graph: Graph | None = graph
+        self.graph: GraphAlive | None = graph
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
         if self.call is None:
@@ -95,7 +102,7 @@ class AtNode:
 
     __slots__ = ("graph", "receive", "use")
 
-    def __init__(self, use: NodeUse, graph: Graph, receive: Receive) -> None:
+    def __init__(self, use: NodeUse, graph: GraphAlive, receive: Receive) -> None:
         self.receive, self.use, self.graph = receive, use, graph
 
     def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
@@ -103,7 +110,7 @@ class AtNode:
 
 
 def attach(
-    call: LayerCall, graph: Graph, output: Any, receive: Receive, is_compared: bool, live: Any, inputs: frozenset[Node]
+    call: LayerCall, graph: GraphAlive, output: Any, receive: Receive, is_compared: bool, live: Any, inputs: frozenset[Node]
 ) -> tuple[Any, list[tuple[Node, AtOutput]]]:
     """Sends the gradients at a call's outputs to ``receive``.  Returns the output, and the hooks with their nodes.
 

@@ -13,7 +13,7 @@ from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, no
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.by_part import PartCall, check_cut
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.uses import Edge, Graph, LayerCall
+from autograd_hacks.capture.uses import Edge, GraphAlive, LayerCall
 from autograd_hacks.probe.plan import AXES, NOT_OF_BATCH, Place, Plan
 from autograd_hacks.rules.rule import Rule
 from autograd_hacks.rules.table import axes_for, covered, rule_for
@@ -167,7 +167,7 @@ class Forward:
         if is_cut:
             check_cut(path, layer, rule, owned, outputs, layouts[0] if layouts else None)
         # 3. Record everything that the rule will read, in its present state, and put hooks on the graph.
-        live, graph = (args, kwargs), Graph()
+        live, graph = (args, kwargs), GraphAlive()
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         running = self.backward.running
@@ -211,7 +211,7 @@ class Forward:
         self._calls[path] = key[1]
         backward.running = None  # left over from a pass that failed
         backward.called.add(id(layer))
-        x, graph, call = args[0].detach(), Graph(), LayerCall.__new__(LayerCall)
+        x, graph, call = args[0].detach(), GraphAlive(), LayerCall.__new__(LayerCall)
         own = vars(call)
         own.update(steady.fields)
         own["args"], own["versions"], own["graph"] = (x,), [(x, version_of(x))], weakref.ref(graph)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uncompiled import put_around_all, take_from_around
 from autograd_hacks.capture.wrappers import check_hookable
-from autograd_hacks.errors import ON_HOOKS, ON_MODES, ON_SEGMENTS, NothingRecorded
+from autograd_hacks.errors import ON_HOOKS, ON_MODES, NothingRecorded
 from autograd_hacks.probe.batch import BatchDim
 from autograd_hacks.probe.documents import Segments, check_segments
 from autograd_hacks.probe.planner import ALWAYS, ONCE, Planner, uncovered

@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from autograd_hacks.capture.arrivals import AtNode, Receive
 from autograd_hacks.capture.forward import Noted
 from autograd_hacks.capture.records import Pass
-from autograd_hacks.capture.uses import Edge, NodeUse, ValueUse
-from autograd_hacks.capture.uses import Graph as Held
+from autograd_hacks.capture.uses import Edge, GraphAlive, NodeUse, ValueUse
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Form
 from autograd_hacks.probe.documents import Documents
@@ -240,7 +239,7 @@ class OffGraph:
         """Sends the gradients at these nodes to ``receive``.  recomputed_in: the pass that made the nodes"""
         for node, use in self.uses(edge_of, forward):
             use.recomputed_in = None if recomputed_in is None else weakref.ref(recomputed_in)
-            graph = Held()
+            graph = GraphAlive()
             use.graph = weakref.ref(graph)
             hook = AtNode(use, graph, receive)
             node.register_prehook(hook)
@@ -266,7 +265,7 @@ class OffGraph:
 
     def uses(self, edge_of: Callable[[str], Edge], forward: int) -> Iterator[tuple[Node, NodeUse]]:
         for number, (node, met) in enumerate(self.found.items()):
-            place, graph = met[0][2], Held()
+            place, graph = met[0][2], GraphAlive()
             yield (
                 node,
                 NodeUse(

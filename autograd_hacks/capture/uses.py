@@ -34,7 +34,7 @@ Pull = Callable[[str, Form], Form]
 """``pull(name, form)``: turns the rows of a value into the rows of a parameter from which it is computed."""
 
 
-class Graph:
+class GraphAlive:
     """Held only by a use's hooks in the graph: when it is gone, no backward pass can arrive there any more."""
 
 
@@ -84,7 +84,7 @@ class Use(ABC):
     labels: Tensor | None = None  # the sample of each row, if axis 0 has samples in no fixed order
     recomputed_in: weakref.ref[Any] | None = None  # the backward pass that recomputes it, for checkpointing
     versions: Versions = field(default_factory=list)  # of its arguments
-    graph: weakref.ref[Graph]
+    graph: weakref.ref[GraphAlive]
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
     plan: Plan | None = field(default=None, repr=False)  # of the forward

@@ -13,7 +13,7 @@ from autograd_hacks.compiled.labels import Joint, Labels, behind
 from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.probe.plan import is_milestone
-from autograd_hacks.reading.certificate import agree, rounding_of
+from autograd_hacks.reading.certificate import agree, rounding_of_products
 from autograd_hacks.support.contexts import cuda_devices_of as cuda_devices_of
 from autograd_hacks.support.precision import CONV
 
@@ -75,7 +75,7 @@ class Certificate:
             else:
                 # Sums that cancel, such as those of a bias before a norm, leave rounding errors in proportion to all terms.
                 weights, received = w.to(form.sum_dtype.to_real()), partial(float, scale / 64)
-                is_right = agree(form, weights, expected, self.dtypes, received, rounding_of(CONV, expected))
+                is_right = agree(form, weights, expected, self.dtypes, received, rounding_of_products(CONV, expected))
             if not is_right:
                 raise VerificationFailed(
                     f"wrong per-sample gradients: a randomly weighted sum of the rows of {name} differs from the gradient "

@@ -26,7 +26,7 @@ LEAKING = "documents mix"
 """The beginning of messages that say so."""
 
 
-def check_rows(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
+def check_totals(plan: Plan, ran: Ran, found: Found, passes: Passes) -> None:
     """Records the parameters whose weighted rows don't add up to the gradient of the weighted pass."""
     # A layer that ends in a loss may contain the tensors at which the passes began.
     begun = {at.node for at in found.hypothesis.places if isinstance(at, Value)}

@@ -99,10 +99,10 @@ def rounded_by(uses: Iterable[Use], like: Tensor) -> float:
 
     like: a tensor with the sums' device and dtype
     """
-    return max((rounding_of(kind, like) for kind in {_products_of(use) for use in uses}), default=0.0)
+    return max((rounding_of_products(kind, like) for kind in {_products_of(use) for use in uses}), default=0.0)
 
 
-def rounding_of(kind: str, like: Tensor) -> float:
+def rounding_of_products(kind: str, like: Tensor) -> float:
     """`rounded_by` for one kind of product."""
     return (_IN_STEPS if kind == RNN else PRODUCTS) * unit_of_products(like, {kind, MATMUL})
 

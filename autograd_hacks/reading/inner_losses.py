@@ -39,7 +39,7 @@ def frontier(roots: Iterable[Node], samples: int, ends: Collection[Node]) -> lis
     return list(found)
 
 
-def adds_up(
+def sums_samples(
     loss: Tensor, behind: Mapping[Value, Layout], weights: Weights, draws: torch.Generator
 ) -> tuple[bool | None, bool]:
     """Whether a loss is a sum of the samples' own losses: then its second derivatives between samples are zero.

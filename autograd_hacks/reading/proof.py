@@ -20,9 +20,9 @@ from autograd_hacks.probe.owners import NOBODY
 from autograd_hacks.probe.plan import AXES, MIXING, NOT_OF_BATCH, ROWS, Place, Plan
 from autograd_hacks.probe.planner import NESTED, Known
 from autograd_hacks.probe.routes import Routes, places_left
-from autograd_hacks.reading.adding_up import check_documents, check_rows
+from autograd_hacks.reading.adding_up import check_documents, check_totals
 from autograd_hacks.reading.independence import show_independent
-from autograd_hacks.reading.inner_losses import adds_up, frontier
+from autograd_hacks.reading.inner_losses import frontier, sums_samples
 from autograd_hacks.reading.labelling import Found, Hypothesis, Passes, Where, usual_layouts
 from autograd_hacks.rules.table import rule_for
 from autograd_hacks.support.graph import Value, is_users, made, shape_of
@@ -77,7 +77,7 @@ def _prove(recorder: Recorder, known: Known, ran: Ran, draws: torch.Generator) -
     fill(plan, ran, found, mixed_outputs)
     if not found.mixed:
         check_losses_inside(recorder, plan, ran, found, passes, draws)
-        check_rows(plan, ran, found, passes)
+        check_totals(plan, ran, found, passes)
         check_documents(plan, ran, found, draws)
         if (mesh := mesh_of_parts(ran.parameters.values())) is not None:  # what one process finds, all must know
             for disproven, unsure in from_all((plan.disproven, plan.unsure), mesh):
@@ -352,7 +352,7 @@ def check_losses_inside(
         if x.grad_fn is None or slot in places or x.numel() != 1 or not behind:
             continue
         with recorder.backward.silent():
-            is_sum, is_scaled = adds_up(x, behind, passes.weights, draws)
+            is_sum, is_scaled = sums_samples(x, behind, passes.weights, draws)
         plan.scaled |= is_scaled
         if is_sum is False:
             plan.mixed_outputs = (*plan.mixed_outputs, slot)
