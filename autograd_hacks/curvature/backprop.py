@@ -47,9 +47,10 @@ def backprop_hess(
     distribution, normal vectors for 'LeastSquares' and 'Jacobian'. The Hessian is their mean
     generator: draws the random vectors
 
-    Raises TypeError if ``output`` is not a floating-point tensor; ValueError for another shape or hess_type, and if
-    ``samples`` is below 1; NothingRecorded if the output comes from no hooked layer, or if passes of an earlier
-    `backprop_hess` on the same forward have not been read; BatchSizeError if axis 0 is not the batch.
+    Raises TypeError if ``output`` is not a floating-point tensor; ValueError for another shape or hess_type, for
+    'CrossEntropy' of a single class, and if ``samples`` is below 1; NothingRecorded if the output comes from no hooked
+    layer, or if passes of an earlier `backprop_hess` on the same forward have not been read; BatchSizeError if axis 0 is not
+    the batch.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products"; Dangel et al. 2020, arXiv:1912.10985.
     """
@@ -117,6 +118,12 @@ def _check_arguments(output: Tensor, hess_type: str, samples: int | None, genera
             f"backprop_hess was given an output of shape {tuple(output.shape)}; expected (N, C), or (N, T, C) with T "
             "positions. Bring classes to the last axis and positions to one: output.flatten(2).mT for (N, C, H, W); and a "
             "single output to (N, 1): output[:, None]." + ON_CURVATURE
+        )
+    if hess_type == "CrossEntropy" and output.shape[-1] == 1:
+        raise ValueError(
+            f"backprop_hess was given an output of shape {tuple(output.shape)} and hess_type='CrossEntropy', whose Hessian "
+            "is zero for a single class. For a logit give hess_type='BinaryCrossEntropy', for any other number "
+            "'LeastSquares'." + ON_CURVATURE
         )
 
 

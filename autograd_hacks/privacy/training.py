@@ -418,18 +418,23 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint's state.  Raises ValueError for the state of a training on other data."""
+        """Resumes from a checkpoint's state.  Raises ValueError if it had other data or another kind of clip."""
         if self.size is not None and state["size"] not in (None, self.size):
             raise ValueError(
                 f"load_state_dict was given the state of a training on {state['size']} samples, but this one has "
                 f"{self.size}; expected the same data, because the steps so far are counted for it" + ON_PRIVATE
+            )
+        if (state["clip"] is not None) != isinstance(self.clip, QuantileClip):
+            kind = "a fixed bound" if state["clip"] is None else "QuantileClip"
+            raise ValueError(
+                f"load_state_dict: the state's training had {kind}, this one has clip={self.clip!r}" + ON_PRIVATE
             )
         self._seed, self.size = state["seed"], state["size"]
         self.history = [(float(z), float(q), int(n)) for z, q, n in state["history"]]
         if state["noise"] is not None:
             self._noise = list(state["noise"][0]), float(state["noise"][1])
         self._epochs = state["epochs"][0], state["epochs"][1]
-        if isinstance(self.clip, QuantileClip) and state["clip"] is not None:
+        if isinstance(self.clip, QuantileClip):
             self.clip.load_state_dict(state["clip"])
 
 

@@ -29,7 +29,8 @@ from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import modules_of, version_of
 
 _MICRO_BATCHES = (
-    "For micro-batches run all passes within autograd_hacks.accumulate(model), or clip each one with param_grad=False: "
+    "If both passes are of the same samples, add their losses up first, so that each sample has one row. For micro-batches "
+    "run all passes within autograd_hacks.accumulate(model), or clip each one with param_grad=False: "
     "clip_grad1_norm_(model, max_norm, add=True). To read the last pass only, clear"
 )
 

@@ -1,5 +1,6 @@
 """Checks per-sample gradients from any source against the definition: one plain backward pass for each sample's loss."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -83,7 +84,7 @@ def check_rows(
     ShardedParameters if the model is split over processes; UnsupportedLayer under reentrant checkpoints; ProbeFailed if
     something can't be restored.
     """
-    _check_arguments(model, loss, rows, coverage, tolerance)
+    _check_arguments(model, batch, loss, rows, coverage, tolerance)
     known, aside = _known_names(model), Aside(model, batch)
     parameters = list(known.values())
     with _losses(aside, model, batch, loss) as losses:
@@ -103,7 +104,7 @@ def check_rows(
     return result
 
 
-def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, tolerance: float | None) -> None:
+def _check_arguments(model: Any, batch: Any, loss: Any, rows: Any, coverage: float, tolerance: float | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"check_rows was given {type(model).__name__} for the model; expected a torch.nn.Module" + ON_CHECKING
@@ -112,6 +113,11 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
         raise TypeError(
             f"check_rows was given {type(loss).__name__} for the loss; expected a function of the model "
             "and the batch that returns N losses" + ON_CHECKING
+        )
+    if isinstance(batch, list) and not _takes(loss, model, batch) and _takes(loss, model, *batch):
+        raise TypeError(
+            "check_rows was given a list for the batch, which is one argument, loss(model, batch). To have it unpacked give "
+            "a tuple: tuple(batch)" + ON_CHECKING
         )
     if not isinstance(rows, Mapping | Tensor):
         raise TypeError(
@@ -133,6 +139,14 @@ def _check_arguments(model: Any, loss: Any, rows: Any, coverage: float, toleranc
             "check_rows was given a model that is split over processes. Give it the whole model, in one process."
             + ON_CHECKING
         )
+
+
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):  # ValueError: its signature is unknown
+        return False
+    return True
 
 
 def _from_array(x: Any) -> str:

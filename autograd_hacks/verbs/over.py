@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.data import RandomSampler
 
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.wrappers import has_processes
@@ -67,7 +69,7 @@ def over(
 
     ``.grad`` doesn't change.
 
-    loader: the batches, D samples in all
+    loader: the batches, D samples in all. Rows come in this order; there is a warning for a DataLoader that shuffles
     loss: ``loss(model, batch)`` returns N losses, one for each sample of the batch
     verb: ``verb(grads)`` gets the `PerSampleGrads` of a batch and returns N rows, for example ``PerSampleGrads.norms`` or
     ``lambda grads: grads.project(512)``. It may also return {name: N rows}; a named tuple in it becomes one name for each
@@ -103,6 +105,12 @@ def over(
     if record.accumulating:
         raise RuntimeError("over reads after each batch; leave accumulate(model) first" + ON_PASSES)
     _check(verb, against, total, out, budget)
+    if not total and isinstance(getattr(loader, "sampler", None), RandomSampler):
+        warnings.warn(
+            "over was given a loader that shuffles, so row k is not sample k of the data set: rows come in the order of the "
+            "batches. Give DataLoader(..., shuffle=False)" + ON_DATA_SETS,
+            stacklevel=2,
+        )
     if segments is not None:
         planner = recorder.planner
         check_segments(segments, "over", planner.batch_dim, planner.probes, planner.independent)

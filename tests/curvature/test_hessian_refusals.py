@@ -186,6 +186,7 @@ def test_outputs_that_are_refused() -> None:
         (model(x).sum(1), ValueError, r"output\[:, None\]"),
         (model(x)[:, :, None, None], ValueError, r"\(N, T, C\)"),
         (model(x)[:, :0], ValueError, "which has no entries"),
+        (model(x)[:, :1], ValueError, "zero for a single class.*BinaryCrossEntropy"),
         (model(x).mT, BatchSizeError, "disagree"),
         (model(x)[:3], BatchSizeError, "disagree"),
         (3.0, TypeError, "floating-point"),

@@ -154,7 +154,10 @@ def test_what_no_loss_depends_on_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "says"),
-    [(N, "rows are N times"), (1 / N, "rows are 1/N times"), (-1, "rows are -1 times"), (2, "are 2 times")],
+    [
+        *[(N, "rows are N times"), (1 / N, "rows are 1/N times"), (-1, "rows are -1 times"), (2, "are 2 times")],
+        (0, "rows are zero"),
+    ],
 )
 def test_a_common_factor_is_recognised_and_refused(factor: float, says: str) -> None:
     model, batch, rows = case(torch.float32)
@@ -308,6 +311,9 @@ def test_batches_and_losses_of_other_kinds() -> None:
     check_rows(model, x, lambda model, x: losses_of(model, x, y), rows)
     with torch.no_grad():
         check_rows(model, (x, y), losses_of, {name: r.to_sparse() for name, r in rows.items()})
+    check_rows(model, [x, y], lambda model, batch: losses_of(model, *batch), rows)
+    with pytest.raises(TypeError, match=r"a tuple: tuple\(batch\)"):
+        check_rows(model, [x, y], losses_of, rows)
     alone, batch, own = case(samples=1)
     check_rows(alone, batch, losses_of, own)
     check_rows(alone, batch, losses_of, flat(own).norm(dim=1))

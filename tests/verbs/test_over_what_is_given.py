@@ -118,6 +118,13 @@ def test_other_data_in_another_order_each_time(net: nn.Module, budget: int) -> N
         autograd_hacks.over(net, X.split(11), loss, PerSampleGrads.gram, against=shuffled, checkpoints=states)
 
 
+def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
+    shuffled = DataLoader(TensorDataset(X), batch_size=2, shuffle=True)
+    with pytest.warns(UserWarning, match="row k is not sample k"):
+        autograd_hacks.over(net, shuffled, lambda net, batch: loss(net, batch[0]), PerSampleGrads.norms)
+    autograd_hacks.over(net, shuffled, lambda net, batch: loss(net, batch[0]), PerSampleGrads.second_moment, total=True)
+
+
 def test_kept_rows_take_no_more_memory_than_they_say(net: nn.Module) -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
