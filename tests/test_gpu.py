@@ -14,6 +14,7 @@ import torch
 from gpu_parts import PARTS, TOKENS, Case, Goal, Part
 from gpu_report import PLAIN
 from gpu_ways import CLIP, DOT, GHOST, NORMS, NORMS_BY_KERNELS, OPACUS, PROJECT, ROWS, WAYS
+from rarely import rarely
 from systems import trainable
 from torch.testing import assert_close
 from workloads import Workload, classification, multilayer, of_shape
@@ -46,7 +47,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Opacus, and of torch's batching rules
-@pytest.mark.parametrize("name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PARTS])
+@pytest.mark.parametrize("name", [QUICK, *rarely(*(name for name in PARTS if name != QUICK))])
 def test_a_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "peak", lambda *given: 1.0)  # which takes longest, and has tests of its own
     if GHOST in {way for case in PARTS[name].cases(True).values() for way in case.ways}:

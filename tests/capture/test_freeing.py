@@ -117,6 +117,7 @@ def test_strays_do_not_pile_up(model: nn.Sequential) -> None:
     assert len(record.unseen) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "times"),
     [

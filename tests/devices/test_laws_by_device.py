@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from by_device import FAMILIES, grad1_of, losses, rows_of
+from rarely import rarely
 from test_on_devices import Split
 from torch import Tensor
 from torch.testing import assert_close
@@ -136,7 +137,7 @@ def test_two_gpus() -> None:
         assert {p.grad.device for p in model.parameters()} == {p.device for p in model.parameters()}
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("has_gpu", [True, *rarely(False)])
 def test_warnings_fail_no_test_on_a_gpu(has_gpu: bool, tmp_path: pytest.TempPathFactory) -> None:
     source = f"""
 import warnings, conftest

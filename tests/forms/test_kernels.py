@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -188,7 +189,7 @@ for kind in ("*fp32", "*bf16"):
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, *rarely(90)])
 def test_kernels_compile_for_cards(capability: int, kernels: list[str], tmp_path: Path) -> None:
     """Which the interpreter doesn't show: it knows neither types nor shared memory.  The compiler needs no card."""
     kernels.append("none: they are compiled")

@@ -13,6 +13,7 @@ from autograd_hacks.integrations.steps import Steps
 __all__ = ["both"]  # a fixture
 
 
+@pytest.mark.slow
 def test_processes_are_refused(both: Both) -> None:
     both(refused)
 

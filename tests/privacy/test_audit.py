@@ -103,6 +103,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "ask_independent", lambda *_: None)
 
 
+@pytest.mark.slow
 def test_many_runs_don_t_contradict_epsilon() -> None:
     found, stated = audited()
     assert 0.1 < found < stated  # it is no idle audit

@@ -106,6 +106,7 @@ def test_each_pass_has_its_own_length() -> None:
     assert private.history == [(NOISE, EXPECTED / 30, STEPS), (NOISE, 10 / 30, 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_more_is_spent_than_was_to_be() -> None:
     given: dict[str, Any] = {"noise_multiplier": None, "epsilon": 3.0}

@@ -111,6 +111,7 @@ def test_labels_that_are_taken_back(samples: int) -> None:
         check_right(place(lambda h, y: h * (1 + y[:, None])).double(), *[(data(samples), torch.arange(samples) % 3)] * 2)
 
 
+@pytest.mark.slow
 def test_an_unused_output_that_mixes_is_marked_alone() -> None:
     class Two(Between):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from architectures import ARCHITECTURES
 from families import TINY
 from measuring import batch_of
 from oracle import assert_rows, one_loss_at_a_time
+from rarely import rarely
 from systems import trainable
 from test_benchmark_models import COARSE, model_of
 from torch import Tensor
@@ -18,6 +19,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import Batch, Workload
 
 import autograd_hacks
+
+QUICK = [
+    "dlrm",
+    "gat",
+    "gpt2",
+    "gpt2, dropout",
+    "bert",
+    "llama",
+    "mixtral",
+    "mamba",
+    "UNet, noise drawn inside",
+    "convnext",
+    "swin",
+]
 
 
 @contextmanager
@@ -49,7 +64,7 @@ def penalised(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*QUICK, *rarely(*(name for name in ARCHITECTURES if name not in QUICK))])
 def test_a_penalty(name: str) -> None:
     workload = ARCHITECTURES[name](TINY)
     model = model_of(workload)

@@ -13,6 +13,7 @@ import torch.nn as nn
 from nets import Inside
 from oracle import assert_same, flat, one_loss_at_a_time
 from quantities import assert_quantities, assert_rows_of_passes
+from rarely import rarely
 from torch import Tensor
 
 import autograd_hacks
@@ -107,7 +108,7 @@ def has_no_batch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [3, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, *rarely(24)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("name", "info"), PARAMETRISED, ids=[name for name, _ in PARAMETRISED])
 def test_every_module(name: str, info: Any, training: bool, count: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Language
+from rarely import rarely
 from steps import at_most, stepped
 from torch import Tensor
 from torch.testing import assert_close
@@ -49,8 +50,7 @@ def images() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Conv2d(8, 32, 3), nn.Tanh(), nn.Conv2d(32, 16, 3)), torch.randn(800, 8, 12, 12)
 
 
-@pytest.mark.parametrize("build", [wide, images])
-@pytest.mark.parametrize("budget", [2**23, 2**24])
+@pytest.mark.parametrize(("build", "budget"), [(wide, 2**24), *rarely((wide, 2**23), (images, 2**23), (images, 2**24))])
 def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module, Tensor]], budget: int) -> None:
     model, x = build()
     grads = stepped(model, x)
@@ -75,7 +75,7 @@ def test_no_verb_takes_more_than_its_budget(build: Callable[[], tuple[nn.Module,
             verb()
 
 
-@pytest.mark.parametrize(("build", "budget"), [(wide, 2**23), (images, 2**23 + 2**22)])
+@pytest.mark.parametrize(("build", "budget"), [(wide, 2**23), *rarely((images, 2**23 + 2**22))])
 def test_no_verb_takes_more_than_its_budget_in_the_metric_of_adam(
     build: Callable[[], tuple[nn.Module, Tensor]], budget: int
 ) -> None:

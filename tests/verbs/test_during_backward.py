@@ -40,6 +40,7 @@ def test_rows_are_those_of_each_loss(name: str, loss_type: str, param_grad: bool
                     assert_close(p.grad, getattr(p.grad1, loss_type)(0))
 
 
+@pytest.mark.slow
 def test_no_more_than_the_rows_and_one_layer_is_held() -> None:
     """Of 20 layers at 64 positions, whose inputs and gradients have as many bytes as the rows do."""
     layers, width, positions, samples = 20, 64, 64, 16

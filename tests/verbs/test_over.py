@@ -118,6 +118,7 @@ def test_a_file_that_is_gone_on_with(net: nn.Module, tmp_path: Path, name: str) 
     assert read[5:] == [3], "nothing was left to do"
 
 
+@pytest.mark.slow
 def test_one_batch_is_held_at_a_time(net: nn.Module) -> None:
     held = list[int]()
 
