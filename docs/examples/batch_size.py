@@ -62,8 +62,8 @@ steps.detach()
 # %%
 # Compared with BackPACK, and with batches
 # ----------------------------------------
-# BackPACK computes the variance of each entry of the gradient.  Their sum tr Σ is the noise.  And the mean squared length of
-# the gradients of drawn batches, by autograd, should be |G|² + tr Σ / B for batches of B images.
+# BackPACK computes the variance of each entry of the gradient, and the sum of the variances, tr Σ, is the noise.  For drawn
+# batches of B images the mean squared length of the gradients, by autograd, should be ``|G|² + tr Σ / B``.
 
 try:
     import backpack

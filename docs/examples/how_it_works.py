@@ -305,8 +305,8 @@ print(f"\n{autograd_hacks.describe(model)}")
 
 lengths = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
 sums = {name: torch.einsum("n,n...->...", weights, own) for name, own in rows.items()}
-own = ({name: form.dense() for name, form in forms.items()}, norms, clipped)
-for found in (own, (grads.dense(), grads.norms(), grads.weighted_sum(weights))):
+here = ({name: form.dense() for name, form in forms.items()}, norms, clipped)
+for found in (here, (grads.dense(), grads.norms(), grads.weighted_sum(weights))):
     check_same(found, (rows, lengths, sums))
 print("\nThis file, the library and one backward pass for each sample agree.")
 
@@ -327,8 +327,8 @@ except autograd_hacks.errors.SamplesMixed as refused:
 plt.rc("font", size=12)
 figure, axes = plt.subplots(1, 2, figsize=(6, 4.4), sharey=True, layout="constrained")
 colors = colormaps["Set2"].with_extremes(under="black", bad="white")
-for axis, title, own in zip(axes, ("samples apart", "samples mixed"), (labels, labels_of_mixing)):
-    whose = next(found for use, found in own.items() if use.name == "first.weight").float()
+for axis, title, by_use in zip(axes, ("samples apart", "samples mixed"), (labels, labels_of_mixing)):
+    whose = next(entries for use, entries in by_use.items() if use.name == "first.weight").float()
     axis.imshow(whose.masked_fill(whose == NOBODY, torch.nan), cmap=colors, vmin=0, vmax=7, aspect="auto")
     axis.set(title=title, xlabel="outputs of the first layer")
 axes[0].set_ylabel("tokens, sample after sample")
