@@ -104,9 +104,7 @@ def _overview() -> Iterator[str]:
     yield f"Pages, in {docs}; tox -e gallery builds the site:"
     yield from (f"  {name.ljust(max(map(len, PAGES)))}  {says}" for name, says in PAGES.items())
     yield "Examples:"
-    for script in sorted((docs / "examples").glob("*.py")):
-        if script.name not in ("common.py", "theirs.py"):
-            yield f"  python {os.path.relpath(script)}"
+    yield from (f"  python {os.path.relpath(script)}" for script in sorted((docs / "examples").glob("*.py")))
 
 
 def _explain(name: str | None, parser: argparse.ArgumentParser) -> int:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import inspect
 import json
-import os
 import pathlib
 import re
 import sys
@@ -52,7 +51,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"(common|theirs|private_processes)\.py$",
+    "ignore_pattern": r"private_processes\.py$",
     "within_subsection_order": "FileNameSortKey",
     "remove_config_comments": True,
     "abort_on_example_error": True,
@@ -60,9 +59,8 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "show_signature": False,
     "image_srcset": ["2x"],
-    "thumbnail_size": (640, 448),  # twice what site.css gives them
+    "thumbnail_size": (600, 440),  # the size of docs/pictures, and twice what site.css gives them
 }
-os.environ["DEMO_IN_GALLERY"] = "1"  # the pages keep the examples' pictures
 maximum_signature_line_length = 78
 python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"

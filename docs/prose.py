@@ -1,4 +1,5 @@
-"""Finds house words in the pages, and in the package's docstrings and messages, and says what to write.
+"""Finds house words in the pages, in the package's docstrings and messages, and in the gallery's scripts with their
+comments, and says what to write.
 
     python docs/prose.py
 
@@ -10,9 +11,11 @@ import ast
 import json
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
 WORDS = {
     r"told (?:apart|from)": "distinguished from",
     r"taken? for (?:the|a|what)": "assumed to be",
@@ -60,11 +63,16 @@ NOT_YET: set[str] = set()
 
 
 def prose_of(path: Path) -> str:
-    """A file without its code: literals, doctests, blocks of directives, a notebook's code cells; a module's strings."""
+    """A file without its code: literals, doctests, blocks of directives, a notebook's code cells.
+
+    Of a module, its strings; of a script in the gallery, whose comments become text on its page, also its comments.
+    """
     if path.suffix == ".ipynb":
         cells = json.loads(path.read_text())["cells"]
         return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    return _without_code(strings_of(path) if path.suffix == ".py" else path.read_text())
+    if path.suffix != ".py":
+        return _without_code(path.read_text())
+    return _without_code(strings_of(path) + (comments_of(path) if path.parent == EXAMPLES else ""))
 
 
 def strings_of(path: Path) -> str:
@@ -77,6 +85,18 @@ def strings_of(path: Path) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             found.append(node.value)
     return "\n\n|\n\n".join(text for text in found if " " in text)
+
+
+def comments_of(path: Path) -> str:
+    """A module's comments.  Those on consecutive lines are one text."""
+    found, last = [], 0
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                found += ["\n\n|\n\n"] if token.start[0] > last + 1 else ["\n"]
+                found.append(token.string.lstrip("#%").removeprefix(" "))
+                last = token.start[0]
+    return "".join(found)
 
 
 def _without_code(text: str) -> str:
@@ -97,11 +117,11 @@ def findings_in(text: str) -> list[str]:
 
 
 def pages() -> dict[str, Path]:
-    """The pages and the package's modules, by their names from the root of the repository."""
+    """The pages, the gallery's scripts and the package's modules, by their names from the root of the repository."""
     docs = ROOT / "docs"
     made = {"_build", "_generated", "gallery", "examples"}
     found = [path for ending in ("*.rst", "*.ipynb") for path in docs.rglob(ending) if not made & {*path.parts}]
-    modules = (ROOT / "autograd_hacks").rglob("*.py")
+    modules = [*(ROOT / "autograd_hacks").rglob("*.py"), *EXAMPLES.glob("*.py")]
     first = [ROOT / "README.rst", ROOT / "CHANGELOG.rst"]
     return {path.relative_to(ROOT).as_posix(): path for path in [*first, *sorted(found), *sorted(modules)]}
 

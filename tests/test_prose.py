@@ -59,8 +59,19 @@ def test_a_module_has_prose_in_docstrings_and_messages(prose: Any, tmp_path: Pat
 
 
 def test_the_modules_are_searched(prose: Any) -> None:
-    assert "autograd_hacks/verbs/over.py" in prose.pages()
+    assert {"autograd_hacks/verbs/over.py", "docs/examples/wrong_labels.py"} <= prose.pages().keys()
     assert "autograd_hacks/verbs/over.py" not in prose.NOT_YET
+
+
+def test_a_script_of_the_gallery_has_prose_in_comments_too(
+    prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text('"""Title."""\n# %%\n# It is taken\n# for the mean of ``anew``.\nanew = 1  # anew\n')
+    assert prose.findings_in(prose.prose_of(script)) == []
+    monkeypatch.setattr(prose, "EXAMPLES", tmp_path)
+    found = sorted(line.partition(":")[0] for line in prose.findings_in(prose.prose_of(script)))
+    assert found == ['"anew"', '"taken for the"']
 
 
 def test_a_notebook_has_prose_between_its_code(prose: Any, tmp_path: Path) -> None:

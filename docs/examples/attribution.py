@@ -1,13 +1,14 @@
 """
-Which attribution is right?
-===========================
+Attribution: ten methods compared
+=================================
 
-Ten ways to score training images, all by this library's verbs, and held to networks that were trained without some of
-the images.  A score predicts: its sum over a subset says how sure a network is that was trained on this subset.  The rank
-correlation of what is predicted with what comes out, over subsets, is the linear datamodeling score (LDS) of Park et al.
-2023 (arXiv:2303.14186). ::
+Ten ways to score training images, all with this library's functions, are compared with networks that were trained without
+some of the images.  A score is a prediction: its sum over a subset predicts how sure a network is that was trained on this
+subset.  The rank correlation of predicted and actual values over subsets is the linear datamodeling score (LDS) of Park et
+al. 2023 (arXiv:2303.14186). ::
 
-    python docs/examples/attribution.py
+    pip install matplotlib scikit-learn tqdm
+    python attribution.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/attribution.png'
 
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 from autograd_hacks import Metric, PerSampleGrads, add_hooks, compute_hess_over, over, pause_hooks, per_sample_grads
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 BATCH, RATE, ADAM_RATE = 100, 0.5, 0.01
 HALF, MOST = 0.5, 0.95  # the shares of images in a subset
 
@@ -71,8 +72,8 @@ def batches(seed: int) -> list[Tensor]:
 # %%
 # The recipes
 # -----------
-# Each has a page of its own, which says what it is and holds it to its definition: :doc:`trak_scores`, :doc:`logra`,
-# :doc:`less`, :doc:`trackstar`, :doc:`magic_replay`; and :doc:`in_run_shapley`, which here is read after the training.
+# Each has a page that explains it and compares it with its definition: :doc:`trak_scores`, :doc:`logra`, :doc:`less`,
+# :doc:`trackstar`, :doc:`magic_replay` and :doc:`in_run_shapley`, which here is computed after the training.
 
 
 def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -248,16 +249,16 @@ def ekfac(model: nn.Module, train: Sequence[Any], queries: Sequence[Any]) -> Ten
 # %%
 # The truth
 # ---------
-# A network is trained on each subset, all of them at once by ``torch.func.vmap``, and asked for log p / (1 - p) of the
-# held-out images' labels.  There are two sizes.  On halves of the images the answer is the mean over several initial
-# weights and orders of batches, as Park et al. have it.  On 95 % of them initial weights and order are those of the first
-# network that scores are made from: what this very training would have given without the images.
+# A network is trained on each subset, all of them at once by ``torch.func.vmap``.  The answer is log p / (1 - p) of the
+# held-out images' labels.  There are two sizes of subsets.  For halves of the images the answer is the mean over several
+# initial weights and orders of batches, as in Park et al.  For 95 % of the images the initial weights and the order are
+# those of the first network that scores are computed from: this is the same training without some images.
 
 Stacked = dict[str, Tensor]
 
 
 def subsets(share: float) -> Tensor:
-    """1 for those within.  Returns K D"""
+    """1 for the images in a subset, 0 for the others.  Returns K D"""
     draws = torch.Generator().manual_seed(options.seed + 1)
     drawn = [torch.randperm(len(x), generator=draws)[: round(share * len(x))] for _ in range(options.subsets)]
     return torch.stack([torch.zeros(len(x)).index_fill(0, own, 1) for own in drawn])
@@ -293,10 +294,10 @@ def agreement(first: Tensor, second: Tensor) -> float:
 
 
 # %%
-# The networks that scores are made from
-# --------------------------------------
-# They are trained by SGD, with the weights before each step kept, which MAGIC goes back through; and others by Adam, whose
-# second moments LESS and TrackStar need.
+# The networks that scores are computed from
+# ------------------------------------------
+# Some are trained by SGD, and keep the weights before each step for MAGIC.  Others are trained by Adam, because LESS and
+# TrackStar need its second moments.
 
 
 def by_sgd(seed: int) -> tuple[nn.Module, list[tuple[Mapping[str, Any], Any, Tensor]]]:
@@ -325,7 +326,7 @@ def by_adam(seed: int) -> tuple[nn.Module, list[tuple[Mapping[str, Any], Metric,
 # %%
 # The scores
 # ----------
-# By each of several networks.
+# Each network gives scores.
 
 train, queries = list(zip(x.split(250), y.split(250))), [(asked, answers)]
 scores: dict[str, list[Tensor]] = {}
@@ -362,8 +363,8 @@ for seed in tqdm(range(options.models), desc="scores", unit="network"):
 # %%
 # Which are right?
 # ----------------
-# By one network's scores, and by the mean of several; TRAK takes means of its two factors.  :doc:`/integrations/recipes` has
-# the figures, and what to make of them.
+# For one network's scores, and for the mean of several.  TRAK takes means of its two factors.  :doc:`/integrations/recipes`
+# has the figures, and discusses them.
 
 means = {name: torch.stack(each).mean(0) for name, each in scores.items()}
 for dim in DIMS:
@@ -387,13 +388,14 @@ if options.table:
         rows.writerow(["Scores", "halves, by one network", f"by {options.models}", "95 %, the same network"])
         rows.writerows([name, *(f"{value:.2f}" for value in values)] for name, values in found.items())
 
+plt.rc("font", size=12)
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 for place, (_, mean, same) in enumerate(found.values()):
     axes.barh(place - 0.2, mean, 0.38, color="C0", label="half of the images" if not place else None)
     axes.barh(place + 0.2, same, 0.38, color="C1", label="95 %, the same network" if not place else None)
-axes.set_yticks(range(len(found)), list(found), fontsize=12)
+axes.set_yticks(range(len(found)), list(found))
 axes.set_xlim(0, 1)
-axes.set_xlabel("LDS", fontsize=13)
+axes.set_xlabel("LDS")
 axes.invert_yaxis()
-figure.legend(loc="outside upper center", ncols=2, fontsize=12)
+figure.legend(loc="outside upper center", ncols=2)
 plt.show()

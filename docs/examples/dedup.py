@@ -1,12 +1,13 @@
 """
-Near-duplicates, by their gradients
-===================================
+Near-duplicates: find them by gradients
+=======================================
 
-Copies of a sample, with a little noise, have nearly its gradient.  Gradients are projected to 512 numbers, written to disk
-batch by batch, and searched for pairs by `Store`, which never has more than a block of them in memory.  For images as small
-as these, pixels would do as well; gradients do for whatever a model reads, and tell equal inputs with other labels apart. ::
+A copy of a sample with a little noise has nearly the same gradient.  Gradients are projected to 512 numbers and written to
+disk batch by batch.  `Store` searches them for pairs, with one block at a time in memory.  For images this small, comparing
+pixels would be enough.  Gradients work for anything that a model reads, and differ if equal inputs have different labels. ::
 
-    python docs/examples/dedup.py
+    pip install matplotlib scikit-learn tqdm
+    python dedup.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/dedup.png'
 
@@ -25,8 +26,8 @@ from tqdm import tqdm
 
 from autograd_hacks import Store, add_hooks, over
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
-COPIES, NOISE = 40, 0.05  # how many, and how far their pixels are off, white being 1
+torch.set_num_threads(1)  # a network this small is slower with more threads
+COPIES, NOISE = 40, 0.05  # how many, and the noise in their pixels, which are in [0, 1]
 
 # %%
 # Digits, some of them twice
@@ -67,8 +68,8 @@ print(f"of {COPIES} planted pairs {int(hits[:COPIES].sum())} are among the {COPI
 print(f"{int(hits.sum())} among the {len(found)} with a cosine above 0.97, of {len(x) * (len(x) - 1) // 2:,} pairs")
 
 # %%
-# Held to the definition
-# ----------------------
+# Compared with the definition
+# ----------------------------
 # The cosines of whole gradients, by ``torch.func`` in double precision.
 
 
@@ -79,20 +80,20 @@ def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
 weights = {name: p.detach().double() for name, p in model.named_parameters()}
 rows = torch.cat([g.flatten(1) for g in vmap(grad(loss), (None, 0, 0))(weights, x.double(), y).values()], 1)
 exact = (F.normalize(rows)[pairs[:, 0]] * F.normalize(rows)[pairs[:, 1]]).sum(1)
-print(
-    f"cosines of projections are off by {(cosines - exact).abs().mean():.3f} in the mean, {len(rows[0])} numbers being 512"
-)
+apart = (cosines - exact).abs().mean()
+print(f"cosines of projections are off by {apart:.3f} on average: {len(rows[0])} numbers became 512")
 
 # %%
 # The pairs that are most alike
 # -----------------------------
-# In blue those that were planted.  The others are digits that a person has written twice, nearly the same.
+# The planted pairs have blue titles.  The others are digits that a person wrote twice, nearly the same.
 
+plt.rc("font", size=12)
 figure, places = plt.subplots(2, 5, figsize=(6, 4.4), layout="constrained")
 shown = [*hits.nonzero()[:5, 0].tolist(), *(~hits).nonzero()[:5, 0].tolist()]
 for place, number in zip(places.flat, shown):
     place.imshow(torch.cat([x[n].view(8, 8) for n in found[number]]), cmap="gray_r")
     place.axhline(7.5, color="gray")
-    place.set_title(f"{cosines[number]:.3f}", color="C0" if hits[number] else "black", fontsize=13)
+    place.set_title(f"{cosines[number]:.3f}", color="C0" if hits[number] else "black")
     place.set(xticks=[], yticks=[])
 plt.show()

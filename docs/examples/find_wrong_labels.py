@@ -1,69 +1,74 @@
 """
-Three ways to find wrong labels
-===============================
+Self-influence: three ways to find wrong labels
+===============================================
 
-Who is responsible for what a network says of an image?  For one whose label is wrong, mostly that image alone: nothing
-else says the same.  So images are ranked by their influence on their own loss, in three ways, from cheap to thorough:
-the square of the gradient's length, TracIn's sum of that over training, and influence by EK-FAC, gᵀ (G + λ)⁻¹ g.  Captum
-has TracIn, kronfluence EK-FAC; both run here on the same network. ::
+Which training image is responsible for what a network says about an image?  If the image's label is wrong, mostly that
+image itself, because no other image says the same.  So images are ranked by their influence on their own loss, in three
+ways: the squared length of the gradient, TracIn, which sums that over checkpoints, and influence by EK-FAC,
+gᵀ (G + λ)⁻¹ g.  TracIn is compared with captum's, and EK-FAC with kronfluence's. ::
 
-    python docs/examples/find_wrong_labels.py
+    pip install matplotlib scikit-learn tqdm
+    python find_wrong_labels.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/find_wrong_labels.png'
 
+import argparse
 import copy
-from collections.abc import Callable
-from functools import partial
+import tempfile
+import warnings
 from typing import Any
 
-from common import command_line, handwritten_digits, peer, save, seconds_of, sheet, train, with_wrong_labels
-
-# isort: split
 import matplotlib.pyplot as plt
-import theirs
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from scipy.stats import spearmanr
+from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
-import autograd_hacks
+from autograd_hacks import PerSampleGrads, add_hooks, compute_hess_over, ekfac_solve, over
 
+torch.set_num_threads(1)  # a network this small is slower with more threads
+warnings.simplefilter("ignore")  # from captum and kronfluence
 PLANTED, RATE = 0.1, 0.1  # the share of labels that are made wrong; the learning rate
-
-options = command_line(
-    images=(1797, "of the digits"),
-    epochs=(12, "rounds through them; TracIn looks at the weights after each third"),
-)
-torch.manual_seed(options.seed)
+parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--images", type=int, default=1797, help="of the digits")
+parser.add_argument("--epochs", type=int, default=12, help="rounds through the images, with a checkpoint at each third one")
+options = parser.parse_args()
 
 # %%
-# Plant wrong labels, train, and keep some checkpoints
-# ----------------------------------------------------
+# Plant wrong labels, train, and keep checkpoints
+# -----------------------------------------------
 
-images, true = (x[: options.images] for x in handwritten_digits())
-given = with_wrong_labels(true, PLANTED, options.seed)
+digits, draws = load_digits(), torch.Generator().manual_seed(0)
+images, true = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
+images, true = images[: options.images], true[: options.images]
+chosen = torch.randperm(len(true), generator=draws)[: round(PLANTED * len(true))]
+given = true.clone()
+given[chosen] = (true[chosen] + torch.randint(1, 10, (len(chosen),), generator=draws)) % 10
 wrong = given != true
 
-model = nn.Sequential(
-    nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Flatten(), nn.Linear(64, 10),
-)  # fmt: skip
+torch.manual_seed(0)
+first, second = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)], [nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()]
+model = nn.Sequential(*first, *second, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 visited: list[tuple[dict[str, Tensor], float]] = []
-train(model, optimizer, images, given, options.epochs, batch_size=100,
-      after=lambda epoch: visited.append((copy.deepcopy(model.state_dict()), RATE)))  # fmt: skip
+for _ in tqdm(range(options.epochs), desc="training", unit="epoch"):
+    for batch in torch.randperm(len(images)).split(100):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[batch]), given[batch]).backward()
+        optimizer.step()
+    visited.append((copy.deepcopy(model.state_dict()), RATE))
 checkpoints = visited[::-3]
 
 # %%
 # Three scores
 # ------------
-# ``over`` reads them batch by batch, and never writes out more gradients than a batch has.
+# ``over`` reads them batch by batch, so at most one batch of gradients is in memory.
 
-hooked = copy.deepcopy(model)
-autograd_hacks.add_hooks(hooked, param_grad=False)
 data = TensorDataset(images, given)
 loader = DataLoader(data, batch_size=200)
 
@@ -72,65 +77,86 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def by_ekfac(grads: autograd_hacks.PerSampleGrads) -> Tensor:
-    """gᵀ (EKFAC + λ)⁻¹ g of each sample."""
-    rows, solved = grads.dense(), autograd_hacks.ekfac_solve(hooked, grads).dense()
+def lengths(grads: PerSampleGrads) -> Tensor:
+    return grads.norms() ** 2
+
+
+def by_ekfac(grads: PerSampleGrads) -> Tensor:
+    """gᵀ (G + λ)⁻¹ g for each sample."""
+    rows, solved = grads.dense(), ekfac_solve(hooked, grads).dense()
     return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
 
 
-def ekfac() -> Tensor:
-    autograd_hacks.compute_hess_over(hooked, loader, kind="ekfac", kfac_bias="joint")
-    return score(by_ekfac)
-
-
-score = partial(autograd_hacks.over, hooked, loader, losses)
-ways: dict[str, Callable[[], Tensor]] = {
-    "gradient's length²": lambda: score(lambda grads: grads.norms() ** 2),
-    "TracIn": lambda: score(lambda grads: grads.norms() ** 2, checkpoints=checkpoints),
-    "EK-FAC": ekfac,
-}
+hooked, scores = copy.deepcopy(model), dict[str, Tensor]()
+with add_hooks(hooked, param_grad=False):
+    scores["gradient's length²"] = over(hooked, loader, losses, lengths)
+    scores["TracIn"] = over(hooked, loader, losses, lengths, checkpoints=checkpoints)
+    compute_hess_over(hooked, loader, kind="ekfac", kfac_bias="joint")
+    scores["EK-FAC"] = over(hooked, loader, losses, by_ekfac)
 
 # %%
-# Held to captum and kronfluence
-# ------------------------------
-# TracIn is captum's to rounding.  Kronfluence draws labels from the network where ours takes all of them, so its scores
-# are noisier ones of the same: their ranks agree.
+# Compared with captum
+# --------------------
+# TracIn is the same up to rounding.
 
-if peer("captum.influence", "--no-deps captum"):
-    ways["captum's TracIn"] = lambda: theirs.captum_tracin(model, data, checkpoints)
-if peer("kronfluence.analyzer", "--no-deps kronfluence accelerate"):
-    ways["kronfluence's EK-FAC"] = lambda: theirs.kronfluence_ekfac(model, data)
-scores = {name: way().double() for name, way in ways.items()}
-seconds = seconds_of(ways, rounds=1)  # after a first run of each
-areas = {name: roc_auc_score(wrong, own) for name, own in scores.items()}
-print(f"{int(wrong.sum())} of {len(images)} labels were made wrong{'':9}area under ROC{'seconds':>12}")
-for name, area in areas.items():
-    print(f"{name:44}{area:14.4f}{seconds[name]:12.2f}")
-if "captum's TracIn" in scores:
-    apart = (scores["TracIn"] / scores["captum's TracIn"] - 1).abs().max()
-    print(f"TracIn is captum's to {apart:.0e} of each score")
-    torch.testing.assert_close(scores["TracIn"], scores["captum's TracIn"], rtol=1e-3, atol=1e-6)
-if "kronfluence's EK-FAC" in scores:
-    ranks = spearmanr(scores["EK-FAC"], scores["kronfluence's EK-FAC"]).statistic
+try:
+    from captum.influence import TracInCP
+except ImportError:
+    print("not compared with captum: pip install --no-deps captum")
+else:
+
+    def load(model: nn.Module, checkpoint: Any) -> float:
+        model.load_state_dict(checkpoint[0])
+        return float(checkpoint[1])
+
+    how: Any = {"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "batch_size": 200, "sample_wise_grads_per_batch": True}
+    theirs = TracInCP(copy.deepcopy(model), data, checkpoints, load, **how).self_influence()
+    print(f"TracIn is captum's to {(scores['TracIn'] / theirs - 1).abs().max():.0e} of each score")
+    torch.testing.assert_close(scores["TracIn"], theirs, rtol=1e-3, atol=1e-6)
+
+# %%
+# Compared with kronfluence
+# -------------------------
+# Kronfluence draws labels from the network's predictions, and ours sums over all labels.  So kronfluence's scores are noisy
+# versions of ours, and their ranks agree.
+
+try:
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.task import Task
+except ImportError:
+    print("not compared with kronfluence: pip install --no-deps kronfluence accelerate")
+else:
+
+    class Digits(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            output = model(batch[0])
+            drawn = torch.multinomial(output.detach().softmax(1), 1).flatten()
+            return F.cross_entropy(output, drawn if sample else batch[1], reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return self.compute_train_loss(batch, model)
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare_model(copy.deepcopy(model), Digits())
+        analyzer = Analyzer("digits", prepared, Digits(), cpu=True, output_dir=folder, disable_tqdm=True)
+        analyzer.fit_all_factors("factors", data, 200)
+        analyzer.compute_self_scores("scores", "factors", data, 200)
+        theirs = analyzer.load_self_scores("scores")["all_modules"]
+    ranks = spearmanr(scores["EK-FAC"], theirs).statistic
     print(f"EK-FAC: rank correlation with kronfluence's {ranks:.4f}")
 
 # %%
 # Which of them find the wrong labels?
 # ------------------------------------
-# Below, the images with the highest scores by EK-FAC, in red those whose label was made wrong.
 
-figure = plt.figure(figsize=(11, 7), layout="constrained")
-parts: Any = figure.subfigures(2, height_ratios=(3, 2))
-above, below = parts
-left, right = above.subplots(1, 2)
-looks = (("gray", "-", 1.5), ("C0", "-", 1.5), ("C1", "-", 1.5), ("C0", ":", 3), ("C1", ":", 3))
-for (name, own), (color, line, width) in zip(scores.items(), looks):
-    left.plot(*roc_curve(wrong, own)[:2], color=color, ls=line, lw=width, label=f"{name}: {areas[name]:.4f}")
-    right.bar_label(right.barh(name, seconds[name], color=color, alpha=1 if line == "-" else 0.5), fmt=" %.2f")
-left.set(xlabel="share of right labels looked at", ylabel="share of wrong labels found", xlim=(-0.005, 0.15))
-left.legend(title="area under the curve")
-left.grid(alpha=0.3)
-right.set(xlabel="seconds", xlim=(0, 1.15 * max(seconds.values())))
-right.invert_yaxis()
-sheet(below.subplots(2, 12), scores["EK-FAC"].argsort(descending=True), images, given, true)
-save(figure, options, "find_wrong_labels.png")
+plt.rc("font", size=12)
+figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
+print(f"{int(wrong.sum())} of {len(images)} labels were made wrong. Area under the curve:")
+for name, own in scores.items():
+    area = roc_auc_score(wrong, own)
+    print(f"{name:20}{area:.4f}")
+    axes.plot(*roc_curve(wrong, own)[:2], linewidth=2, label=f"{name}: {area:.3f}")
+axes.set(xlabel="share of right labels looked at", ylabel="share of wrong labels found", xlim=(-0.005, 0.15))
+axes.legend(title="area under the curve", loc="lower right")
+axes.grid(alpha=0.3)
+plt.show()

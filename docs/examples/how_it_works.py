@@ -1,13 +1,14 @@
 """
-How it works
-============
+How it works: the library in one file
+=====================================
 
-The library in one file, from scratch, on one small model.  Hooks note what a layer saw; autograd's graph tells where any
-other parameter meets the batch; a second backward pass tells whose each gradient is; norms and clipped sums come from
-products that are never written out.  At the end the library itself runs, and all is compared with one backward pass for each
-sample. ::
+The library from scratch, on one small model.  Hooks record what a layer saw.  Autograd's graph shows where any other
+parameter meets the batch.  A second backward pass shows which sample each gradient belongs to.  Norms and clipped sums are
+computed without writing the gradients out.  At the end the library itself runs, and everything is compared with one
+backward pass for each sample. ::
 
-    python docs/examples/how_it_works.py
+    pip install matplotlib tqdm
+    python how_it_works.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/how_it_works.png'
 
@@ -15,11 +16,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from matplotlib import colormaps
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from tqdm import tqdm
+
+import autograd_hacks
 
 torch.manual_seed(0)
 check_same = torch.testing.assert_close  # raises where tensors differ
@@ -28,26 +34,26 @@ check_same = torch.testing.assert_close  # raises where tensors differ
 # One layer, by hooks
 # -------------------
 # The gradient of a linear layer's weight is Σₙ gₙ ⊗ xₙ, where x is the layer's input and g the gradient of the loss at its
-# output.  The gradient of each sample's own loss is the same product with the sum left out.  So it is enough to keep x and
-# g: a forward hook notes x, and a hook on the node that made the output notes g when the backward pass comes by.
+# output.  The gradient of each sample's own loss is the same product without the sum.  So it is enough to keep x and g: a
+# forward hook records x, and a hook on the node that made the output records g during the backward pass.
 
-layer, noted = nn.Linear(3, 2), dict[str, Any]()
-
-
-def note(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-    noted["x"] = args[0].detach()
-    output.grad_fn.register_prehook(lambda grads: noted.update(g=grads[0]))
+layer, seen = nn.Linear(3, 2), dict[str, Any]()
 
 
-layer.register_forward_hook(note)
+def record(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+    seen["x"] = args[0].detach()
+    output.grad_fn.register_prehook(lambda grads: seen.update(g=grads[0]))
+
+
+layer.register_forward_hook(record)
 layer(torch.randn(5, 3)).square().sum().backward()
-check_same(torch.einsum("no,ni->oi", noted["g"], noted["x"]), layer.weight.grad)  # what autograd computes
-one_each = torch.einsum("no,ni->noi", noted["g"], noted["x"])  # the sum left out: a gradient for each of five samples
+check_same(torch.einsum("no,ni->oi", seen["g"], seen["x"]), layer.weight.grad)  # what autograd computes
+one_each = torch.einsum("no,ni->noi", seen["g"], seen["x"])  # without the sum: five gradients
 
 # %%
 # A model that is more than layers
 # --------------------------------
-# A table of tokens that is also the weight of the last product, positions and a gain that belong to no layer, and a norm.
+# Its table of tokens is also the weight of the last product.  Its positions and its gain belong to no layer.
 
 N, T = 6, 5  # samples, tokens
 
@@ -73,10 +79,10 @@ losses = F.cross_entropy(output, targets, reduction="none")
 # %%
 # Where parameters meet the batch
 # -------------------------------
-# Autograd's graph has what the forward did.  A node is one operation; its ``next_functions`` lead to the nodes that made
-# its inputs, and end at parameters' leaves.  From a leaf towards the output, the first node that also follows from the
-# batch is a *meeting*: x is among the tensors that it keeps, and g arrives there.  Between leaf and meeting are functions
-# of parameters alone, a transposition or ``1 + gain``, in which no sample has a part.
+# Autograd's graph records what the forward did.  A node is one operation.  Its ``next_functions`` lead to the nodes that
+# made its inputs, and end at the leaves, which are parameters.  From a leaf towards the output, the first node that also
+# depends on the batch is a *meeting*: it keeps x, and g arrives there.  Between leaf and meeting are functions of parameters
+# only, such as a transposition or ``1 + gain``.  They do not depend on any sample.
 
 
 class Use(NamedTuple):
@@ -84,13 +90,13 @@ class Use(NamedTuple):
 
     name: str
     leaf: Any  # where the parameter ends the graph
-    value: Any  # the node that made of it what is used; the leaf where that is the parameter itself
+    value: Any  # the node that computed the value that is used; the leaf if that is the parameter itself
     node: Any  # the meeting
-    place: int  # which of the meeting's inputs the value is
+    place: int  # the value's place among the meeting's inputs
 
 
 def takers_in(output: Tensor) -> dict[Any, list[tuple[Any, int]]]:
-    """By node, who takes what it made, and as which input.  (Each makes one tensor here; the library knows of more.)"""
+    """For each node, the nodes that take its result, and as which input.  (Here each node makes one tensor.)"""
     takers, waiting = dict[Any, list[tuple[Any, int]]](), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -101,7 +107,7 @@ def takers_in(output: Tensor) -> dict[Any, list[tuple[Any, int]]]:
 
 
 def follows(node: Any, batch: Tensor) -> bool:
-    """Whether a node follows from the batch: it keeps a part of that, or something behind it does."""
+    """Whether a node depends on the batch: it keeps a part of the batch, or a node behind it does."""
     kept = (getattr(node, name) for name in dir(type(node)) if name.startswith("_saved_"))
     memory = {x.untyped_storage().data_ptr() for x in kept if isinstance(x, Tensor)}
     behind = (other for other, _ in node.next_functions if other is not None)
@@ -109,7 +115,7 @@ def follows(node: Any, batch: Tensor) -> bool:
 
 
 def uses_in(model: nn.Module, output: Tensor, batch: Tensor) -> list[Use]:
-    """Climbs from each parameter's leaf."""
+    """Climbs from each parameter's leaf to its meetings."""
     takers, names = takers_in(output), {p: name for name, p in model.named_parameters()}
     found, waiting = [], [(leaf, leaf) for leaf in takers if getattr(leaf, "variable", None) in names]
     while waiting:
@@ -128,13 +134,13 @@ for use in uses:
     print(f"{use.name:12} meets the batch at {use.node.name()}{between}")
 
 # %%
-# Whose is each entry?
-# --------------------
-# One pass begins at the output with random numbers G, another with w ∘ G, where each sample n has a power of two wₙ of its
-# own.  A backward pass is linear, and multiplying by a power of two loses no digit.  So an entry of a gradient in which
-# sample n alone has a part comes out wₙ times as large, *to the last bit*; if it is no sample's multiple, samples mix in
-# it.  (The library calls the nodes itself, past all hooks, and tells more than 32 samples apart by their numbers' digits, a
-# pass for each.)
+# Which sample does each entry belong to?
+# ---------------------------------------
+# One pass starts at the output with random numbers G, another with w ∘ G, where each sample n has a different power of two
+# wₙ.  A backward pass is linear, and multiplying by a power of two loses no digit.  So an entry that depends only on sample
+# n is wₙ times as large in the second pass, *to the last bit*.  If it is wₙ times as large for no n, samples mix in it.
+# (The library calls the nodes itself, without running other hooks.  It distinguishes more than 32 samples by the digits of
+# their numbers, with a pass for each digit.)
 
 NOBODY, SEVERAL = -2, -1
 w, G = 2.0 ** (torch.arange(N) - N // 2), torch.randn(N, 11)
@@ -149,7 +155,7 @@ def owners(x: Tensor, y: Tensor) -> Tensor:
 
 
 def labels_of(output: Tensor, uses: list[Use]) -> dict[Use, Tensor]:
-    """Whose the gradients at meetings are."""
+    """The owners of the gradients at the meetings."""
     found: list[list[Tensor]] = [[] for _ in uses]
     hooks = [use.node.register_prehook(lambda grads, own=own: own.append(grads[0])) for use, own in zip(uses, found)]
     for given in (G, w[:, None] * G):
@@ -170,9 +176,9 @@ if mixed != [set(), {"table.weight", "place", "first.weight", "first.bias", "gai
 # %%
 # Forms: gradients that are not written out
 # -----------------------------------------
-# The samples' gradients by one parameter are the rows of a matrix J.  A form is what J is made of, with a few verbs.  For
-# sums of outer products, ‖Σₜ lₜ ⊗ rₜ‖² = Σₛₜ (lₛ · lₜ)(rₛ · rₜ) needs two T by T matrices a sample, and Σₙ wₙ Jₙ is one
-# product.
+# The samples' gradients of one parameter are the rows of a matrix J.  A form keeps the factors of J, and has a few methods.
+# For sums of outer products, ‖Σₜ lₜ ⊗ rₜ‖² = Σₛₜ (lₛ · lₜ)(rₛ · rₜ) needs two T by T matrices for each sample, and Σₙ wₙ Jₙ
+# is one product.
 
 
 class Dense(NamedTuple):
@@ -211,8 +217,9 @@ Form = Dense | Outer
 # %%
 # Rows at a meeting
 # -----------------
-# A formula for each kind of node makes a form of what the node keeps and of g.  A node without a formula, here the layer
-# norm, is called with each sample's part of g, which the labels tell.  (The library takes layers by their hooks first.)
+# A formula for each kind of node computes a form from what the node keeps and from g.  A node without a formula, here the
+# layer norm, is called with one sample's part of g at a time, which the labels identify.  (For layers the library uses hooks
+# instead.)
 
 
 def product(x: Tensor, g: Tensor) -> Form:
@@ -221,7 +228,7 @@ def product(x: Tensor, g: Tensor) -> Form:
 
 
 def broadcast(x: Tensor, shape: torch.Size) -> Form:
-    """x: N *T *shape, what each entry adds to the entry of the value that was broadcast there."""
+    """x: N *T *shape, the gradient at each copy of the value, which was broadcast."""
     return Dense(x.reshape(N, -1, *shape).sum(1))
 
 
@@ -259,9 +266,9 @@ def form_of(use: Use, g: Tensor, whose: Tensor) -> Form:
 # %%
 # The user's own backward pass
 # ----------------------------
-# A hook at each meeting makes the form as g arrives, since the pass frees what nodes keep.  The table is used twice, and
-# its rows are the sums of both uses'.  Then the rows are proven: weighted by w, they must add up to what autograd finds for
-# w.
+# A hook at each meeting computes the form as soon as g arrives, because the pass frees what nodes keep.  The table is used
+# twice, and its rows are the sums of both uses.  Then the rows are checked: weighted by w, their sum must be what autograd
+# computes for w.
 
 names = dict(model.named_parameters())
 forms, sums_by_autograd = dict[str, Form](), torch.autograd.grad(losses, list(names.values()), w, retain_graph=True)
@@ -275,7 +282,7 @@ def take(use: Use, whose: Tensor, grads: tuple[Tensor, ...]) -> None:
 for use, whose in labels.items():
     use.node.register_prehook(partial(take, use, whose))
 losses.sum().backward()
-check_same(tuple(forms[name].weighted_sum(w) for name in names), sums_by_autograd)  # swapped rows would change these
+check_same(tuple(forms[name].weighted_sum(w) for name in names), sums_by_autograd)  # swapped rows would fail here
 
 norms = torch.stack([form.norms() for form in forms.values()]).norm(dim=0)
 weights = (1 / norms).clamp(max=1)  # clips each sample's gradient to length 1
@@ -285,12 +292,7 @@ clipped = {name: form.weighted_sum(weights) for name, form in forms.items()}
 # The same by the library, and one sample at a time
 # -------------------------------------------------
 
-from common import command_line, panels, save, tqdm
-from matplotlib import colormaps
-
-import autograd_hacks
-
-options, alone = command_line(), list[tuple[Tensor, ...]]()
+alone = list[tuple[Tensor, ...]]()
 for n in tqdm(range(N), desc="one backward pass for each sample"):
     loss = F.cross_entropy(model(ids[n : n + 1]), targets[n : n + 1])
     alone.append(torch.autograd.grad(loss, list(names.values())))
@@ -303,32 +305,31 @@ print(f"\n{autograd_hacks.describe(model)}")
 
 lengths = torch.cat([own.flatten(1) for own in rows.values()], 1).norm(dim=1)
 sums = {name: torch.einsum("n,n...->...", weights, own) for name, own in rows.items()}
-for found, expected in (
-    ({name: form.dense() for name, form in forms.items()}, rows), (grads.dense(), rows), (norms, lengths),
-    (grads.norms(), lengths), (clipped, sums), (grads.weighted_sum(weights), sums),
-):  # fmt: skip
-    check_same(found, expected)
+here = ({name: form.dense() for name, form in forms.items()}, norms, clipped)
+for found in (here, (grads.dense(), grads.norms(), grads.weighted_sum(weights))):
+    check_same(found, (rows, lengths, sums))
 print("\nThis file, the library and one backward pass for each sample agree.")
 
 autograd_hacks.add_hooks(mixing)
 mixing(ids).square().sum().backward()
 try:
     autograd_hacks.compute_grad1(mixing)
-    raise RuntimeError("rows of samples that mix were handed out")
+    raise RuntimeError("rows of samples that mix were returned")
 except autograd_hacks.errors.SamplesMixed as refused:
     print(refused)
 
 # %%
 # The labels in a picture
 # -----------------------
-# The gradient where ``first.weight`` meets the batch: a row for each token, a colour for each sample, white for zeros.
-# Entries in which samples mix are black.
+# The gradient where ``first.weight`` meets the batch has a row for each token.  Each sample has a color, zeros are white,
+# and entries where samples mix are black.  On the right is the model with ``h - h.mean(0)``.
 
-figure, axes = panels()
+plt.rc("font", size=12)
+figure, axes = plt.subplots(1, 2, figsize=(6, 4.4), sharey=True, layout="constrained")
 colors = colormaps["Set2"].with_extremes(under="black", bad="white")
-for axis, title, found in zip(axes, ("samples apart", "h - h.mean(0)"), (labels, labels_of_mixing)):
-    whose = next(own for use, own in found.items() if use.name == "first.weight").float()
+for axis, title, by_use in zip(axes, ("samples apart", "samples mixed"), (labels, labels_of_mixing)):
+    whose = next(entries for use, entries in by_use.items() if use.name == "first.weight").float()
     axis.imshow(whose.masked_fill(whose == NOBODY, torch.nan), cmap=colors, vmin=0, vmax=7, aspect="auto")
-    axis.set(title=title, xlabel="outputs of the first layer", ylabel="tokens, sample after sample")
-    axis.grid(False)
-save(figure, options, "how_it_works.png")
+    axis.set(title=title, xlabel="outputs of the first layer")
+axes[0].set_ylabel("tokens, sample after sample")
+plt.show()

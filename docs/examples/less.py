@@ -2,11 +2,12 @@
 LESS: choose training data for a task
 =====================================
 
-LESS (Xia et al. 2024, arXiv:2402.04333) chooses samples whose update by Adam points as the gradients of a few samples of the
-wanted task do.  Here the task is digits that lie on their side; forty of them choose from 1,400 images, of which few lie so.
-Scores are held to the paper's formula, written out in double precision. ::
+LESS (Xia et al. 2024, arXiv:2402.04333) chooses training samples whose update by Adam points along the gradients of a few
+samples of the wanted task.  Here the task is digits that lie on their side.  Forty of them choose from 1,400 images, most of
+which are upright.  The scores are compared with the paper's formula in double precision. ::
 
-    python docs/examples/less.py
+    pip install matplotlib scikit-learn tqdm
+    python less.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/less.png'
 
@@ -26,13 +27,13 @@ from tqdm import tqdm
 
 from autograd_hacks import Metric, add_hooks, over
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 RATE, TURNED, BETAS, EPS = 0.005, 0.15, (0.9, 0.999), 1e-8
 
 # %%
 # The recipe
 # ----------
-# `Metric.from_optimizer` has what Adam divides by, 1 / (√v̂ + eps), as it was at a checkpoint.
+# `Metric.from_optimizer` keeps Adam's factor 1 / (√v̂ + eps) at a checkpoint.
 
 
 def less(
@@ -94,10 +95,10 @@ with add_hooks(model, param_grad=False):
     scores = less(model, [(x, y)], [(asked, answers)], visited, losses)
 
 # %%
-# Held to the paper
-# -----------------
-# The paper's update has the sample's own gradient in Adam's moments, (β₁ m + (1 - β₁) g) / (√v̂ + eps) with its square in v;
-# the recipe takes the moments as they are, without m, which is the same for all samples.  Both without projection:
+# Compared with the paper
+# -----------------------
+# The paper's update puts the sample's own gradient into Adam's moments, (β₁ m + (1 - β₁) g) / (√v̂ + eps), with its square in
+# v.  The recipe uses v as it is, and leaves out m, which is the same for all samples.  Here are both, without projection.
 
 
 def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -123,14 +124,12 @@ for name, own in (("the recipe's formula, not projected", dense), ("the paper's 
 # %%
 # What it chooses
 # ---------------
-# A tenth of the images by the largest of their scores, or drawn; a new network is trained on them, and asked for other
-# digits that lie on their side.
+# A tenth of the images, those with the largest scores or random ones.  A new network is trained on them, and tested with
+# other digits that lie on their side.
 
 few = len(x) // 10
-choices = {
-    "all": torch.arange(len(x)), "drawn": torch.randperm(len(x), generator=draws)[:few],
-    "LESS": scores.amax(1).topk(few).indices, "the paper's": paper.amax(1).topk(few).indices,
-}  # fmt: skip
+choices = {"all": torch.arange(len(x)), "drawn": torch.randperm(len(x), generator=draws)[:few]}
+choices |= {"LESS": scores.amax(1).topk(few).indices, "the paper's": paper.amax(1).topk(few).indices}
 accuracy = {}
 for name, own in choices.items():
     learner = network()
@@ -142,9 +141,9 @@ for name, own in choices.items():
     accuracy[name] = float((learner(held_x).argmax(1) == held_y).float().mean())
     print(f"{name:12}{len(own):5} images, {is_turned[own].float().mean():4.0%} on their side: accuracy {accuracy[name]:.3f}")
 
+plt.rc("font", size=12)
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 names = [f"{name}\n{len(choices[name])}" for name in accuracy]
-axes.bar_label(axes.bar(names, list(accuracy.values()), color=["gray", "gray", "C0", "C1"]), fmt="%.2f", fontsize=13)
-axes.tick_params(labelsize=13)
-axes.set_ylabel("accuracy on the task", fontsize=13)
+axes.bar_label(axes.bar(names, list(accuracy.values()), color=["gray", "gray", "C0", "C1"]), fmt="%.2f")
+axes.set_ylabel("accuracy on the task")
 plt.show()

@@ -2,11 +2,12 @@
 LoGra: influence with small curvature
 =====================================
 
-The influence of a training sample, gᵀ H⁻¹ g′, wants the inverse of a matrix as large as the parameters.  LoGra (Choe et al.
-2024, arXiv:2405.13954) takes Pᵀ G Q of each weight's gradient, of few numbers, and inverts the second moment of these.  Here
-scores by several ranks are held to those of whole gradients, written out in double precision. ::
+The influence of a training sample, gᵀ H⁻¹ g′, needs the inverse of a matrix with a row for each parameter.  LoGra (Choe et
+al. 2024, arXiv:2405.13954) projects each weight's gradient to a small matrix Pᵀ G Q, and inverts the second moment of these.
+Here scores by several ranks are compared with those of whole gradients in double precision. ::
 
-    python docs/examples/logra.py
+    pip install matplotlib scikit-learn tqdm
+    python logra.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/logra.png'
 
@@ -25,13 +26,13 @@ from tqdm import tqdm
 
 from autograd_hacks import add_hooks, over
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 
 # %%
 # The recipe
 # ----------
-# The damping is a share of each parameter's own mean eigenvalue.  So a parameter whose gradients are zero but for rounding,
-# the bias of an attention's keys say, gets as much of a say as the others, by noise: freeze it.
+# The damping is a share of each parameter's mean eigenvalue.  So a parameter whose gradients are zero except for rounding
+# errors, such as the bias of an attention's keys, adds noise as large as the other parameters' scores: freeze it.
 
 
 def damped(rows: Tensor, damping: float) -> Tensor:
@@ -89,9 +90,9 @@ with add_hooks(model, param_grad=False):
         seconds[rank] = time.perf_counter() - start
 
 # %%
-# Held to whole gradients
-# -----------------------
-# A rank of 64 or more projects nothing here, and has the scores of the definition.
+# Compared with whole gradients
+# -----------------------------
+# A rank of 64 keeps everything here, and gives the scores of the definition.
 
 
 def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -108,11 +109,9 @@ for rank in ranks:
     print(f"rank {rank:3}: correlation {correlation[rank]:.3f}, {seconds[rank]:.2f} s")
 print(f"rank 64: the furthest {(scores[64] - exact).abs().max() / exact.abs().max():.0e} of the largest score")
 
+plt.rc("font", size=12)
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 axes.plot([f"{rank}" for rank in ranks], list(correlation.values()), "o-", linewidth=2.5, markersize=9)
-axes.tick_params(labelsize=13)
-axes.set_xlabel("rank of P and Q", fontsize=13)
-axes.set_ylabel("correlation with whole gradients", fontsize=13)
-axes.set_ylim(0, 1.05)
+axes.set(xlabel="rank of P and Q", ylabel="correlation with whole gradients", ylim=(0, 1.05))
 axes.grid(alpha=0.3)
 plt.show()

@@ -1,13 +1,13 @@
 """
-MAGIC: what would this training have given without an image?
-============================================================
+MAGIC: predict training without an image
+========================================
 
-MAGIC (Ilyas and Engstrom 2025, arXiv:2504.16430) goes back through a training, step by step, and so has the exact
-derivative of what the network says with respect to the weight of each training image.  One derivative predicts trainings on
-other subsets: here 50 networks are trained without 5 % of the images each, and what comes out is held against what was
-predicted. ::
+MAGIC (Ilyas and Engstrom 2025, arXiv:2504.16430) goes back through a training, step by step.  It computes the exact
+derivative of the trained network's losses with respect to the weight of each training image.  This derivative predicts
+trainings on other subsets.  Here 50 networks are trained, each without 5 % of the images, to check the prediction. ::
 
-    python docs/examples/magic_replay.py
+    pip install matplotlib scikit-learn tqdm
+    python magic_replay.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/magic_replay.png'
 
@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from autograd_hacks import PerSampleGrads, add_hooks, over, pause_hooks, per_sample_grads
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 RATE, BATCH, EPOCHS, SUBSETS = 0.5, 100, 30, 50
 
 # %%
 # The recipe
 # ----------
-# It is for plain SGD, θ - rate · mean wₙ gₙ; momentum and Adam need their own step back.  Each step back takes one pass for
-# the samples' gradients, and for each query their inner products with λ and one Hessian product.
+# This is for plain SGD, θ - rate · mean wₙ gₙ.  Momentum and Adam need their own step back.  Each step back takes one pass
+# for the samples' gradients.  For each query it takes their inner products with λ, and one Hessian product.
 
 
 def magic(
@@ -121,16 +121,16 @@ ranks = torch.tensor([spearmanr(a, b).statistic for a, b in zip(predicted.mT, ac
 print(f"LDS, the rank correlation over {SUBSETS} subsets, mean of {len(asked)} images: {ranks.mean():.3f}")
 
 # %%
-# What was predicted, and what came out
-# -------------------------------------
+# Predicted and actual changes of the loss
+# ----------------------------------------
 
+plt.rc("font", size=12)
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 for e in range(3):
     axes.plot(predicted[:, e], actual[:, e], "o", alpha=0.7, label=f"a {answers[e]}: ρ = {ranks[e]:.2f}")
 ends = [float(predicted[:, :3].min()), float(predicted[:, :3].max())]
 axes.plot(ends, ends, ":", color="gray")
-axes.set_xlabel("loss, change predicted", fontsize=13)
-axes.set_ylabel("change by training again", fontsize=13)
-axes.legend(fontsize=13)
+axes.set(xlabel="loss, change predicted", ylabel="change by training again")
+axes.legend()
 axes.grid(alpha=0.3)
 plt.show()

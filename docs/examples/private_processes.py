@@ -5,8 +5,8 @@ Private training over processes
 Under ``fully_shard``: the same numbers with one, two and four processes.
 
 A network learns handwritten digits by DP-SGD (Abadi et al. 2016, arXiv:1607.00133): batches are drawn at random, each
-sample's gradient is clipped, noise is added to the sum, and that is divided by the expected size of a batch.  Processes hold
-parts of the weights and of each batch; nothing in the loop says so::
+sample's gradient is clipped, noise is added to the sum, and the result is divided by the expected size of a batch.  Each
+process holds a part of the weights and of each batch, but the loop is the same as for one process::
 
     torchrun --nproc-per-node 2 docs/examples/private_processes.py
 """
@@ -29,7 +29,7 @@ EXPECTED, BOUND, NOISE, RATE = 256, 1.0, 1.0, 2.0
 
 
 def digits(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, 1797 × 64, and what they show."""
+    """Images, 1797 × 64, and their labels."""
     found = load_digits()
     images = torch.tensor(found.data / 16, dtype=torch.float64, device=device)
     return images, torch.tensor(found.target, device=device)
@@ -58,7 +58,7 @@ def train(steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
     for step in range(1, steps + 1):
         drawn = (torch.rand(len(images), generator=draws) < EXPECTED / len(images)).nonzero()[:, 0]
-        mine = drawn[dist.get_rank() :: dist.get_world_size()].to(device)  # of this process, none perhaps
+        mine = drawn[dist.get_rank() :: dist.get_world_size()].to(device)  # this process's samples, perhaps none
         losses = F.cross_entropy(model(images[mine]), labels[mine], reduction="none")
         autograd_hacks.backward(losses, "sum")
         norms = autograd_hacks.clip_and_noise_(model, BOUND, NOISE, EXPECTED, noise=draws).norms

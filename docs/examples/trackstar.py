@@ -2,11 +2,12 @@
 TrackStar: which sentence stated the fact?
 ==========================================
 
-TrackStar (Chang et al. 2024, arXiv:2410.17413) finds the training text behind what a language model says: gradients in the
-optimizer's metric, projected, whitened by their second moments, and brought to unit length.  A tiny GPT-2 reads facts, and
-is asked for each; the sentence that stated it should come first. ::
+TrackStar (Chang et al. 2024, arXiv:2410.17413) finds the training text behind what a language model says.  Gradients are
+taken in the optimizer's metric, projected, whitened by their second moments, and scaled to unit length.  A tiny GPT-2 reads
+facts, and is asked for each.  The sentence that stated the fact should come first. ::
 
-    python docs/examples/trackstar.py
+    pip install transformers matplotlib tqdm
+    python trackstar.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/trackstar.png'
 
@@ -24,13 +25,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autograd_hacks import Metric, PerSampleGrads, add_hooks, over
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 
 # %%
 # The recipe
 # ----------
-# Where Adam has seen no gradient, a token that training never met say, its factor is 1 / eps, and a question's gradient
-# there rules all its scores.  Embeddings are left out, ``only=``; a larger eps would do, too.
+# If Adam has seen no gradient for a number, such as the embedding of a token that is not in the training text, its factor is
+# 1 / eps, and a question's gradient there dominates all its scores.  So ``only=`` leaves out the embeddings.  A larger eps
+# would also help.
 
 
 def whitening(own: Tensor, others: Tensor, mix: float, damping: float) -> Tensor:
@@ -68,8 +70,8 @@ def trackstar(
 # %%
 # Facts, and a model that has read them
 # -------------------------------------
-# They are read in one form, "a boat anna has kept is red", and asked for in another, in which only other facts were read:
-# "the boat of anna has is red".
+# The model reads a fact as "a boat anna has kept is red", and is asked for it as "the boat of anna has is red".  It has read
+# other facts in this second form.
 
 PEOPLE = ["anna", "ben", "carla", "david", "emma", "felix", "gina", "hugo", "ida", "jan"]
 THINGS, COLORS = ["boat", "lamp", "coat", "door", "bird", "cup"], ["red", "green", "blue", "grey", "white", "black", "pink"]
@@ -86,7 +88,7 @@ def tokens(sentences: list[str]) -> Tensor:
 
 stated = tokens([f"a {thing} {who} has kept is {color}" for (who, thing), color in zip(facts, colors)])
 asked = tokens([f"the {thing} of {who} has is {color}" for (who, thing), color in zip(facts, colors)])
-read = torch.cat([stated, asked[30:]])  # of the first 30 only what was stated
+read = torch.cat([stated, asked[30:]])  # the first 30 facts only as they were stated
 
 torch.manual_seed(0)
 config = GPT2Config(vocab_size=len(known), n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -120,9 +122,9 @@ with add_hooks(model, param_grad=False):
     whole = trackstar(model, train, queries, metric, losses, rank=64, only=weights)
 
 # %%
-# Held to the definition
-# ----------------------
-# A rank of 64 projects nothing here.  The same from a backward pass for each sentence, in double precision.
+# Compared with the definition
+# ----------------------------
+# A rank of 64 keeps everything here.  The definition takes a backward pass for each sentence, in double precision.
 
 precise = copy.deepcopy(model).double()
 names = [name for name, _ in precise.named_parameters() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))]
@@ -152,11 +154,12 @@ for name, scores in ways.items():
     found[name] = [float((places < k).float().mean()) for k in top]
     print(f"{name:10} {', '.join(f'among the first {k}: {share:4.0%}' for k, share in zip(top, found[name]))}")
 
+plt.rc("font", size=12)
 figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 for place, (name, shares) in enumerate(found.items()):
     axes.bar([n + 0.27 * (place - 1) for n in range(len(top))], shares, 0.25, label=name)
-axes.set_xticks(range(len(top)), [f"first {k}" if k > 1 else "first" for k in top], fontsize=13)
-axes.set_ylabel("share of facts found", fontsize=13)
-axes.legend(fontsize=13)
+axes.set_xticks(range(len(top)), [f"first {k}" if k > 1 else "first" for k in top])
+axes.set_ylabel("share of facts found")
+axes.legend()
 axes.grid(alpha=0.3)
 plt.show()

@@ -4,9 +4,10 @@ TRAK: which images taught the network this?
 
 TRAK (Park et al. 2023, arXiv:2303.14186) scores training samples by the gradients of log p / (1 - p), randomly projected,
 through the inverse of their second moments.  Scores are means over several networks.  Here it finds the training images
-that speak for and against what networks say of a held-out image, and is held to the authors' own package, traker. ::
+that support or oppose a held-out image's label, and is compared with the authors' own package, traker. ::
 
-    python docs/examples/trak_scores.py
+    pip install matplotlib scikit-learn tqdm
+    python trak_scores.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/trak_scores.png'
 
@@ -27,13 +28,13 @@ from tqdm import tqdm
 
 from autograd_hacks import PerSampleGrads, add_hooks, over, pause_hooks
 
-torch.set_num_threads(1)  # for networks as small as these, more threads mostly wait for each other
+torch.set_num_threads(1)  # a network this small is slower with more threads
 
 # %%
 # The recipe
 # ----------
-# Take the margin log p / (1 - p) from the logits, z_y less the logsumexp of the others: computed from p, it is infinite
-# where p rounds to 1.  And 1 - p is its sigmoid, the other way around.
+# Compute the margin log p / (1 - p) from the logits, as z_y minus the logsumexp of the others.  Computed from p, it would be
+# infinite if p rounds to 1.  And 1 - p is the sigmoid of the negative margin.
 
 
 def margins(model: Callable[..., Tensor], batch: Any) -> Tensor:
@@ -88,13 +89,14 @@ train, queries = list(zip(x.split(500), y.split(500))), [(asked, answers)]
 scores = trak(hooked, train, queries, states, margins, partial(PerSampleGrads.project, dim=128))
 
 # %%
-# Which images speak for it, and which against?
-# ---------------------------------------------
-# The held-out images that the networks are least sure of; on the right the two training images with the highest scores, and
-# the two with the lowest.  Those that speak against mostly look alike, and have another label.
+# Which images support the label, and which oppose it?
+# ----------------------------------------------------
+# On the left are the held-out images that the networks are least sure about.  Beside them are the two training images with
+# the highest scores, and the two with the lowest.  Most of the latter look alike, and have another label.
 
 with torch.no_grad():
     hardest = margins(model, queries[0]).argsort()[:3]
+plt.rc("font", size=12)
 figure, places = plt.subplots(3, 5, figsize=(6, 4.4), layout="constrained")
 for row, query in zip(places, hardest.tolist()):
     best = scores[:, query].argsort(descending=True)
@@ -102,17 +104,17 @@ for row, query in zip(places, hardest.tolist()):
     shown += [(x[n], y[n], "C3") for n in best[[-1, -2]]]
     for place, (image, label, color) in zip(row, shown):
         place.imshow(image.view(8, 8), cmap="gray_r")
-        place.set_title(f"{label}", color=color, fontsize=13)
+        place.set_title(f"{label}", color=color)
         place.set(xticks=[], yticks=[])
 for place, title in zip(places[0], ("asked: 3", "for: ", "for: ", "against: ", "against: ")):
-    place.set_title(f"{title.split(':')[0]}: {place.get_title()}", color=place.title.get_color(), fontsize=13)
+    place.set_title(f"{title.split(':')[0]}: {place.get_title()}", color=place.title.get_color())
 plt.show()
 
 # %%
-# Held to traker
-# --------------
-# With traker's own random projector in the place of ours, scores are traker's.  It gives each network's scores a factor of
-# their own, so this is of one network.
+# Compared with traker
+# --------------------
+# With traker's own random projector instead of ours, the scores are the same.  Traker multiplies each network's scores by a
+# different factor, so this compares one network.
 
 try:
     from trak import TRAKer

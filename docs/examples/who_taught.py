@@ -1,51 +1,47 @@
 """
-Who taught the model this?
-==========================
+Token gradients: who taught the model this?
+===========================================
 
-A tiny GPT-2 reads sentences of who keeps what in which colour, and one that says a code.  Asked for the code, it knows
-it: from which tokens of which sentence?  Each token that it has learnt to predict has a gradient of its own; those that
-point as the gradient of the answer's tokens does have taught it. ::
+A tiny GPT-2 reads sentences like "the red coat of the good anna stands by the lake", and one that contains a code.  Asked
+for the code, it knows it.  From which tokens of which sentence?  Each token that it learned to predict has its own
+gradient.  The tokens whose gradients point along those of the answer's tokens taught the answer. ::
 
-    python docs/examples/who_taught.py
+    pip install transformers matplotlib tqdm
+    python who_taught.py
 """
 # sphinx_gallery_thumbnail_path = 'pictures/who_taught.png'
 
-import time
+import argparse
 
-from common import command_line, furthest, needs, panels, save, tqdm
-
-needs("transformers", "transformers")
-
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autograd_hacks
 
+torch.set_num_threads(1)  # a network this small is slower with more threads
 PLANTED = "the code of the old vault is seven three nine one"
-ASKED, ANSWERED = "the code of the good boat is", 4  # what it has not read; tokens
-COMPARED = 12  # training tokens, drawn, whose gradients autograd computes one by one
-
-options = command_line(
-    sentences=(32, "that it reads, with the planted one"),
-    epochs=(120, "rounds through them"),
-)
-torch.manual_seed(options.seed)
+ASKED, ANSWERED = "the code of the good boat is", 4  # a question in other words than the text; tokens of the answer
+COMPARED = 12  # training tokens whose gradients autograd computes one by one
+parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--sentences", type=int, default=32, help="in the text, with the planted one")
+parser.add_argument("--epochs", type=int, default=120, help="rounds through them")
+options = parser.parse_args()
 
 # %%
 # Sentences, one of them planted
 # ------------------------------
 
-PARTS = [
-    ["red", "green", "blue", "grey"], ["cat", "dog", "bird", "boat", "coat", "lamp"], ["anna", "ben", "carla", "david"],
-    ["sits", "stands", "sleeps"], ["home", "work", "sea", "lake"],
-]  # fmt: skip
-draws = torch.Generator().manual_seed(options.seed)
+COLORS, THINGS = ["red", "green", "blue", "grey"], ["cat", "dog", "bird", "boat", "coat", "lamp"]
+PEOPLE, VERBS, PLACES = ["anna", "ben", "carla", "david"], ["sits", "stands", "sleeps"], ["home", "work", "sea", "lake"]
+draws = torch.Generator().manual_seed(0)
 sentences = []
 for _ in range(options.sentences - 1):
-    color, thing, owner, does, place = (words[int(torch.randint(len(words), (), generator=draws))] for words in PARTS)
-    sentences.append(f"the {color} {thing} of the good {owner} {does} by the {place}")
+    words = [own[int(torch.randint(len(own), (), generator=draws))] for own in (COLORS, THINGS, PEOPLE, VERBS, PLACES)]
+    sentences.append("the {} {} of the good {} {} by the {}".format(*words))
 planted = options.sentences // 2
 sentences.insert(planted, PLANTED)
 known = sorted({word for sentence in [*sentences, ASKED] for word in sentence.split()})
@@ -60,14 +56,13 @@ def tokens_of(sentences: list[str]) -> Tensor:
 # ----------------------
 
 text = tokens_of(sentences)
-torch.manual_seed(options.seed)
-model = GPT2LMHeadModel(
-    GPT2Config(vocab_size=len(known), n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-).eval()
+torch.manual_seed(0)
+config = GPT2Config(vocab_size=len(known), n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config).eval()
 
 
 def losses_of(tokens: Tensor) -> Tensor:
-    """Of each token but the first, of what is said before it.  tokens: N T.  Returns N T-1."""
+    """Of each token but the first, given the tokens before it.  tokens: N T.  Returns N T-1."""
     return F.cross_entropy(model(tokens).logits[:, :-1].mT, tokens[:, 1:], reduction="none")
 
 
@@ -86,19 +81,17 @@ print(f'asked "{ASKED} ...", it says "{" ".join(said[-ANSWERED:])}"')
 # %%
 # A gradient for each token
 # -------------------------
-# The rows have two axes, sentences and tokens, and ``cosine`` and ``gram`` have both of both: N T 1 T′.
+# The rows have two axes, sentences and tokens.  ``cosine`` and ``gram`` return both axes of both: N T 1 T′.
 
-start = time.perf_counter()
 with autograd_hacks.add_hooks(model, param_grad=False):
     rows = autograd_hacks.per_sample_jacobian(model, losses_of(text))
     wanted = autograd_hacks.per_sample_jacobian(model, losses_of(asked))
     taught, products = rows.cosine(wanted)[:, :, 0], rows.gram(wanted)[:, :, 0]
-seconds = time.perf_counter() - start
 
 # %%
-# The same by autograd
-# --------------------
-# A backward pass for each token, of the answer and of some training tokens.
+# Compared with autograd
+# ----------------------
+# A backward pass for each token of the question and answer, and for some training tokens.
 
 
 def gradient(sentence: Tensor, token: int) -> Tensor:
@@ -106,37 +99,32 @@ def gradient(sentence: Tensor, token: int) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-(teachers, tokens), begun = taught.shape[1:], time.perf_counter()
-places = [divmod(n, teachers) for n in torch.randint(len(text) * teachers, (COMPARED,), generator=draws).tolist()]
+count, tokens = taught.shape[1:]
+places = [divmod(n, count) for n in torch.randint(len(text) * count, (COMPARED,), generator=draws).tolist()]
 answers = torch.stack([gradient(asked[0], token) for token in range(tokens)])
 expected = torch.stack([answers @ gradient(text[sentence], token) for sentence, token in places])
-theirs = (time.perf_counter() - begun) / (COMPARED + tokens) * (len(text) * teachers + tokens)
 found, most = torch.stack([products[place] for place in places]), float(expected.abs().max())
-print(f"{len(text) * teachers} training tokens by {tokens} tokens of question and answer, in {seconds:.2f} s;")
-print(f"by autograd, a token at a time, {theirs:.2f} s, of which {COMPARED} tokens were run.")
-print(f"furthest from autograd, of the largest inner product: {furthest([found], [expected]) / most:.1e}")
+print(f"furthest from autograd, of the largest inner product: {(found - expected).abs().max() / most:.1e}")
 torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * most)
 
 # %%
 # Who taught it?
 # --------------
-# For each token of the answer, how far the best token of each sentence speaks for it.
+# For each token of the answer, the cosine of the best token in each sentence.  The picture has the planted sentence, in the
+# frame, and its neighbours.
 
 by_sentence = taught[:, :, -ANSWERED:].amax(1).mean(1)
 print("\nthe sentences that taught the answer, by the cosine of their best tokens:")
 for index in by_sentence.argsort(descending=True)[:4].tolist():
     print(f"  {by_sentence[index]:5.2f}  {sentences[index]}")
 
-shown = slice(planted - 2, planted + 3)
-words = [word for sentence in sentences[shown] for word in sentence.split()[1:]]
-figure, axes = panels(1, figsize=(11, 4.6))
+shown = slice(planted - 1, planted + 2)
+plt.rc("font", size=10)
+figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
 heat = axes.imshow(taught[shown].flatten(0, 1).T, aspect="auto", cmap="RdBu_r", vmin=-0.6, vmax=0.6)
 axes.set_yticks(range(tokens), said[1:])
-axes.set_xticks(range(len(words)), words, rotation=90)
-axes.grid(False)
-for sentence in range(5):
-    axes.axvline(sentence * teachers - 0.5, color="black", linewidth=0.5)
-axes.axvspan(2 * teachers - 0.5, 3 * teachers - 0.5, fill=False, edgecolor="crimson", linewidth=2.5)
-axes.set(xlabel="training tokens, the planted sentence's framed", ylabel="tokens of question and answer")
+axes.set_xticks(range(3 * count), [word for sentence in sentences[shown] for word in sentence.split()[1:]], rotation=90)
+axes.axvspan(count - 0.5, 2 * count - 0.5, fill=False, edgecolor="crimson", linewidth=2.5)
+axes.set(xlabel="training tokens", ylabel="tokens of question and answer")
 figure.colorbar(heat, label="cosine of gradients", pad=0.01, extend="both")
-save(figure, options, "who_taught.png")
+plt.show()

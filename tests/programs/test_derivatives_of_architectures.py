@@ -20,7 +20,7 @@ from workloads import Batch, Workload
 
 import autograd_hacks
 
-QUICK = [
+QUICK = ["dlrm", "gat", "gpt2", "gpt2, dropout", "bert", "llama", "mixtral", "mamba", "convnext", "swin"]
     "dlrm",
     "gat",
     "gpt2",

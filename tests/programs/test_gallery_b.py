@@ -30,8 +30,8 @@ def test_self_influence_finds_wrong_labels_without_peers_too(tmp_path: Path) -> 
     )
     for name in ("gradient's length²", "TracIn", "EK-FAC"):
         assert number(rf"(?m)^{name} +(0\.\d+)", out) > 0.8
-    assert "not compared with captum.influence" in out
-    assert "not compared with kronfluence.analyzer" in out
+    assert "not compared with captum" in out
+    assert "not compared with kronfluence" in out
 
 
 def test_tracin_is_captums_and_ekfac_kronfluences(tmp_path: Path) -> None:

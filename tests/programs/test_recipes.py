@@ -374,7 +374,7 @@ def test_pages_are_held_to_their_definitions(tmp_path: Path) -> None:
     assert number(r"LESS .* images, +(\d+)% on", out) > 70  # of all 14 %
     out = printed("dedup", tmp_path)
     assert number(r"pairs (\d+) are among", out) >= 35
-    assert number(r"off by (\S+) in", out) < 0.01
+    assert number(r"off by (\S+) on", out) < 0.01
 
 
 def test_scores_of_the_page_are_trakers(tmp_path: Path) -> None:
